@@ -6,10 +6,10 @@ from typing import Any
 
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.batch_sharder import BatchSharder
-from cp_styles.comm.agreement import EveryCall, NoAgreement
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
-from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
@@ -36,17 +36,15 @@ __all__ = [
     "AttentionContextParallel",
     "BatchSharder",
     "Causal",
+    "Checks",
     "Chunked",
     "ColwiseParallel",
     "Dense",
     "Documents",
-    "EveryCall",
     "FlexMask",
     "Full",
-    "GradientCheck",
     "Mask",
     "ModuleContextParallel",
-    "NoAgreement",
     "PerRow",
     "PrefixLM",
     "PrepareModuleInput",
@@ -100,9 +98,12 @@ _REMOVED = {
     "HeadTailLoadBalancer": "head_tail(seq_length, world_size) is the layout",
     "PTRRLoadBalancer": "by_work(length, world_size, mask=FlexMask(block_mask)) is the layout",
     "PerDocumentHeadTailLoadBalancer": "per_document_head_tail(length, world_size, documents=lengths) is the layout",
+    "EveryCall": "leave agreement= out: it is the default",
+    "GradientCheck": "write checks=Checks(only_warn=..., local=...) for gradient_check=GradientCheck(...)",
     "LayoutMismatchWarning": "there is nothing to filter. Tensors that another layout cut are refused where they are "
     "inputs of the attention, or of a model with ModuleContextParallel",
-    "NewCalls": "leave agreement= out, which compares every call in some 0.4 ms, or give NoAgreement()",
+    "NewCalls": "leave agreement= out, which compares every call, or write checks=Checks(agreement=False)",
+    "NoAgreement": "write checks=Checks(agreement=False) for agreement=NoAgreement()",
 }
 
 

@@ -481,7 +481,7 @@ def sum_gradients(
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
             dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), one all-reduce for each bucket, and one
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), one all-reduce for each bucket, and one
     of a byte for each parameter if ranks differ in which gradients they have.
 
     Raises:

@@ -27,18 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
-from cp_styles.comm.agreement import (
-    EVERY_CALL,
-    Agreement,
-    Meeting,
-    StatusRow,
-    meet_alike,
-    offer_refusal,
-)
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective, unbroken
 from cp_styles.device_copies import read_later, tensor_on
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.flex import ScoreMod
@@ -297,7 +291,7 @@ def context_decode(
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
     kernel: Kernel | None = None,
-    agreement: Agreement = EVERY_CALL,
+    checks: Checks = CHECKS,
 ) -> torch.Tensor:
     """Attention of queries that are the same on all ranks over a cache that is cut over them. Equals one device's.
 
@@ -314,13 +308,13 @@ def context_decode(
         scale: factor of the logits; default 1/sqrt(D).
         sink_H: attention sinks: one logit for each query head, the same on all ranks.
         kernel: computes a rank's part; default the fastest of torch's kernels that can.
-        agreement: how often the ranks agree on their calls. With :class:`~cp_styles.NoAgreement` only the queries and
-            the length of the cache are compared, with the results.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`. Without ``agreement`` only the queries
+            and the length of the cache are compared, with the results. Parameters are not compared.
 
     Returns:
         ``out_BHLE``, the same bits on all ranks: they merge the same parts in the same order.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then one all-gather of B H L (E + 1)
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then one all-gather of B H L (E + 1)
     numbers of each rank, in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends P - 1 times that.
     There is no backward.
 
@@ -337,7 +331,7 @@ def context_decode(
         cache.append(k_new, v_new)  # [1, 8, 1, 64], the same on all ranks
         out = context_decode(q_new, cache)
     """
-    call = DecodeCall(mask or Causal(), attn_mask, scale, sink_H, kernel=kernel, agreement=agreement)
+    call = DecodeCall(mask or Causal(), attn_mask, scale, sink_H, kernel=kernel, checks=checks)
     return decode("context_decode", q_BHLD, cache, call)
 
 
@@ -359,7 +353,7 @@ class DecodeCall:
     sink_H: torch.Tensor | None = None
     score_mod: ScoreMod | None = None
     kernel: Kernel | None = None
-    agreement: Agreement = EVERY_CALL
+    checks: Checks = CHECKS
     alike: int = 0
     refuse: Callable[[], None] | None = None
     expanded: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -419,7 +413,7 @@ def _agree(
 
     state_of(cache.group).engaged = True
     ranks = cache.group.size()
-    options: dict[str, Any] = {"agreement": call.agreement, "assumed": lambda mine: [mine] * ranks}
+    options: dict[str, Any] = {"agrees": call.checks.agreement, "assumed": lambda mine: [mine] * ranks}
     meet_alike(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)
 
 

@@ -41,9 +41,8 @@ from torch.utils.checkpoint import checkpoint
 import cp_styles
 from cp_styles import (
     AttentionContextParallel,
-    EveryCall,
+    Checks,
     ModuleContextParallel,
-    NoAgreement,
     PerRow,
     SequenceScope,
     context_attention,
@@ -73,7 +72,7 @@ WAIT, WAIT_COMPILED = 8.0, 120.0
 PLANTED = "planted by the fuzzer"
 
 STRATEGIES = parity_grid.STRATEGIES | {"Ulysses in chunks": Ulysses(chunks=2)}
-AGREEMENTS = {"every call": EveryCall(), "none": NoAgreement()}
+AGREEMENTS = {"every call": Checks(), "none": Checks(agreement=False)}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
 # What an odd rank may do, beside having another value of a field: see Case.odd.
@@ -403,7 +402,7 @@ def attention_of(case: Case, mesh: Any, sinks: nn.Parameter | None) -> Callable[
     cut: Any = balancer_of(case, mask.mask)
     layout = cut(case.length, case.ranks)
     given: Any = cut if case.balancer else layout
-    options: dict[str, Any] = {"strategy": STRATEGIES[case.strategy], "agreement": AGREEMENTS[case.agreement]}
+    options: dict[str, Any] = {"strategy": STRATEGIES[case.strategy], "checks": AGREEMENTS[case.agreement]}
     if case.kernel == "reference":
         options["kernel"] = ReferenceKernel()
     style = options | {"layout": None if case.scope else given}

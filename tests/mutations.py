@@ -179,7 +179,7 @@ FUZZED = [
     Mistake(
         "engine: backwards begin without the other ranks",
         "run_backward",
-        "begin_backward(binding.group, forward, binding.agreement)",
+        "begin_backward(binding.group, forward, binding.checks.agreement)",
         "pass",
         "ranks/engine/test_disagreement.py",
     ),

@@ -55,7 +55,7 @@ def all_to_all(
     Communication: one all-to-all. A rank sends ``x`` without its own part. It makes at most one contiguous copy before
     (none if ``scatter_dim`` is the outermost dim of a contiguous ``x``) and one after (none if ``gather_dim`` comes
     before ``scatter_dim``, and only dims of size one come before it). ``check`` adds one agreement of
-    the ranks (:class:`~cp_styles.EveryCall`). The backward sends the same, and every rank must run it, in the same
+    the ranks (:class:`~cp_styles.Checks`). The backward sends the same, and every rank must run it, in the same
     order.
 
     Raises:

@@ -75,7 +75,7 @@ def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
     differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`).
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`).
     """
     if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
         return (describe()[1],) * peers.size

@@ -132,50 +132,6 @@ class StatusRows(list[StatusRow]):
 _but_lengths = itemgetter(slice(2, None))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How often ranks agree on attention: :class:`EveryCall` or :class:`NoAgreement`."""
-
-
-@dataclass(frozen=True)
-class EveryCall(Agreement):
-    """The ranks agree before every attention, and before every backward of one. The default.
-
-    Promise: if one rank refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often
-    than the others or in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in
-    the middle of an attention, every rank raises, and the process groups are of no use any more.
-
-    Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
-    balancer there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank
-    does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
-
-    Example::
-
-        style = ModuleContextParallel(agreement=EveryCall())
-    """
-
-
-@dataclass(frozen=True)
-class NoAgreement(Agreement):
-    """The ranks never agree. Each assumes that the others call as it does.
-
-    The layout of the attention must be a ``SequenceLayout``, that of the style or call, or of a ``SequenceScope``.
-
-    Promise: none where ranks differ. If their lengths, plans or order of calls differ, a rank waits until the timeout
-    of the process group or the transport raises. If only values differ (a scale, a mask with the same shape of plan),
-    the result is silently wrong. Unreduced gradients are not found. For jobs that ran with :class:`EveryCall` before.
-
-    Communication: none.
-
-    Example::
-
-        style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NoAgreement())
-    """
-
-
-EVERY_CALL = EveryCall()
-
-
 def start_status(
     build: Callable[[], StatusRow],
     meeting: Meeting,
@@ -183,19 +139,19 @@ def start_status(
     axis: str,
     group: dist.ProcessGroup,
     *,
-    agreement: Agreement = EVERY_CALL,
+    agrees: bool = True,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
     path: str = "",
 ) -> Callable[[], StatusRows]:
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
     [Note: meetings].
 
-    With :class:`NoAgreement` they are those that ``assumed`` gives for ranks that all call alike, from that of this
-    rank; None if it is not known. ``path`` is the module that calls, for messages.
+    Unless the ranks agree (``agrees``), they are those that ``assumed`` gives for ranks that all call alike, from that
+    of this rank; None if it is not known. ``path`` is the module that calls, for messages.
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
-    Communication: one all-gather of a row; with :class:`NoAgreement` none. If a rank refuses, one of its reason.
+    Communication: one all-gather of a row; none unless ``agrees``. If a rank refuses, one of its reason.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
@@ -215,15 +171,15 @@ def start_status(
         raise
     operations.user, operations.axis = name, axis
     mine = _of_meeting(row, meeting, name)
-    if isinstance(agreement, NoAgreement):
+    if not agrees:
         if problem is not None:
             # The others may be at another meeting, and this rank does not wait to tell them why.
             offer_numbers(mine._replace(status=RankStatus.NO_CALL), group, _PATIENCE_SECONDS)
             raise problem
         if assumed is None:
             raise ValueError(
-                f"{name}: NoAgreement() needs the lengths of all ranks: give the attention a SequenceLayout such as "
-                "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
+                f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a SequenceLayout "
+                "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
         return partial(StatusRows, assumed(mine))
     started = _StartedMeeting(mine, problem, meeting, name, axis, group, state, path)
@@ -361,16 +317,16 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
     return text
 
 
-def begin_backward(group: dist.ProcessGroup | None, forward: int, agreement: Agreement) -> None:
+def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) -> None:
     """The meeting at the start of the backward of forward number ``forward``. It ends before the first message.
 
-    Communication: one all-gather of a row; with :class:`NoAgreement` none.
+    Communication: one all-gather of a row; none unless ``agrees``.
     """
     if group is None or group.size() == 1:
         return
     state = unbroken(group)
     state.backward_began = True
-    if agreement == EVERY_CALL:
+    if agrees:
         state.forward_open = False
         row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
         state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where)

@@ -17,8 +17,6 @@ from cp_styles._compat import graph_task_id, uncompiled, when_destroyed
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
-    EVERY_CALL,
-    Agreement,
     Meeting,
     StatusRow,
     StatusRows,
@@ -30,7 +28,8 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
+from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.engine.gradient_watch import ParameterWatch, watch_of
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
@@ -92,8 +91,7 @@ class Binding:
         heads: which query heads the tensors of a call are, if these are a share of more heads.
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         tally: state of the module's forward. An error is raised if its attention was not reached.
-        gradient_check: what to do if gradients were not reduced over the group.
-        agreement: how often the ranks agree on attention.
+        checks: what the ranks check of each other.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
         texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout,
             and what compiled graphs run with in its place.
@@ -109,8 +107,7 @@ class Binding:
     heads: tuple[int, int] | None = None
     whole: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
-    gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
-    agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
+    checks: Checks = field(default=CHECKS, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
@@ -133,12 +130,10 @@ class Binding:
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
         if isinstance(self.mask, PerRow) and not isinstance(self.strategy, PerRowStrategy):
             object.__setattr__(self, "strategy", PerRowStrategy(self.strategy))
-        if not isinstance(self.gradient_check, GradientCheck):
-            raise TypeError(f"{self.name}: gradient_check must be a GradientCheck object, got {self.gradient_check!r}")
-        if not isinstance(self.agreement, Agreement):
-            raise TypeError(f"{self.name}: agreement must be EveryCall() or NoAgreement(), got {self.agreement!r}")
-        if self.gradient_check.local:
-            self._watch.leave_out(self.gradient_check.local)
+        if not isinstance(self.checks, Checks):
+            raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
+        if self.checks.local:
+            self._watch.leave_out(self.checks.local)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -219,7 +214,7 @@ class Binding:
             self.name,
             self.axis,
             self.group,
-            agreement=self.agreement,
+            agrees=self.checks.agreement,
             assumed=None if fixed is None else partial(_as_cut_by, fixed, rank),
             path=self.tally.path,
         )
@@ -298,7 +293,7 @@ class Binding:
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
             "the contents of the kernel": contents[1],
-            "agreement": self.agreement,
+            "agreement": self.checks.agreement,
         }
 
     @cached_property
@@ -487,7 +482,7 @@ class _Call:
         where = binding.name, binding.axis, binding.group
         finding = binding._watch.compare(columns.watch, *where)
         if finding is not None:
-            binding._watch.tell(finding, binding.gradient_check, *where)
+            binding._watch.tell(finding, binding.checks.only_warn, *where)
         # The forward starts; see GroupState.
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
@@ -555,17 +550,16 @@ def binding_of_call(
     mask: Mask,
     kernel: Kernel | None = None,
     *,
-    gradient_check: GradientCheck,
-    agreement: Agreement,
+    checks: Checks,
 ) -> Binding:
     """The binding of a function's call: the same one for the same arguments, with all that it has derived from them.
 
-    A mask that holds a tensor, a kernel of the user and modules in ``gradient_check`` are not kept alive: with these
+    A mask that holds a tensor, a kernel of the user and modules in ``checks`` are not kept alive: with these
     there is a new binding at each call.
 
     Raises what :func:`~cp_styles.comm.groups.axis_and_group` and a Binding raise.
     """
-    behind, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, gradient_check, agreement)
+    behind, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, checks)
     latest = None if behind is None else state_of(behind).objects.get(LatestBindings)
     try:
         if latest is not None and key in latest:
@@ -574,9 +568,8 @@ def binding_of_call(
     except TypeError:  # an argument of a wrong type, about which a Binding raises
         pass
     axis, group = axis_and_group(name, ranks)
-    checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
-    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local:
+    binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
         bindings_of(group).put(key, binding)
     return binding
 

@@ -23,14 +23,14 @@ import torch
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
 from cp_styles.checksum import delayed_digest
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
 from cp_styles.engine.checkpoint import LEAN
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.config_text import from_text, to_text
-from cp_styles.engine.gradient_watch import GradientCheck, watch_of
+from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, SequenceScope
@@ -89,22 +89,22 @@ def config_text(
     mask: Mask,
     kernel: Kernel | None,
     *,
-    only_warn: bool = False,
-    agreement: Agreement = EVERY_CALL,
+    checks: Checks = CHECKS,
     scoped: bool = False,
     named: bool = False,
 ) -> ConfigText:
     """The configuration as a text. torch.compile traces this function.
 
-    ``only_warn``: see :class:`~cp_styles.engine.gradient_watch.GradientCheck`. ``scoped``: the open SequenceScope
-    applies to the call. ``named``: the user has given a layout.
+    Local parameters of ``checks`` are not in it. ``scoped``: the open SequenceScope applies to the call. ``named``: the
+    user has given a layout.
 
     Raises:
         TypeError: for objects that cannot be written as a text, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
     config = to_text(
-        (name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, named), tensors
+        (name, axis, group_name, strategy, layout, mask, kernel, checks.agreement, checks.only_warn, scoped, named),
+        tensors,
     )
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them into one")
@@ -116,10 +116,15 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
     binding, named = scoped.unscoped, scoped.named is not None
     if named not in binding.texts:
         parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
-        options: dict[str, Any] = {"only_warn": binding.gradient_check.only_warn, "agreement": binding.agreement}
         try:
             text = config_text(
-                binding.name, binding.axis, binding.group.group_name, *parts, **options, scoped=True, named=named
+                binding.name,
+                binding.axis,
+                binding.group.group_name,
+                *parts,
+                checks=binding.checks,
+                scoped=True,
+                named=named,
             )
         except TypeError as error:
             text = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
@@ -147,7 +152,7 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     if config.startswith(_UNSPELLED):
         raise TypeError(config.removeprefix(_UNSPELLED))
     parts = from_text(config, () if dense is None else (dense,))
-    name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = parts
+    name, axis, group_name, strategy, layout, mask, kernel, agreement, only_warn, scoped, _ = parts
     group = group_of_name(group_name)
     bindings = bindings_of(group)
     source = bindings.pop(config, None)
@@ -159,8 +164,8 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
             bindings[config] = source
             return ScopedBinding(replace(source.unscoped, mask=mask), source.named, source.history)
     elif source is None or dense is not None:
-        check = GradientCheck(only_warn)
-        source = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
+        checks = Checks(agreement, only_warn)
+        source = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
     return bindings.put(config, source)
 
 

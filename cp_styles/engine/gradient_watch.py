@@ -72,43 +72,8 @@ class UnreducedGradientsError(ValueError):
 
 
 class UnreducedGradientsWarning(UserWarning):
-    """The same as :class:`UnreducedGradientsError`, where ``GradientCheck(only_warn=True)`` asks for a warning; or
+    """The same as :class:`UnreducedGradientsError`, where ``Checks(only_warn=True)`` asks for a warning; or
     parameters that differ by no more than rounding."""
-
-
-@dataclass(frozen=True, eq=False)
-class GradientCheck:
-    """What to do if parameters differ between the ranks of the sequence axis.
-
-    By default all ranks raise :class:`UnreducedGradientsError` at an attention of the first step after the one in which
-    gradients were not reduced, or only in part.
-
-    Args:
-        only_warn: give an :class:`UnreducedGradientsWarning` instead, once for each process group.
-        local: parameters that are meant to differ between these ranks, such as experts that exist on one rank only.
-            Modules, with all their parameters, and single parameters. They are left out of the comparison for all
-            attention over these ranks. (DTensors that are cut over these ranks need not be named.)
-
-    Raises:
-        TypeError: ``local`` has something else than modules and parameters.
-
-    Example::
-
-        experts = torch.nn.Linear(8, 8)  # other ones on each rank
-        style = ModuleContextParallel(gradient_check=GradientCheck(local=[experts]))
-    """
-
-    only_warn: bool = False
-    local: tuple[nn.Module | nn.Parameter, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "local", tuple(self.local))
-        for item in self.local:
-            if not isinstance(item, (nn.Module, nn.Parameter)):
-                raise TypeError(f"GradientCheck(local=...) takes modules and parameters, got {type(item).__name__}")
-
-
-RAISE = GradientCheck()
 
 
 @dataclass(frozen=True)
@@ -141,7 +106,7 @@ class ParameterWatch:
         self._looked_at: list[_LookedAt] = []
 
     def leave_out(self, local: Iterable[nn.Module | nn.Parameter]) -> None:
-        """See :attr:`GradientCheck.local`."""
+        """See :class:`~cp_styles.engine.checks.Checks`."""
         self._local.update((id(item), ref(item)) for item in local)
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
@@ -198,13 +163,13 @@ class ParameterWatch:
             self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
 
-    def tell(self, finding: Finding, check: GradientCheck, name: str, axis: str, group: dist.ProcessGroup) -> None:
+    def tell(self, finding: Finding, only_warn: bool, name: str, axis: str, group: dist.ProcessGroup) -> None:
         """Raise or warn on all ranks."""
         # A user may turn warnings into errors, and then all ranks must raise.
-        start_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)()
+        start_status(partial(self._tell, finding, only_warn), Meeting.WARNING, name, axis, group)()
 
-    def _tell(self, finding: Finding, check: GradientCheck) -> StatusRow:
-        if finding.apart and not check.only_warn:
+    def _tell(self, finding: Finding, only_warn: bool) -> StatusRow:
+        if finding.apart and not only_warn:
             raise UnreducedGradientsError(finding.text)
         if not finding.apart and self._warned_of_rounding:
             return StatusRow()
@@ -275,7 +240,7 @@ _REMEDY = (
     "sum_gradients(model, mesh[{axis!r}]) between backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP "
     "over a mesh that contains this axis; cp_styles/batch.py has the line for each. Ranks that began with different "
     "weights also raise this: seed them alike. If parameters are meant to differ, such as experts that exist on one "
-    "rank only, give the style or call gradient_check=GradientCheck(local=[experts]). GradientCheck(only_warn=True) "
+    "rank only, give the style or call checks=Checks(local=[experts]). Checks(only_warn=True) "
     "makes this a warning"
 )
 _ROUNDED = (

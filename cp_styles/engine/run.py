@@ -97,7 +97,7 @@ def run_backward(
     if grad_lse_BHL is not None:
         attention = replace(attention, kernel=LseGradient(attention.kernel))
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
-    begin_backward(binding.group, forward, binding.agreement)
+    begin_backward(binding.group, forward, binding.checks.agreement)
     strategy, state = binding.strategy, binding.group_state
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
         grads = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)

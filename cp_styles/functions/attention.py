@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.checkpoint import LEAN, results_are_kept
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.functions.flex import attend_with_lse
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
@@ -44,8 +43,7 @@ def context_attention(
     sink_H: torch.Tensor | None = None,
     seq_dim: int = 2,
     return_lse: bool = False,
-    gradient_check: GradientCheck = RAISE,
-    agreement: Agreement = EVERY_CALL,
+    checks: Checks = CHECKS,
 ) -> Any:
     """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -70,14 +68,13 @@ def context_attention(
         seq_dim: 1 for tensors ``[B, L, H, D]``, as flash-attn, DeepSpeed-Ulysses and yunchang have them. The output is
             laid out in the same way.
         return_lse: also return the logsumexp. Not with sinks, with a JointLayout, or in a compiled graph.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype. With ``return_lse`` ``(out_BHLE, lse_BHL)``; lse has the
         natural logarithm, -inf for queries without keys, and is differentiable.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy. Backward: that
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy. Backward: that
     of the strategy.
 
     Under torch.compile: one opaque op forward and one backward. Make ``mask``, ``layout``, ``strategy`` and ``kernel``
@@ -104,17 +101,16 @@ def context_attention(
     how = strategy, layout.balancer if isinstance(layout, JointLayout) else layout, mask, kernel
     if is_traced():
         axis, group = axis_and_group(name, group)
-        if gradient_check.local:
+        if checks.local:
             problem = problem or NotImplementedError(
-                f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
+                f"{name}: torch.compile cannot take Checks(local=...) into a graph: apply a style with it, or "
                 "call this function once outside of the compiled code"
             )
         if problem is not None:
             raise problem
-        only_warn = gradient_check.only_warn
-        source = config_text(name, axis, group.group_name, *how, only_warn=only_warn, agreement=agreement)
+        source = config_text(name, axis, group.group_name, *how, checks=checks)
     else:
-        source = binding_of_call(name, group, *how, gradient_check=gradient_check, agreement=agreement)
+        source = binding_of_call(name, group, *how, checks=checks)
         group = source.group
         if problem is not None:
             refuse_on_all(problem, source)

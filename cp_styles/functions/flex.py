@@ -26,12 +26,11 @@ from cp_styles._compat import (
     without_function_modes,
 )
 from cp_styles.checksum import version_of
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.engine.binding import AgreedCall, Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import results_are_kept
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import check_local, handle, live_object
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
@@ -104,8 +103,7 @@ def context_flex_attention(
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
-    gradient_check: GradientCheck = RAISE,
-    agreement: Agreement = EVERY_CALL,
+    checks: Checks = CHECKS,
 ) -> Any:
     """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -129,13 +127,12 @@ def context_flex_attention(
         mask: a mask of this package, in addition to ``block_mask``.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy.
     :class:`~cp_styles.Ulysses` also sends the logsumexp back if it is requested.
 
     Raises:
@@ -149,8 +146,7 @@ def context_flex_attention(
         out = context_flex_attention(q, k, v, mesh, block_mask=block_mask, layout=layout)
     """
     name = "context_flex_attention"
-    checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), checks=checks)
     call = FlexCall(block_mask, score_mod, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 

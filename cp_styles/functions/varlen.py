@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import version_of
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding, binding_of_call
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import check_local, check_plain
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.functions.flex import attend_with_lse
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
@@ -41,8 +40,7 @@ def context_varlen_attention(
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
-    gradient_check: GradientCheck = RAISE,
-    agreement: Agreement = EVERY_CALL,
+    checks: Checks = CHECKS,
 ) -> Any:
     """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
 
@@ -63,13 +61,12 @@ def context_varlen_attention(
         mask: a mask of this package, in addition to the documents.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy, for documents
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy, for documents
     that several ranks share.
 
     Raises:
@@ -82,8 +79,7 @@ def context_varlen_attention(
         out = context_varlen_attention(q, k, v, mesh, [0, 300, 310, 1000], window_size=(-1, 0), layout=layout)
     """
     name = "context_varlen_attention"
-    checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), checks=checks)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)

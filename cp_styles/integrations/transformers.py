@@ -339,7 +339,7 @@ def prefill(
         methods for beam search and a further prompt of the same conversation work too. Of a further prompt every rank
         computes all tokens. Assisted decoding is refused.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the model's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the model's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -392,7 +392,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         The arguments ``encoder_outputs`` and ``cache`` of one ``generate()``, for this rank; before 5.24 of
         transformers ``past_key_values``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the encoder's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the encoder's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.

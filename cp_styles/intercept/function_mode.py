@@ -309,12 +309,12 @@ class AttentionCalls(RerunMode):
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
 
-        The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
+        The mask of ``call`` holds in addition to the module's and the scope's. Kernel and checks are the module's.
         """
         self.tally.calls += 1
         binding = self._scoped.resolve()[0]
         mask = binding.mask & call.mask
-        call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
+        call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
 
     def mix(self, run: Callable[[Callable[[], None]], Any]) -> Any:

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from cp_styles._compat import uncompiled
-from cp_styles.comm.agreement import NoAgreement
 from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
@@ -135,9 +134,8 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
     def cut(refuse: Callable[[], None]) -> Any:
         where = binding.axis, binding.group, binding.layout
         name_of_call = f"{binding.name}: {name} of {calls.tally.path or 'the module itself'}"
-        agrees = not isinstance(binding.agreement, NoAgreement)
         documents = documents_in(binding.mask)
-        sequence = CutSequence(name_of_call, *where, documents, agrees, binding.gradient_check, refuse)
+        sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
         return run(sequence.packed_by(kwargs))
 
     return calls.mix(cut)

@@ -58,7 +58,7 @@ def by_channels(
         refuse_arguments(name, named, how.left_out)
         return tensors, dim, {"wants": bool(named.get(how.wants))}
 
-    cut, check = sequence.agreed(describe), sequence.compares
+    cut, check = sequence.agreed(describe), sequence.checks.agreement
     parts, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     first, states, wants = named[parts[0]], [named[at].shape[3 - dim] for at in shared], bool(named.get(how.wants))
     count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)

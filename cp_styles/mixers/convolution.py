@@ -12,10 +12,9 @@ from cp_styles._compat import start_all_to_all, uncompiled, wait_tensor
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors
 from cp_styles.collectives.peers import Peers, dim_of
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange, rows_before
 
@@ -30,8 +29,7 @@ def context_causal_conv1d(
     dim: int = -1,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
-    agreement: Agreement = EVERY_CALL,
-    gradient_check: GradientCheck = RAISE,
+    checks: Checks = CHECKS,
 ) -> torch.Tensor:
     """A causal convolution over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -50,9 +48,7 @@ def context_causal_conv1d(
             around the call; without one ``head_tail``.
         documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
             of the scope's mask; without one, one document.
-        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
-        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
-            :class:`~cp_styles.GradientCheck`. Default: an error.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         The outputs of this rank's tokens. Gradients of the weights are this rank's share: sum them over the group.
@@ -68,7 +64,7 @@ def context_causal_conv1d(
         conv = lambda x_BCL: causal_conv1d_fn(x_BCL, weight_CW, bias_C, activation="silu")
         out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
     """
-    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, agreement, gradient_check)
+    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, checks)
     return convolved(sequence, conv, x, dim, width)
 
 
@@ -88,7 +84,8 @@ def convolved(
         exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
         row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
         MixerCall("rows", cut, {"width": width, "row": row}).tell()
-        before = exchanged(cut.peers, exchange, x, along, check=sequence.compares).tensor_split(len(sizes), along)
+        before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement)
+        before = before.tensor_split(len(sizes), along)
         rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
         out = conv(rows)
         if out.shape[along] != rows.shape[along]:
@@ -111,7 +108,7 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
         size, rank = min(count, cut.documents[-1]), cut.peers.rank
         rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
         plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
-        return exchanged(cut.peers, plan, x, dim, check=sequence.compares)
+        return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
     return sequence.followed(run, [x], dim)
 

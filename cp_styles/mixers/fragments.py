@@ -14,9 +14,10 @@ import torch.distributed as dist
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
-from cp_styles.comm.agreement import Agreement, NoAgreement, StatusRow
+from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck, watch_of
+from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.run import listener
 from cp_styles.engine.scope import open_scope
 from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
@@ -170,8 +171,7 @@ class CutSequence:
         group: the ranks that share it.
         layout: the layout, or the balancer that makes it.
         documents: its documents, or what says so; None for one.
-        compares: whether the ranks compare their calls.
-        gradient_check: what to do if their parameters differ.
+        checks: what the ranks check of each other.
         refuse: raises for errors that only this rank may see.
     """
 
@@ -180,8 +180,7 @@ class CutSequence:
     group: dist.ProcessGroup
     layout: SequenceLayout | Balancer
     documents: Packed | PerRow
-    compares: bool = True
-    gradient_check: GradientCheck = RAISE
+    checks: Checks = CHECKS
     refuse: Callable[[], None] | None = None
 
     @classmethod
@@ -191,17 +190,15 @@ class CutSequence:
         group: GroupOrMesh,
         layout: SequenceLayout | Balancer | None,
         documents: Packed,
-        agreement: Agreement,
-        gradient_check: GradientCheck,
+        checks: Checks,
     ) -> CutSequence:
         """That of a function's arguments, or of the scope around its call."""
         axis, process_group = axis_and_group(name, group)
         scope = open_scope(axis) if layout is None else None
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         layout = (head_tail if scope is None else scope.layout) if layout is None else layout
-        watch_of(process_group).leave_out(gradient_check.local)
-        compares = not isinstance(agreement, NoAgreement)
-        return cls(name, axis, process_group, layout, packed, compares, gradient_check)
+        watch_of(process_group).leave_out(checks.local)
+        return cls(name, axis, process_group, layout, packed, checks)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
@@ -255,8 +252,10 @@ class CutSequence:
                     f"{name}: each row of the batch has documents of its own: pass one row in a call, or pack all rows "
                     "into one"
                 )
-            if not self.compares and fixed is None:
-                raise ValueError(f"{name}: NoAgreement() needs the lengths of all ranks: give it a SequenceLayout")
+            if not self.checks.agreement and fixed is None:
+                raise ValueError(
+                    f"{name}: Checks(agreement=False) needs the lengths of all ranks: give it a SequenceLayout"
+                )
             length = tensors[0].shape[dim]
             if any(x.shape[dim] != length for x in tensors):
                 raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
@@ -275,13 +274,13 @@ class CutSequence:
                 "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
                 "documents": None if documents is None else lengths_of(documents),
             }
-            number = watch.look(tensors, self.group) if self.compares else 0
+            number = watch.look(tensors, self.group) if self.checks.agreement else 0
             return call | same, StatusRow(q_length=length, watch=number)
 
-        rows = agreed_rows(peers, name, facts, self.compares)
+        rows = agreed_rows(peers, name, facts, self.checks.agreement)
         finding = watch.compare([row.watch for row in rows], name, self.axis, self.group)
         if finding is not None:
-            watch.tell(finding, self.gradient_check, name, self.axis, self.group)
+            watch.tell(finding, self.checks.only_warn, name, self.axis, self.group)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         cut = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)

@@ -19,9 +19,8 @@ import torch
 
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import tied
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchanged
@@ -97,8 +96,7 @@ def context_recurrence(
     recurrence: Recurrence | Channels | None = None,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
-    agreement: Agreement = EVERY_CALL,
-    gradient_check: GradientCheck = RAISE,
+    checks: Checks = CHECKS,
 ) -> Callable[..., Any]:
     """``kernel`` for a sequence of which this rank holds a part. Its results equal those of one device.
 
@@ -122,9 +120,7 @@ def context_recurrence(
             around the call; without one ``head_tail``. Contiguous parts have the fewest fragments.
         documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
             ``seq_idx``, or of the scope's mask; without any, one document.
-        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
-        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
-            :class:`~cp_styles.GradientCheck`. Default: an error.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         A function with the arguments and results of ``kernel``. Gradients of parameters and initial states are this
@@ -152,7 +148,7 @@ def context_recurrence(
             f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
             "Channels(...) for a kernel without an initial state that computes each channel for itself"
         )
-    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, agreement, gradient_check)
+    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, checks)
     return partial(recurred, sequence, kernel, how)
 
 
@@ -176,7 +172,7 @@ def recurred(
             return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
 
         cut = sequence.packed_by(kwargs).agreed(describe)
-        out, final = _recur(call, cut, check=sequence.compares)
+        out, final = _recur(call, cut, check=sequence.checks.agreement)
         # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
         return (out, final) if call.wants or not how.transposed else out
 

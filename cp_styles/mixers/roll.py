@@ -8,10 +8,9 @@ import torch
 
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.peers import dim_of
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange
@@ -27,8 +26,7 @@ def context_roll(
     fill: float | None = None,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
-    agreement: Agreement = EVERY_CALL,
-    gradient_check: GradientCheck = RAISE,
+    checks: Checks = CHECKS,
 ) -> torch.Tensor:
     """``torch.roll`` of each document of a sequence of which this rank holds a part.
 
@@ -45,9 +43,7 @@ def context_roll(
             around the call; without one ``head_tail``.
         documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
             one, one document.
-        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
-        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
-            :class:`~cp_styles.GradientCheck`. Default: an error.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
         A tensor like ``x``. Its gradient goes back to the rank that holds the token.
@@ -62,7 +58,7 @@ def context_roll(
 
         next_BLC = context_roll(hidden_BLC, -1, 1, mesh, layout=layout)
     """
-    sequence = CutSequence.of_call("context_roll", group, layout, documents, agreement, gradient_check)
+    sequence = CutSequence.of_call("context_roll", group, layout, documents, checks)
 
     def describe() -> Described:
         dim_of(x, dim, "dim")
@@ -74,7 +70,7 @@ def context_roll(
     row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
     MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
     plan = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
-    out = exchanged(cut.peers, plan, x, dim, check=sequence.compares)
+    out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already
         empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
         empty[tensor_on(x.device, torch.cat(plan.received))] = False

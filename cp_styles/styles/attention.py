@@ -24,10 +24,9 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import check_local, handle, live_object
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
@@ -65,8 +64,7 @@ class AttentionContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -75,7 +73,7 @@ class AttentionContextParallel(ContextParallelStyle):
     sequence, the same on all ranks, with rows and columns in the order of positions. If tensor parallelism cuts the
     heads, it has all heads.
 
-    Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.EveryCall`), then
+    Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
     that of the strategy. If the layout is a balancer, which needs the global length first, there are two
     all-gathers where a rank could not guess it: it guesses equal parts, or the length that it saw with its part before.
 
@@ -110,20 +108,11 @@ class AttentionContextParallel(ContextParallelStyle):
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
-        gradient_check: GradientCheck = RAISE,
-        agreement: Agreement = EVERY_CALL,
+        checks: Checks = CHECKS,
         seq_dim: int = 2,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(
-            mesh_axis=mesh_axis,
-            strategy=strategy,
-            layout=layout,
-            mask=mask,
-            kernel=kernel,
-            gradient_check=gradient_check,
-            agreement=agreement,
-        )
+        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel, checks=checks)
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
         self.seq_dim = seq_dim

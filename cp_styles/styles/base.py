@@ -6,11 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -30,8 +29,7 @@ class ContextParallelStyle(ParallelStyle):
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
-        gradient_check: GradientCheck = RAISE,
-        agreement: Agreement = EVERY_CALL,
+        checks: Checks = CHECKS,
     ) -> None:
         super().__init__()
         if not isinstance(mesh_axis, str):
@@ -46,8 +44,7 @@ class ContextParallelStyle(ParallelStyle):
         self.layout = layout
         self.mask = Full() if mask is None else mask
         self.kernel = kernel
-        self.gradient_check = gradient_check
-        self.agreement = agreement
+        self.checks = checks
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
@@ -55,11 +52,11 @@ class ContextParallelStyle(ParallelStyle):
         name, group = axis_and_group(type(self).__name__, axis)
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
-        options = {"gradient_check": self.gradient_check, "agreement": self.agreement}
         # By group, because ranks may be threads that share the style.
         numbers = state_of(group).modules
-        options["site"] = numbers[self] = numbers.get(self, 0) + 1
-        binding = Binding(who, name, group, self.strategy, layout, self.mask, self.kernel, **options)
+        numbers[self] = site = numbers.get(self, 0) + 1
+        options = self.strategy, layout, self.mask, self.kernel
+        binding = Binding(who, name, group, *options, checks=self.checks, site=site)
         self.strategy.check_ranks(axis.size())
         AppliedPlan.note(self, module, binding)
         return axis, binding

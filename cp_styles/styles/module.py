@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import RANGES_ARE_NOT_TRACED, graph_task_id, hooks_in_order, scripted_attention
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.mixer_calls import run_known_mixers
@@ -61,8 +60,7 @@ class ModuleContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
@@ -79,7 +77,7 @@ class ModuleContextParallel(ContextParallelStyle):
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
-    Communication of one call: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy. If
+    Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy. If
     the layout is a balancer, and the ranks hold numbers of tokens that they have not had before, one more all-gather.
     Applying the style sends nothing.
 
@@ -105,22 +103,14 @@ class ModuleContextParallel(ContextParallelStyle):
         layout: SequenceLayout | Balancer | JointLayout | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
-        gradient_check: GradientCheck = RAISE,
-        agreement: Agreement = EVERY_CALL,
+        checks: Checks = CHECKS,
         sink: str | None = None,
         trusted: Sequence[str] = (),
         check_inputs: bool = True,
     ) -> None:
-        super().__init__(
-            mesh_axis=mesh_axis,
-            strategy=strategy,
-            layout=layout.balancer if isinstance(layout, JointLayout) else layout,
-            mask=mask,
-            kernel=kernel,
-            gradient_check=gradient_check,
-            agreement=agreement,
-        )
         self.joint = layout if isinstance(layout, JointLayout) else None
+        layout = layout.balancer if isinstance(layout, JointLayout) else layout
+        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel, checks=checks)
         self.sink = sink
         self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
         self.check_inputs = check_inputs

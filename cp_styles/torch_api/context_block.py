@@ -28,11 +28,11 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, Meeting, StatusRow, meet_alike, offer_refusal
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
@@ -78,8 +78,7 @@ class context_parallel(contextlib.ContextDecorator):
             which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
             :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
@@ -88,7 +87,7 @@ class context_parallel(contextlib.ContextDecorator):
 
     It may be entered any number of times, one after the other.
 
-    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.EveryCall` says.
+    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.Checks` says.
     Cutting and restoring send nothing.
 
     Raises:
@@ -121,8 +120,7 @@ class context_parallel(contextlib.ContextDecorator):
         layout: Cut | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
-        gradient_check: GradientCheck = RAISE,
-        agreement: Agreement = EVERY_CALL,
+        checks: Checks = CHECKS,
         check_inputs: bool = True,
     ) -> None:
         self._check_inputs = check_inputs
@@ -132,7 +130,7 @@ class context_parallel(contextlib.ContextDecorator):
         self._seq_dims = [] if buffer_seq_dims is None else buffer_seq_dims
         self._no_restore = [] if no_restore_buffers is None else list(no_restore_buffers)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
-        self._checks = {"gradient_check": gradient_check, "agreement": agreement}
+        self._checks = checks
         self._default = head_tail
         self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
@@ -212,7 +210,7 @@ class context_parallel(contextlib.ContextDecorator):
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
         name, how = f"context_parallel (over mesh axis {self._axis!r})", (strategy, layout, self._mask or Full())
-        binding = binding_of_call(name, self._mesh, *how, self._kernel, **self._checks)
+        binding = binding_of_call(name, self._mesh, *how, self._kernel, checks=self._checks)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
         parts: dict[int, CutBuffer] = {}

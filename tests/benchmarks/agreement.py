@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AttentionContextParallel, EveryCall, NoAgreement, head_tail
+from cp_styles import AttentionContextParallel, Checks, head_tail
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.comm.point_to_point import gather_numbers
 
@@ -61,21 +61,21 @@ def work(rank: int, ranks: int, rounds: int, port: int) -> None:
     if ranks <= 8:
         layout = head_tail(LENGTH, ranks)
         calls = {
-            agreement: parallelize_module(Core(), mesh, AttentionContextParallel(layout=layout, agreement=agreement))
-            for agreement in (EveryCall(), NoAgreement())
+            checks: parallelize_module(Core(), mesh, AttentionContextParallel(layout=layout, checks=checks))
+            for checks in (Checks(), Checks(agreement=False))
         }
-        times: dict[object, list[float]] = {agreement: [] for agreement in calls}
+        times: dict[object, list[float]] = {checks: [] for checks in calls}
         x = [torch.randn(1, HEADS, LENGTH // ranks, DIM, requires_grad=True) for _ in range(3)]
         for index in range(10 * rounds + 16):
-            for agreement, attend in calls.items():
+            for checks, attend in calls.items():
                 dist.barrier()
                 start = time.perf_counter()
                 attend(*x).sum().backward()
                 spent = slowest(time.perf_counter() - start, group)
-                times[agreement] += [spent] * (index >= 16)
+                times[checks] += [spent] * (index >= 16)
         if rank == 0:
-            for agreement, spent in times.items():
-                print(f"  {agreement!s:<14} call {1e3 * statistics.median(spent):.2f} ms", flush=True)
+            for checks, spent in times.items():
+                print(f"  agreement={checks.agreement!s:<5} call {1e3 * statistics.median(spent):.2f} ms", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

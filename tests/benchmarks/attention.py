@@ -45,12 +45,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cp_styles import (
     AllGather,
     Causal,
+    Checks,
     Documents,
-    EveryCall,
     Full,
     Mask,
     ModuleContextParallel,
-    NoAgreement,
     Ring,
     SequenceLayout,
     SlidingWindow,
@@ -61,7 +60,6 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
-from cp_styles.comm.agreement import Agreement
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import Balancer
 from cp_styles.strategies import Strategy
@@ -80,7 +78,7 @@ STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "Ulysses()": (Ulysses(), contiguous),
 }
 
-AGREEMENTS: dict[str, Agreement] = {"every-call": EveryCall(), "none": NoAgreement()}
+AGREEMENTS = {"every-call": Checks(), "none": Checks(agreement=False)}
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ def ours(
 ) -> Attend:
     """The attention through one of the doors."""
     mask = mask_of(args)
-    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "agreement": AGREEMENTS[args.agreement]}
+    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "checks": AGREEMENTS[args.agreement]}
     if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
         layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
     if args.door in ("style", "module", "block"):

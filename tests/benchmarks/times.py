@@ -81,7 +81,7 @@ def attention() -> list[str]:
 
 
 def agreement() -> list[str]:
-    lines = ["| ranks | one comparison | `EveryCall()` | `NoAgreement()` |", "|---|---|---|---|"]
+    lines = ["| ranks | one comparison | `Checks()` | `Checks(agreement=False)` |", "|---|---|---|---|"]
     for part in run("agreement.py", "--ranks", "2", "8", "64", "--rounds", "8").split(" ranks: ")[1:]:
         numbers = re.findall(r"([\d.]+) ms", part)
         lines.append("| | " + " | ".join(f"{float(x):.1f} ms" for x in numbers) + " |" * (4 - len(numbers)))

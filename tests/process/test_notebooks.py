@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_styles import GradientCheck, head_tail
+from cp_styles import Checks, head_tail
 from cp_styles.testing import run_ranks
 from tutorials.site.notebooks import environment, one_kernel
 
@@ -135,7 +135,7 @@ def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
     program = runpy.run_path(str(with_mistake(attention[1], name, tmp_path)))
     expected, layout = program["alone"](), head_tail(program["LENGTH"], 2)
     # Not an error for once, so that there is something to compare.
-    main = partial(program["main"], gradient_check=GradientCheck(only_warn=True))
+    main = partial(program["main"], checks=Checks(only_warn=True))
     for rank, found in enumerate(run_ranks(main, 2)):
         assert max(program["errors"](found, expected, layout, rank).values()) > 1e-3
 

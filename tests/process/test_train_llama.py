@@ -47,8 +47,8 @@ PARALLEL = {
 SABOTAGE = {
     "gradients left unsummed": """
 job.sum_gradients = lambda *args: None
-only_warn = cp_styles.GradientCheck(only_warn=True)  # so that there is something to compare
-job.AttentionContextParallel = functools.partial(job.AttentionContextParallel, gradient_check=only_warn)
+only_warn = cp_styles.Checks(only_warn=True)  # so that there is something to compare
+job.AttentionContextParallel = functools.partial(job.AttentionContextParallel, checks=only_warn)
 """,
     "labels rolled after the cut": """
 def roll_late(batch, layout, rank, *, seq_dims):

@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles import Checks
 from cp_styles.batch import sum_gradients
 from cp_styles.comm import agreement
-from cp_styles.comm.agreement import NoAgreement
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.custom_ops import config_text
 from cp_styles.engine.scope import SequenceScope
@@ -120,7 +120,7 @@ def test_without_agreement_the_ranks_do_not_meet(name: str, monkeypatch):
 
     def on(rank: int):
         layout, mesh = head_tail(LENGTHS[0], RANKS), cp_mesh(RANKS)
-        attend = compiled(door(name, mesh, layout=layout, agreement=NoAgreement()))
+        attend = compiled(door(name, mesh, layout=layout, checks=Checks(agreement=False)))
         assert max(run_attention(attend, PROBLEMS[LENGTHS[0]], rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)

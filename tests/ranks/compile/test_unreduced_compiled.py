@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cp_styles.batch import sum_gradients
+from cp_styles.engine.checks import Checks
 from cp_styles.engine.gradient_watch import (
-    GradientCheck,
     ParameterWatch,
     UnreducedGradientsError,
 )
@@ -83,7 +83,7 @@ def test_the_corrected_program_runs(mesh):
 @pytest.mark.parametrize("door", ["module", *at_night("style", "function")])
 def test_a_warning_where_that_is_asked_for(door: str):
     def on(rank: int) -> None:
-        model = attended(door, cp_mesh(RANKS), layers=1, gradient_check=GradientCheck(only_warn=True))
+        model = attended(door, cp_mesh(RANKS), layers=1, checks=Checks(only_warn=True))
         steps_of(model, compiled(model, "model"), steps=5)
 
     texts = warned(on)
@@ -95,12 +95,12 @@ def test_a_warning_where_that_is_asked_for(door: str):
 def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     """By a style, or by a call that is not compiled."""
     model = Layers()
-    check = GradientCheck(local=(model.layers[0].q,))
-    function = attended("function", mesh, gradient_check=check)
-    with pytest.raises(Exception, match=r"cannot take GradientCheck\(local=...\) into a graph"):
+    check = Checks(local=(model.layers[0].q,))
+    function = attended("function", mesh, checks=check)
+    with pytest.raises(Exception, match=r"cannot take Checks\(local=...\) into a graph"):
         compiled(function, "model")(randn(rank, 1, 4, 10))
     dist.barrier()
-    parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, gradient_check=check))
+    parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, checks=check))
     shared = [x for name, x in model.named_parameters() if not name.startswith("layers.0.q")]
     steps_of(model, compiled(model, "model"), steps=4, reduce=lambda: sum_gradients(shared, mesh))
 

@@ -12,13 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import (
     Causal,
+    Checks,
     Chunked,
     Dense,
     Documents,
-    EveryCall,
     Full,
     Mask,
-    NoAgreement,
     PerRow,
     SlidingWindow,
     contiguous,
@@ -97,10 +96,10 @@ def test_every_step_equals_one_device(case: str, ranks: int, layout: Any):
         assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("agreement", [EveryCall(), NoAgreement()], ids=repr)
-def test_a_dense_mask_sinks_scale_and_another_head_dim(agreement: Any):
+@pytest.mark.parametrize("checks", [Checks(), Checks(agreement=False)], ids=repr)
+def test_a_dense_mask_sinks_scale_and_another_head_dim(checks: Any):
     sink, (q, k, v) = randn(9, HEADS), tensors(dim_v=6)
-    options = {"sink_H": sink, "scale": 0.3, "attn_mask": HOLES, "agreement": agreement}
+    options = {"sink_H": sink, "scale": 0.3, "attn_mask": HOLES, "checks": checks}
     found = run_ranks(lambda rank: decoded(rank, 2, head_tail, Causal(), given=(q, k, v), **options), 2)[0]
     for (length, out), step in zip(found, STEPS, strict=True):
         queries = range(length - step, length)
@@ -238,7 +237,7 @@ REFUSED: dict[str, tuple[str, Callable[[int, Any, KVCache, torch.Tensor], Any]]]
         "decode different tokens",
         lambda rank, mesh, cache, q: (
             cache.append(*(x[:, :, :1].repeat(1, 1, 2 - rank, 1) for x in (cache.keys, cache.values))),
-            context_decode(q, cache, agreement=NoAgreement()),
+            context_decode(q, cache, checks=Checks(agreement=False)),
         ),
     ),
     "another mask": (

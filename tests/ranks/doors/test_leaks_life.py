@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import GradientCheck, context_attention
+from cp_styles import Checks, context_attention
 from cp_styles.engine.binding import bindings_of
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import head_tail
@@ -236,7 +236,7 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
     attend = partial(context_attention, x, x, x, group, layout=layout)
     assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
     mask, kernel = Dense(torch.ones(8, 8, dtype=torch.bool)), Own()
-    for held in ({"mask": mask}, {"kernel": kernel}, {"gradient_check": GradientCheck(local=(local,))}):
+    for held in ({"mask": mask}, {"kernel": kernel}, {"checks": Checks(local=(local,))}):
         assert made(partial(attend, **held)) == 0
     gone = [weakref.ref(each) for each in (mask.tensor, kernel, local)]
     del mask, kernel, local, held

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from cp_styles import (
-    GradientCheck,
+    Checks,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -114,7 +114,7 @@ def test_parameters_that_are_meant_to_differ(attend):
 
     def on(rank: int, named: bool) -> None:
         mesh, linear = cp_mesh(2), nn.Linear(8, 8).double()
-        options = {"gradient_check": GradientCheck(local=[linear])} if named else {}
+        options = {"checks": Checks(local=[linear])} if named else {}
         optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
         linear.weight.data, linear.bias.data = randn(1, 8, 8), randn(2, 8)
         for step in range(3):

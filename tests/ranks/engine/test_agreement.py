@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     Causal,
+    Checks,
     Documents,
-    NoAgreement,
     Ring,
     SequenceScope,
     SlidingWindow,
@@ -25,7 +25,7 @@ from cp_styles import (
     head_tail,
     save_attention,
 )
-from cp_styles.comm.agreement import WIDTH, Agreement, Meeting, StatusRow, compare, start_status
+from cp_styles.comm.agreement import WIDTH, Meeting, StatusRow, compare, start_status
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank, run_attention
@@ -37,8 +37,8 @@ RANKS, LENGTH = 2, 21
 DOORS = ["style", "module", "function", "flex", "varlen", "block"]
 
 
-def attended(name: str, mesh: Any, layout: Any, agreement: Agreement) -> Any:
-    return door(name, mesh, length=LENGTH, layout=layout, agreement=agreement)
+def attended(name: str, mesh: Any, layout: Any, checks: Checks | None) -> Any:
+    return door(name, mesh, length=LENGTH, layout=layout, checks=checks)
 
 
 def meetings(trace: CommunicationTrace) -> int:
@@ -50,7 +50,7 @@ def test_no_meeting_at_all(name: str):
     layout = head_tail(LENGTH, RANKS)
 
     def on(rank: int) -> tuple[int, float]:
-        attend = attended(name, cp_mesh(RANKS), layout, NoAgreement())
+        attend = attended(name, cp_mesh(RANKS), layout, Checks(agreement=False))
         with CommunicationTrace() as trace:
             error = max(run_attention(attend, Problem(length=LENGTH, kv_heads=2, batch=1), rank, RANKS, layout=layout))
         return meetings(trace), error
@@ -64,8 +64,10 @@ def test_no_meeting_at_all(name: str):
 @on_every_rank(RANKS, timeout_seconds=5)
 def test_no_agreement_needs_a_layout(mesh, rank: int, name: str):
     x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
-    with pytest.raises(ValueError, match=r": NoAgreement\(\) needs the lengths of all ranks: .* SequenceLayout"):
-        attended(name, mesh, head_tail, NoAgreement())(x, x, x)
+    with pytest.raises(
+        ValueError, match=r": Checks\(agreement=False\) needs the lengths of all ranks: .* SequenceLayout"
+    ):
+        attended(name, mesh, head_tail, Checks(agreement=False))(x, x, x)
 
 
 @pytest.mark.parametrize("name", ["style", "module"])
@@ -73,7 +75,7 @@ def test_under_a_scope(name: str):
     problem = Problem(length=LENGTH, kv_heads=2)
 
     def on(rank: int) -> int:
-        attend = attended(name, cp_mesh(RANKS), None, NoAgreement())
+        attend = attended(name, cp_mesh(RANKS), None, Checks(agreement=False))
         with SequenceScope(head_tail(LENGTH, RANKS)), CommunicationTrace() as trace:
             assert max(run_attention(attend, problem, rank, RANKS, layout=head_tail)) < EXACT
         return meetings(trace)
@@ -137,10 +139,10 @@ def test_an_error_that_a_disagreement_may_have_caused(mesh, rank: int):
 
 
 def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_timeout():
-    """As NoAgreement says: loud, and late."""
+    """As Checks says: loud, and late."""
 
     def on(rank: int) -> None:
-        attend = attended("function", cp_mesh(RANKS), head_tail(LENGTH, RANKS), NoAgreement())
+        attend = attended("function", cp_mesh(RANKS), head_tail(LENGTH, RANKS), Checks(agreement=False))
         x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
         for step in range(2):
             attend(x, x.double() if rank and step else x, x)
@@ -152,7 +154,7 @@ def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_time
 
 @on_every_rank(RANKS)
 def test_what_is_no_agreement_is_refused(mesh):
-    with pytest.raises(TypeError, match=r"agreement must be EveryCall\(\) or NoAgreement\(\), got None"):
+    with pytest.raises(TypeError, match=r"checks must be a Checks object such as Checks\(\), got None"):
         attended("style", mesh, head_tail, None)
 
 
@@ -162,7 +164,7 @@ def test_checkpoints(how: str):
 
     def on(rank: int) -> int:
         layout = head_tail(LENGTH, RANKS)
-        attend = attended("module", cp_mesh(RANKS), layout, NoAgreement())
+        attend = attended("module", cp_mesh(RANKS), layout, Checks(agreement=False))
         options = {"context_fn": save_attention()} if how == "selective" else {}
 
         def again(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import (
     AllGather,
     Causal,
-    EveryCall,
-    NoAgreement,
+    Checks,
     Ring,
     Ulysses,
     batch,
@@ -119,15 +118,15 @@ STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses(chunks=2)]
     1,
     strategy=STRATEGIES,
     way=["forward", "backward"],
-    agreement=[EveryCall(), NoAgreement()],
+    checks=[Checks(), Checks(agreement=False)],
 )
-def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, agreement):
+def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
     """Ulysses(chunks=2) of six heads calls the kernel twice."""
     layout = head_tail(LENGTH, RANKS)
     problem = Problem(length=LENGTH, heads=6, kv_heads=6)
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
-        options = {"mask": Causal(), "layout": layout, "strategy": strategy, "agreement": agreement}
+        options = {"mask": Causal(), "layout": layout, "strategy": strategy, "checks": checks}
         attend = partial(context_attention, group=cp_mesh(RANKS), **options)
         leaves, cotangent = problem.shard(layout, rank, RANKS)
         kernel = Failing(way if rank == 1 else "nowhere")
@@ -385,7 +384,7 @@ def test_without_agreement_backwards_may_not_run_in_another_order():
     problem = Problem(length=LENGTH)
 
     def on(rank: int) -> None:
-        attend = door("function", cp_mesh(ranks), layout=layout, agreement=NoAgreement())
+        attend = door("function", cp_mesh(ranks), layout=layout, checks=Checks(agreement=False))
         for step in range(2):
             calls = []
             for _ in range(3):

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
+from cp_styles.engine.checks import Checks
 from cp_styles.engine.gradient_watch import (
-    GradientCheck,
     ParameterWatch,
     UnreducedGradientsError,
     UnreducedGradientsWarning,
@@ -36,7 +36,7 @@ from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank
 from tests.ranks.composition import RANKS, dp_cp, shard, training
 from tests.ranks.training_scene import DOORS, RIGHT, ByHand, Two, attended, inputs, raised, steps_of, warned
 
-ONLY_WARN = GradientCheck(only_warn=True)
+ONLY_WARN = Checks(only_warn=True)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -59,7 +59,7 @@ def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(door: str, m
         "sum_gradients(model, mesh['cp'])",
         "FSDP2",
         "DDP",
-        "GradientCheck(only_warn=True)",
+        "Checks(only_warn=True)",
     ):
         assert word in text
 
@@ -95,7 +95,7 @@ def test_a_warning_where_that_is_asked_for(door: str):
     """Once, on each rank."""
 
     def on(rank: int) -> None:
-        model = attended(door, cp_mesh(2), gradient_check=ONLY_WARN)
+        model = attended(door, cp_mesh(2), checks=ONLY_WARN)
         steps_of(model, model, steps=5)
 
     texts = warned(on)
@@ -105,11 +105,11 @@ def test_a_warning_where_that_is_asked_for(door: str):
 
 
 @on_every_rank(2)
-def test_what_is_no_gradient_check(mesh):
-    with pytest.raises(TypeError, match="gradient_check must be a GradientCheck object, got 'warn'"):
-        attended("style", mesh, gradient_check="warn")
+def test_what_is_no_checks_object(mesh):
+    with pytest.raises(TypeError, match=r"checks must be a Checks object such as Checks\(\), got 'warn'"):
+        attended("style", mesh, checks="warn")
     with pytest.raises(TypeError, match="takes modules and parameters, got str"):
-        GradientCheck(local=("experts",))
+        Checks(local=("experts",))
 
 
 ENDS = ["kept", "in a cycle"]
@@ -240,8 +240,8 @@ def test_experts_that_live_on_one_rank(named: bool):
         mesh = cp_mesh(2)
         model = Two(WithExpert(), WithExpert())
         experts = [layer.expert for layer in model.layers]
-        check = GradientCheck(local=(experts[0], *experts[1].parameters()) if named else ())
-        parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, gradient_check=check))
+        check = Checks(local=(experts[0], *experts[1].parameters()) if named else ())
+        parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, checks=check))
         mine = {id(x) for expert in experts for x in expert.parameters()}
         shared = [x for x in model.parameters() if id(x) not in mine]
         steps_of(model, model, steps=5, reduce=lambda: sum_gradients(shared, mesh))
@@ -250,7 +250,7 @@ def test_experts_that_live_on_one_rank(named: bool):
         run_ranks(on, 2, timeout_seconds=20)
     else:
         assert "layers.0.expert.weight (10, 10)" in (text := raised(on))
-        assert "GradientCheck(local=[experts])" in text
+        assert "Checks(local=[experts])" in text
 
 
 def test_an_optimizer_of_somebodys_own():
@@ -297,7 +297,7 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
     """``python -W error`` of one process: the others hear of it, and do not wait."""
 
     def on(rank: int) -> None:
-        model = attended("module", cp_mesh(2), gradient_check=ONLY_WARN)
+        model = attended("module", cp_mesh(2), checks=ONLY_WARN)
         steps_of(model, model)
 
     def on_rank_1(message, category, *_, **__) -> None:

@@ -1,0 +1,64 @@
+"""What the ranks check of each other: one object, which every style and function takes as ``checks=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the ranks check of each other: their calls, and that their parameters stay equal.
+
+    **Calls.** By default the ranks agree before every attention, and before every backward of one. Promise: if one rank
+    refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often than the others or
+    in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in the middle of an
+    attention, every rank raises, and the process groups are of no use any more.
+
+    **Parameters.** By default all ranks raise :class:`~cp_styles.UnreducedGradientsError` at an attention of the first
+    step after the one in which gradients were not reduced over the sequence axis, or only in part.
+
+    Args:
+        agreement: False: the ranks never agree, and each assumes that the others call as it does. For jobs that ran
+            with the default before. The layout of the attention must be a ``SequenceLayout``, that of the style or
+            call, or of a ``SequenceScope``. Nothing is promised where ranks differ: if their lengths, plans or order of
+            calls differ, a rank waits until the timeout of the process group or the transport raises. If only values
+            differ (a scale, a mask with the same shape of plan), the result is silently wrong. Unreduced gradients are
+            not found.
+        only_warn: give an :class:`~cp_styles.UnreducedGradientsWarning` about parameters in place of the error, once
+            for each process group.
+        local: parameters that are meant to differ between these ranks, such as experts that exist on one rank only.
+            Modules, with all their parameters, and single parameters. They are left out of the comparison for all
+            attention over these ranks. (DTensors that are cut over these ranks need not be named.)
+
+    Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
+    balancer there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank
+    does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py. None without
+    ``agreement``.
+
+    Raises:
+        TypeError: ``local`` has something else than modules and parameters.
+
+    Example::
+
+        experts = torch.nn.Linear(8, 8)  # other ones on each rank
+        style = ModuleContextParallel(checks=Checks(local=[experts]))
+    """
+
+    agreement: bool = True
+    only_warn: bool = False
+    local: Sequence[nn.Module | nn.Parameter] = field(default=(), compare=False)
+    _ids: tuple[int, ...] = field(init=False, repr=False)  # parameters compare by their values
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "local", tuple(self.local))
+        object.__setattr__(self, "_ids", tuple(map(id, self.local)))
+        for item in self.local:
+            if not isinstance(item, (nn.Module, nn.Parameter)):
+                raise TypeError(f"Checks(local=...) takes modules and parameters, got {type(item).__name__}")
+
+
+CHECKS = Checks()
+"""The default."""
