@@ -88,20 +88,6 @@ FUZZED = [
         "positions + self._to_row[chunk]",
         "unit/test_plan.py",
     ),
-    Mistake(
-        "plan: stripes of keys like those of queries",
-        "holders_of",
-        "all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))",
-        "isinstance(q_layout.held, Stripes) and q_layout.held.block == 1",
-        "unit/test_plan.py",
-    ),
-    Mistake(
-        "merge: what rows of a pack had before keeps its weight",
-        "OnlineSoftmax.add",
-        "out.mul_(weight.unsqueeze(-1))",
-        "pass",
-        "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
-    ),
     Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
     Mistake(
         "merge: a sink's share and the rest exchanged",
@@ -301,6 +287,20 @@ FUZZED = [
 # What they do not call: kernels of CUDA, other libraries, collectives, decoding, verify, guards, and what a rank does
 # that leaves.
 OTHERS = [
+    Mistake(
+        "merge: what rows of a pack had before keeps its weight",
+        "OnlineSoftmax.add",
+        "out.mul_(weight.unsqueeze(-1))",
+        "pass",
+        "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
+    ),
+    Mistake(
+        "plan: stripes of keys like those of queries",
+        "holders_of",
+        "all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))",
+        "isinstance(q_layout.held, Stripes) and q_layout.held.block == 1",
+        "unit/test_plan.py",
+    ),
     Mistake(
         "kernels: a window that no kernel is told of",
         "_documents",

@@ -274,25 +274,3 @@ def test_an_in_place_change_of_what_the_backward_needs_is_noticed():
 
     with pytest.raises(RankError, match="modified by an in-place operation"):
         run_ranks(rank_main, RANKS)
-
-
-def test_torchs_own_beside_ours():
-    """Its switches, on and off while a block is open, do not reach ours; and ours are not there to reach it."""
-    theirs = pytest.importorskip("torch.distributed.tensor.experimental._attention")
-    problem = Problem(length=8)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        q, k, v = (x.clone() for x in problem.inputs)
-        attend = F.scaled_dot_product_attention
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
-            outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
-            theirs._enable_context_parallel_dispatcher()
-            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-            theirs._disable_context_parallel_dispatcher()
-            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-            outs = context_parallel_unshard(mesh, outs, [2] * 3)
-        assert F.scaled_dot_product_attention is attend
-        return max(error(out, problem.expected[0]) for out in outs)
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT

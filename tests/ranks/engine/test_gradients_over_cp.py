@@ -19,7 +19,7 @@ from cp_styles.testing import run_ranks
 from tests.covering import at_night, sampled
 from tests.oracle import error
 from tests.ranks import composition
-from tests.ranks.attention_case import cp_mesh, on_every_rank
+from tests.ranks.attention_case import cp_mesh
 from tests.ranks.composition import RANKS, Training, alone, dp_cp, one_cp, shard, training
 
 # Sums in another order, a few 1e-16 a term, carried through two steps of AdamW, which divides by small numbers; the
@@ -143,14 +143,6 @@ def test_a_rank_without_tokens(make, monkeypatch):
     layout = SequenceLayout.from_chunks([[(0, 20)], [], [(20, 21), (30, 46)], [(21, 30)]])
     monkeypatch.setitem(composition.LAYOUTS, 4, layout)
     assert_same_training(make, 2)
-
-
-@on_every_rank(RANKS)
-def test_what_ddp_has_reduced_is_not_summed_again():
-    run = composition.by_ddp_over_cp()
-    run.backward(composition.batch_of(0))
-    with pytest.raises(ValueError, match=r"has reduced their gradients there.*averaged_over=4"):
-        sum_gradients(run.model, one_cp())
 
 
 def test_averaged_over_scales_the_gradient_alone():

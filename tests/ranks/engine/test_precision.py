@@ -276,6 +276,3 @@ def test_gradient_scaler(reducer: str):
     for found_scales, found in run_ranks(on, 4 if "tp" in reducer else 2):
         assert found_scales == scales
         assert error(found, best) < RATIO * error(parameters, best)
-
-
-# -- without gradients --

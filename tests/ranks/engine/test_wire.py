@@ -14,12 +14,12 @@ import torch
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Dense, Documents, SlidingWindow
+from cp_styles.mask import Dense, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled
-from tests.oracle import allowed, document_of, mask_cases
+from tests.oracle import allowed, mask_cases
 from tests.ranks.attention_case import Problem, cp_mesh, run_attention
 from tests.ranks.parity_grid import uneven
 
@@ -106,20 +106,6 @@ def test_the_wire_is_the_lower_bound(layout: str, strategy):
     for (problem, _, mask), events, rows in zip(calls, traced(calls, strategy, ranks), needed, strict=True):
         assert {name for name, _ in events} <= {"send"}
         assert sent(events) == times * rows * row_bytes(problem), mask
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_nothing_crosses_documents(ranks: int):
-    document = document_of(DOCUMENTS)
-    for balancer in LAYOUTS.values():
-        mask = Documents(DOCUMENTS)
-        layout = balancer(ranks, mask)
-        for rank in range(ranks):
-            mine = {document(int(p)) for p in layout.positions(rank)}
-            for part in make_plan(layout, layout, mask, rank).parts:
-                positions = layout.positions(part.source)
-                rows = [row for start, stop in part.rows for row in range(start, stop)]
-                assert {document(int(positions[row])) for row in rows} <= mine
 
 
 def test_a_dense_mask_sends_everything():

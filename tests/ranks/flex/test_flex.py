@@ -139,16 +139,6 @@ def test_only_what_the_plan_says_travels():
     assert sum(make_plan(*[contiguous(LENGTH, 4)] * 2, mask, rank).received_rows for rank in range(4)) < 20
 
 
-def test_blocks_that_nobody_needs_stay_at_home():
-    blocks = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)
-    whole = FlexProblem(lambda b, h, q, kv: blocks[q // 16, kv // 16], length=64)
-    layout = contiguous(64, 4)
-    assert whole.block_mask is not None
-    plans = [make_plan(layout, layout, FlexMask(whole.block_mask), rank) for rank in range(4)]
-    assert [plan.received_rows for plan in plans] == [0, 0, 16, 0]
-    check(whole, layout, Ring())
-
-
 class Attention(nn.Module):
     """As models have it: torch's function, however they got hold of it, somewhere inside."""
 

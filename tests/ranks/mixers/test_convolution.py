@@ -121,13 +121,6 @@ def test_balancers_and_scopes(balancer):
         assert error(one, each) < EXACT
 
 
-def test_a_document_on_one_rank_sends_nothing():
-    layout = contiguous(20, 2)
-    inputs, cotangent = drawn(4, 20)
-    _, sent = on_ranks(layout, (10, 3, 7), inputs, cotangent)
-    assert sent == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
@@ -377,17 +376,6 @@ def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     )
     prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
-
-
-@pytest.mark.parametrize("reentrant", at_night(False, True))
-def test_checkpointed_layers(reentrant: bool):
-    def parallelize(model: Llama, mesh: DeviceMesh) -> None:
-        by(dtensor_plan(AttentionContextParallel()))(model, mesh)
-        for layer in model.layers:
-            forward = layer.forward
-            layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=reentrant)
-
-    check(run_ranks(lambda rank: train(composed_mesh(), parallelize, steps=2), 4))
 
 
 @pytest.mark.parametrize("names", [("cp", "dp", "tp"), *at_night(("tp", "cp"), ("dp", "cp", "tp"))], ids=str)

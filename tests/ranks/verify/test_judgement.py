@@ -452,10 +452,6 @@ MISTAKES: dict[str, tuple[Case, str]] = {
         Case(lambda: Counting(lambda model, tokens: model.places.weight[: tokens.shape[1]])),
         r"the model \(Counting\): what it gives to blocks.0 .* that of the first positions",
     ),
-    "cumsum of ones": (
-        Case(lambda: Counting(lambda model, tokens: model.places(torch.ones_like(tokens).cumsum(1) - 1))),
-        r"what it gives to places, 'input', counts from 0",
-    ),
     "divided by the length": (
         Case(lambda: Model(within=lambda model, x: x * (10.0 / x.shape[1]))),
         r"what it gives to blocks.0 on each rank is that for its part alone, .* is not known",
@@ -464,14 +460,6 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     "a convolution": (
         Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.Conv1d(W, W, 3, padding=1)))),
         rf"blocks.0.extra.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
-    ),
-    "a batch norm": (
-        Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.BatchNorm1d(W)))),
-        rf"blocks.0.extra.layer \(BatchNorm1d\): it {MIXES}",
-    ),
-    "a group norm": (
-        Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.GroupNorm(4, W)))),
-        rf"blocks.0.extra.layer \(GroupNorm\): it {MIXES}",
     ),
     "a recurrence": (
         Case(lambda: Model(extra=Recurrent)),
