@@ -185,12 +185,17 @@ def thread_local_world() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
-    """The process group inside an argument of a c10d op, or None. Seen: 2.11 to 2.15 (``ProcessGroup.unbox``)."""
-    if isinstance(op_argument, torch.ScriptObject):
-        with contextlib.suppress(RuntimeError):
-            return dist.ProcessGroup.unbox(op_argument)
-    return None
+def group_of_op(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """The group in the arguments of a communication op. None for ops that send nothing, such as wait_tensor.
+
+    Seen: 2.11 to 2.15 (``ProcessGroup.unbox``; functional collectives have its name, last or nearly last).
+    """
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(argument)
+    names = [x for x in args if isinstance(x, str) and x not in ("sum", "avg", "max", "min", "product")]
+    return resolve_group(names[-1]) if names else None
 
 
 def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:

@@ -100,12 +100,12 @@ def _described(value: Any, names: frozenset[str], above: frozenset[int]) -> Any:
     if isinstance(value, partial):
         return [_described(part, names, above) for part in (value.func, value.args, value.keywords)]
     if isinstance(value, MethodType):
-        of_self = _described_object(value.__self__, names | _names_in(value.__func__), above, called=False)
+        of_self = _described_object(value.__self__, names | names_in(value.__func__), above, called=False)
         return [_described(value.__func__, names, above), of_self]
     if not isinstance(value, FunctionType):
         inside = inspect.getattr_static(value, "__wrapped__", None)  # of functools.lru_cache
         return _described_object(value, names, above) if inside is None else _described(inside, names, above)
-    read = _names_in(value)
+    read = names_in(value)
     used = names | read
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
     around += [value.__defaults__, value.__kwdefaults__]
@@ -138,7 +138,7 @@ def _described_object(value: Any, names: frozenset[str], above: frozenset[int], 
         function = next((x for x in inside if x is not None), attribute)
         if isinstance(function, FunctionType) and _root(function) not in _LIBRARIES:
             code[name] = function
-            waiting += sorted(_names_in(function).difference(waiting))
+            waiting += sorted(names_in(function).difference(waiting))
     used = frozenset(waiting)
     return type(value).__qualname__, [(x, _described(y, used, above)) for x, y in sorted((code | values).items())]
 
@@ -158,13 +158,13 @@ def _root(value: Any) -> str:
     return str(getattr(value if isinstance(value, FunctionType) else type(value), "__module__", "")).partition(".")[0]
 
 
-def _names_in(code: Any) -> frozenset[str]:
+def names_in(code: Any) -> frozenset[str]:
     """Names that a function, or its code, may read as globals or attributes."""
     code = getattr(code, "__code__", code)
     if not isinstance(code, CodeType):
         return frozenset()
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}  # getattr(self, "slope")
-    return frozenset(texts).union(code.co_names, *map(_names_in, code.co_consts))
+    return frozenset(texts).union(code.co_names, *map(names_in, code.co_consts))
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

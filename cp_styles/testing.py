@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from cp_styles._compat import (
+    group_of_op,
     in_process_store,
-    process_group_of,
     resolve_group,
     resolve_operators,
     run_kernel,
@@ -238,7 +238,7 @@ class CommunicationTrace(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor handles the op first; the ops that it runs for it come back here
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            group = _group_of(args)
+            group = group_of_op(args)
             event = None if group is None else _event_of(func, args, group)
             if event is not None and group is not None:
                 self._note(*event, group)
@@ -324,15 +324,6 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_nbytes(item) for item in value)
     return 0
-
-
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The group in the arguments of a communication op. None for ops that send nothing, such as wait_tensor."""
-    group = next((g for g in map(process_group_of, args) if g is not None), None)
-    if group is None:  # functional collectives have the name of the group, last or nearly last
-        tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
-        return resolve_group(tags[-1]) if tags else None
-    return group
 
 
 def _event_of(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[str, int] | None:

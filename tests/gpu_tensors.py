@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_styles._compat import process_group_of, resolve_group, run_kernel
+from cp_styles._compat import group_of_op, resolve_group, run_kernel
 from tests.cuda_ops import Seen, cuda_ops_on_cpu
 
 DEVICE = torch.device("cuda", 0)
@@ -163,7 +163,8 @@ def _in_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _collective(func, args, kwargs):
-    group = next(found for found in map(process_group_of, args) if found is not None)
+    group = group_of_op(args)
+    assert group is not None
     _nccl().note(group, func.name())
     result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
     work = result[-1] if isinstance(result, tuple) else result

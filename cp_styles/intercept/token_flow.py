@@ -35,8 +35,7 @@ from cp_styles._compat import (
     StorageWeakRef,
     dispatch_modes,
     graph_task_id,
-    process_group_of,
-    resolve_group,
+    group_of_op,
     running_modules,
     tensors_in,
     traces_here,
@@ -341,9 +340,7 @@ class TokenFlow(TorchDispatchMode):
     def _joins_parts(self, func: Any, args: Any) -> bool:
         if self._group is None or func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return False
-        group = next(filter(None, map(process_group_of, args)), None)
-        if group is None and args and isinstance(args[-1], str):
-            group = resolve_group(args[-1])
+        group = group_of_op(args)
         if group is None:
             return False
         return len({*get_process_group_ranks(group)} & {*get_process_group_ranks(self._group)}) > 1

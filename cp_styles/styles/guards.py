@@ -433,24 +433,13 @@ class InputGuards:
         for local in self._calls.tally.lengths if self._facts.windows else ():
             whole, _ = binding.group_state.lengths.get((local, local), (local, local))
             problem = problem or self._lost_window(kind, self._calls.inputs, local, whole)
-        output = output if isinstance(output, Mapping) else {}
-        logits = output.get("logits")
-        if output.get("aux_loss") is not None:
+        if isinstance(output, Mapping) and output.get("aux_loss") is not None:
             problem = NotImplementedError(
                 f"{binding.name}: {kind} returns an aux_loss, the balance of experts on this rank's tokens alone, and "
                 "has added it to its loss if it made one. The ranks' values do not add up to that of all tokens: set "
                 "output_router_logits=False"
                 f"{see('A loss for the balance of experts')}"
             )
-        elif isinstance(logits, torch.Tensor) and logits.ndim == 2:
-            length = _length(self._calls.inputs)
-            if length not in (None, logits.shape[1]):
-                problem = NotImplementedError(
-                    f"{binding.name}: {kind} returns logits of shape {tuple(logits.shape)} for {length} tokens of this "
-                    "rank: it has pooled them, and the pooled token is another one on each rank. Take the hidden "
-                    "states, and pool those of all ranks (cp_styles.collectives.gather)"
-                    f"{see('A classifier that pools tokens')}"
-                )
         if problem is not None:
             binding.refuse_call()
             raise problem

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+
+from cp_styles.introspect import names_in
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def windows_of(module: nn.Module) -> tuple[Window, ...]:
     chunks. (A config may have options of another model's.)
     """
     forwards = {inspect.unwrap(type(child).forward) for child in module.modules()}
-    named = any(_WINDOW in _names_in(getattr(forward, "__code__", None)) for forward in forwards)
+    named = any(_WINDOW in names_in(forward) for forward in forwards)
     windows = {(window.option, window.size, id(window.config)): window for window in _windows(module, None, named)}
     return tuple(sorted(windows.values(), key=lambda window: window.size))
 
@@ -102,14 +103,6 @@ def _of_layers(module: nn.Module, config: Any, option: str, named: bool) -> Any:
     chunked = {kind for kind in layers if "chunk" in kind}
     some = chunked if option == _CHUNK else layers - chunked - _WITHOUT
     return getattr(config, option, None) if some else None
-
-
-def _names_in(code: Any) -> set[str]:
-    """Names of attributes in a function's code, also those in getattr(config, "name")."""
-    if not isinstance(code, CodeType):
-        return set()
-    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
-    return texts.union(code.co_names, *map(_names_in, code.co_consts))
 
 
 def loss_takes_all(kind: type[nn.Module]) -> bool:
