@@ -18,7 +18,7 @@ function is the identity.
 
 ``layout`` says how a dim is cut. None cuts it into contiguous parts that are as equal as possible; the first ranks get
 the remainder. Otherwise pass the sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout` (head_tail,
-striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
+striped, :func:`nested_layout` for ring x Ulysses, per_document_head_tail for packed documents).
 
 With ``check=True`` (the default) the ranks first compare their calls, in one all-gather of integers. A mistake on one
 rank then raises on all ranks. Under torch.compile there is no check; where sizes are not given, all ranks must have
@@ -32,7 +32,7 @@ from typing import Any
 from cp_styles.collectives.all_to_all import all_to_all
 from cp_styles.collectives.autograd import Pending
 from cp_styles.collectives.heads import head_ranges, heads_to_seq, seq_to_heads
-from cp_styles.collectives.layouts import nested_layout, per_document_layout
+from cp_styles.collectives.layouts import nested_layout
 from cp_styles.collectives.peers import Group
 from cp_styles.collectives.rows import Layout, Padded
 from cp_styles.collectives.split_gather import GradScale, gather, reduce_scatter, split
@@ -49,7 +49,6 @@ __all__ = [
     "head_ranges",
     "heads_to_seq",
     "nested_layout",
-    "per_document_layout",
     "reduce_scatter",
     "seq_to_heads",
     "split",
@@ -59,6 +58,7 @@ __all__ = [
 # What a release before this one had here, and what to write instead.
 _REMOVED = {
     "gather_outputs": "call gather for each tensor",
+    "per_document_layout": "cp_styles.per_document_head_tail(length, ranks, documents=documents, cut_all=True)",
     "slice_inputs": "call split for each tensor; BatchSharder, or shard_batch of cp_styles.batch, cuts a batch",
     "sync_object": "torch.distributed.broadcast_object_list",
 }

@@ -1,8 +1,7 @@
-"""Layouts for hybrid strategies and for packed documents, in addition to those of :mod:`cp_styles.layout`."""
+"""A layout for hybrid strategies, in addition to those of :mod:`cp_styles.layout`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
@@ -38,30 +37,3 @@ def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
                 ]
             )
     return SequenceLayout.from_chunks(cut)
-
-
-def per_document_layout(length: int, ranks: int, *, documents: Sequence[int]) -> SequenceLayout:
-    """Each packed document cut contiguously over all ranks. The first ranks get the remainder of each.
-
-    A rank holds its part of the first document, then of the second, and so on. For causal attention see
-    :func:`cp_styles.layout.per_document_head_tail`.
-
-    Args:
-        length: number of positions; the sum of ``documents``.
-        ranks: number of ranks.
-        documents: lengths of the packed documents, in order.
-
-    Raises:
-        ValueError: the documents do not add up to ``length``.
-    """
-    if sum(documents) != length or any(size < 0 for size in documents) or ranks < 1:
-        raise ValueError(
-            f"documents must be lengths >= 0 that add up to {length}, on at least one rank: got a sum of "
-            f"{sum(documents)}, ranks={ranks}"
-        )
-    starts = accumulate(documents, initial=0)
-    cuts = [
-        [(start + a, start + b) for a, b in ranges_of(even_sizes(size, ranks))]
-        for start, size in zip(starts, documents, strict=False)
-    ]
-    return SequenceLayout.from_chunks([cut[rank] for cut in cuts] for rank in range(ranks))

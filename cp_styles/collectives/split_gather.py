@@ -62,7 +62,7 @@ def split(
         dim: the dim to cut.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         layout: how it is cut, see :data:`Layout`: head-tail, hybrid (:func:`nested_layout`), packed documents
-            (:func:`per_document_layout`), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
+            (``per_document_head_tail``), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
             as possible.
         fill: the value of the padding, with :class:`Padded`.
         grad_scale: how the gradient is scaled: see :class:`GradScale`. The gradients of parameters that ``x`` was

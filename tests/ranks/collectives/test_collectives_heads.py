@@ -1,6 +1,7 @@
 """Ulysses: which heads each rank gets, the bytes that are sent, and attention with them compared with one device."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +18,11 @@ from cp_styles.collectives import (
     head_ranges,
     heads_to_seq,
     nested_layout,
-    per_document_layout,
     seq_to_heads,
 )
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.strategies import Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
@@ -36,12 +36,15 @@ def order(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.einsum(f"bhsd->{name.lower()}", x)
 
 
+packed = partial(per_document_head_tail, cut_all=True)
 LAYOUTS = {
     "contiguous": contiguous,
     "head-tail": head_tail,
     "striped": striped,
     "hybrid": lambda length, ranks: nested_layout(head_tail(length, 1), ranks),
-    "packed": lambda length, ranks: per_document_layout(length, ranks, documents=(length - 3, 0, 1, 2)),
+    "packed": lambda length, ranks: per_document_head_tail(
+        length, ranks, documents=(length - 3, 0, 1, 2), cut_all=True
+    ),
     "one rank has all": lambda length, ranks: SequenceLayout.from_chunks([[]] * (ranks - 1) + [[(0, length)]]),
 }
 

@@ -1,4 +1,4 @@
-"""split, gather, reduce_scatter: layouts, bytes, what each gradient means; and the same over nested inputs."""
+"""split, gather, reduce_scatter: layouts, bytes, and what each gradient means."""
 
 import pytest
 import torch
@@ -12,12 +12,11 @@ from cp_styles.collectives import (
     Padded,
     gather,
     nested_layout,
-    per_document_layout,
     reduce_scatter,
     split,
 )
 from cp_styles.collectives.rows import Rows, rows_of
-from cp_styles.layout import SequenceLayout, even_sizes, head_tail, striped
+from cp_styles.layout import SequenceLayout, even_sizes, head_tail, per_document_head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
@@ -27,7 +26,7 @@ KINDS = {
     "sizes": lambda ranks: (0,) * (ranks - 1) + (LENGTH,),
     "head-tail": lambda ranks: head_tail(LENGTH, ranks),
     "hybrid": lambda ranks: nested_layout(head_tail(LENGTH, 1 if ranks % 2 else 2), ranks if ranks % 2 else ranks // 2),
-    "packed": lambda ranks: per_document_layout(LENGTH, ranks, documents=(4, 1, 0, 6)),
+    "packed": lambda ranks: per_document_head_tail(LENGTH, ranks, documents=(4, 1, 0, 6), cut_all=True),
     "striped": lambda ranks: striped(LENGTH, ranks, block=2),
     "padded": lambda ranks: Padded(LENGTH),
 }
@@ -178,15 +177,6 @@ def test_gather_over_the_inner_axis_of_a_hybrid_gives_what_the_outer_rank_holds(
         assert torch.equal(joined, whole)
 
 
-def test_packed_documents_are_cut_and_joined_document_by_document():
-    documents, ranks = (5, 2, 4), 3
-    layout = per_document_layout(11, ranks, documents=documents)
-    whole = torch.arange(11)
-    for rank in range(ranks):
-        by_hand = torch.cat([document.tensor_split(ranks)[rank] for document in whole.split(list(documents))])
-        assert torch.equal(layout.positions(rank), by_hand)
-
-
 def test_no_group_is_the_identity():
     x = randn((3, 4), 0)
     assert torch.equal(split(x, 1, None), x)
@@ -199,9 +189,5 @@ def test_no_group_is_the_identity():
 def test_layouts_for_no_ranks_are_refused(ranks):
     with pytest.raises(ValueError, match="at least"):
         nested_layout(head_tail(4, 2), ranks)
-    with pytest.raises(ValueError, match="at least"):
-        per_document_layout(4, ranks, documents=[4])
-    with pytest.raises(ValueError, match="add up to 4"):
-        per_document_layout(4, 2, documents=[3])
     with pytest.raises(ValueError, match="multiple >= 1"):
         Padded(4, multiple=ranks)
