@@ -15,7 +15,7 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import VarlenKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
+from cp_styles.mask import Causal, Documents, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.moving_kv import MovingKV
@@ -183,26 +183,6 @@ def test_windows_need_no_mask(way, window: str, layout, documents: bool):
         assert count[PACKED[0]] or not bands
     # The longest runs of a rank, of a few dozen rows, are bands somewhere, but for stripes and documents.
     assert documents or layout is striped or any(count[PACKED[0]] for count in counts)
-
-
-@pytest.mark.parametrize("name", ["causal", "full", "documents a row"])
-def test_other_masks(name: str):
-    """One tile a round, and a plan for each row of the batch."""
-    rows = (LENGTHS, LENGTHS[::-1])
-    length = sum(LENGTHS)
-    masks = {
-        "causal": (Causal(), torch.ones(length, length, dtype=torch.bool).tril()),
-        "full": (Full(), torch.ones(length, length, dtype=torch.bool)),
-        "documents a row": (
-            PerRow(tuple(Documents(row) & Causal() for row in rows)),
-            torch.stack([within(row, True) for row in rows])[:, None],
-        ),
-    }
-    mask, seen = masks[name]
-    problem = Problem(length=length, kv_heads=1, mask=seen)
-    for strategy in (Ring(), AllGather()):
-        errors, _ = attended(problem, 3, strategy=strategy, mask=mask, layout=head_tail)
-        assert max(errors) < EXACT
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0)])
