@@ -516,7 +516,7 @@ class _WholeMask(BlockMask):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(
             f"this model computes with its attention mask ({func.__name__}): its attention is written in plain "
-            "operations and knows no attention interface of transformers (CodeGen, GPT-J and MPT for example), so each "
+            "operations and knows no attention interface of transformers (RemBERT and MPT for example), so each "
             "rank would attend to its own tokens. It cannot be context parallel without a change of its code: "
             "let its attention call scaled_dot_product_attention"
         )
