@@ -170,30 +170,30 @@ def sensible(program: Program) -> Program:
     return program if program.door == "block" else replace(program, buffers=False)
 
 
-def documents(length: int) -> tuple[int, ...]:
-    return 1, 4, length - 5
+def documents(length: int, seed: int) -> tuple[int, ...]:
+    """Those of a batch, of other lengths in the next one."""
+    first = 1 + seed % 3
+    return first, 4, length - first - 4
 
 
-def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: bool) -> torch.Tensor:
-    """The attention of one process, in documents if ``packed``; on ranks the documents are the scope's or block's."""
-    if not packed:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    ids = document_ids(query.shape[2])
-    sees = (ids[:, None] == ids).tril()
-    return F.scaled_dot_product_attention(query, key, value, sees)
-
-
-def document_ids(length: int) -> torch.Tensor:
-    return torch.arange(3).repeat_interleave(torch.tensor(documents(length)))
+def document_ids(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
 class Core(nn.Module):
-    def __init__(self, packed: bool) -> None:
+    """The attention of one process, in the documents of the batch if it has some; on ranks they are the scope's or
+    block's."""
+
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__()
-        self.packed = packed
+        self.ranks = ranks
 
     def forward(self, query, key, value):
-        return causal(query, key, value, self.packed)
+        lengths = self.ranks.documents
+        if not lengths or self.ranks.mesh is not None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        ids = document_ids(lengths)
+        return F.scaled_dot_product_attention(query, key, value, (ids[:, None] == ids).tril())
 
 
 class Layer(nn.Module):
@@ -203,7 +203,7 @@ class Layer(nn.Module):
         super().__init__()
         self.kind, self.effects, self.parallel = program.attentions[index], program.effects, program.parallel
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.core = Core(program.documents and ranks.mesh is None)
+        self.core = Core(ranks)
         self.attend = ranks.attend
         self.raises = False
         self.last: torch.Tensor | None = None
@@ -214,7 +214,7 @@ class Layer(nn.Module):
     def attention(self, x: torch.Tensor, blocks: Any) -> torch.Tensor:
         query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         if self.kind == "sdpa" or (self.kind == "flex" and blocks is None):  # torch's has no backward on CPU
-            out = causal(query, key, value, self.core.packed)
+            out = self.core.forward(query, key, value)  # not as a module of its own
         elif self.kind == "flex":
             out = flex_attention(query, key, value, block_mask=blocks)
         else:
@@ -293,19 +293,20 @@ class Ranks:
         self.program, self.mesh = program, mesh
         self.size, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.options = {"strategy": STRATEGIES[program.strategy]}
+        self.documents: tuple[int, ...] = ()  # of the batch
 
     def layout(self, length: int) -> SequenceLayout:
         return LAYOUTS[self.program.layout](length, self.size)
 
-    def mask(self, length: int) -> Mask:
-        return Causal() & Documents(documents(length)) if self.program.documents else Causal()
+    def mask(self) -> Mask:
+        return Causal() & Documents(self.documents) if self.documents else Causal()
 
     def attend(self, *qkv: torch.Tensor) -> torch.Tensor:
         """The causal attention of the function, whose mask is that of the batch."""
         if self.mesh is None:
-            return causal(*qkv, self.program.documents)
-        layout = LAYOUTS[self.program.layout](self.length, self.size)
-        return context_attention(*qkv, self.mesh, mask=self.mask(self.length), layout=layout, **self.options)
+            return Core(self)(*qkv)
+        layout = self.layout(self.length)
+        return context_attention(*qkv, self.mesh, mask=self.mask(), layout=layout, **self.options)
 
     def apply(self, model: Model) -> None:
         if self.mesh is None or self.program.door in ("function", "block"):
@@ -326,7 +327,7 @@ class Ranks:
 
     def around(self, model: Model, layout: SequenceLayout, batch: tuple[torch.Tensor, ...]) -> Any:
         self.length = layout.length
-        documents = {"mask": self.mask(layout.length)} if self.program.documents else {}
+        documents = {"mask": self.mask()} if self.documents else {}
         if self.mesh is not None and self.program.door == "scope":
             scope = SequenceScope(layout, **documents)
             model.kept = {"context_fn": scope.for_checkpoint}
@@ -399,7 +400,8 @@ def one_batch(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(WORDS, (2, length), generator=generator)
-    ids = document_ids(length)[None] if program.documents else torch.zeros(1, length, dtype=torch.int64)
+    ranks.documents = documents(length, seed) if program.documents else ()
+    ids = document_ids(ranks.documents or (length,))[None]
     labels, layout = next_token_labels(tokens, document_ids=ids), ranks.layout(length)
     if ranks.mesh is None:  # not by the function that the ranks call
         labels = F.pad(tokens[:, 1:].masked_fill(ids[:, 1:] != ids[:, :-1], -100), (0, 1), value=-100)
