@@ -134,8 +134,8 @@ FUZZED = [
     Mistake(
         "functions: a call has the mask of an earlier one",
         "binding_of_call",
-        "layout, mask, kernel, gradient",
-        "layout, kernel, gradient",
+        "(name, ranks, strategy, layout, mask, kernel, checks)",
+        "(name, ranks, strategy, layout, kernel, checks)",
         "ranks/engine/test_wire.py",
     ),
     Mistake(
