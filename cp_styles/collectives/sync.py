@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives.peers import Group, Peers, peers_of
+from cp_styles.collectives.peers import Facts, Group, Peers, consult, peers_of
+from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.point_to_point import collective
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
     time. While it computes with one sample, the next one is being sent::
 
         for sample in sync_inputs(next(loader), group, device="cuda"):
-            loss = step(slice_inputs(sample, 1, group))
+            loss = step(split(sample["tokens"], 1, group))
 
     Args:
         sample: nested dicts, lists and tuples of tensors and plain values. Structure, values, shapes and dtypes may
@@ -38,10 +39,10 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
         An iterator over as many samples as the group has ranks. Two of them exist at a time. Every rank must take all
         of them. The sample of this rank has its own tensors, not copies.
 
-    Communication, when called: one ``all_gather_object`` of structure, plain values, shapes and dtypes. torch pickles
-    them, so plain values can be anything. It also *unpickles what the other ranks sent: use it among ranks that you
-    trust*, like every object collective of torch. Then one broadcast for each non-empty tensor, as raw bytes, which are
-    not pickled.
+    Communication, when called: one agreement of the ranks (:class:`~cp_styles.Checks`), and one
+    ``all_gather_object`` of structure, plain values, shapes and dtypes. torch pickles them, so plain values can be
+    anything. It also *unpickles what the other ranks sent: use it among ranks that you trust*, like every object
+    collective of torch. Then one broadcast for each non-empty tensor, as raw bytes, which are not pickled.
 
     Raises:
         ValueError: on every rank, if one has a tensor that is not plain and dense, or a value that cannot be pickled.
@@ -51,10 +52,22 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
         return iter([sample])
     tensors: list[torch.Tensor] = []
 
-    def pack() -> Any:
-        return map_leaves(lambda path, leaf: _take_out(path, leaf, device, tensors), sample)
+    skeletons: list[Any] = [None] * peers.size
 
-    return _iterate(_share(pack, peers), tensors, peers)
+    def describe() -> Facts:
+        try:
+            mine = map_leaves(lambda path, leaf: _take_out(path, leaf, device, tensors), sample)
+            pickle.dumps(mine)  # as torch will
+        except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(f"the sample of rank {peers.rank} cannot be sent: {error}") from None
+        skeletons[peers.rank] = mine
+        return {}, StatusRow()
+
+    consult(peers, "sync_inputs", describe, check=True)
+    group = resolve_group(peers.name)
+    with collective(group, "cp_styles.collectives"):
+        dist.all_gather_object(skeletons, skeletons[peers.rank], group=group)
+    return _iterate(skeletons, tensors, peers)
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,6 @@ class _Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Is sent instead of a value that a rank cannot send."""
-
-    message: str
-
-
 def _take_out(path: str, leaf: Any, device: torch.device | str | None, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -86,34 +92,6 @@ def _take_out(path: str, leaf: Any, device: torch.device | str | None, tensors: 
     tensor = leaf.detach() if device is None else leaf.detach().to(device, non_blocking=True)
     tensors.append(tensor)
     return _Slot(tensor.shape, tensor.dtype, tensor.device.type)
-
-
-_OF_PICKLE = ValueError, TypeError, AttributeError, pickle.PicklingError
-
-
-def _share(pack: Callable[[], Any], peers: Peers) -> list[Any]:
-    """``pack()`` of all ranks. If one rank cannot pack or pickle its value, all ranks raise."""
-
-    def gathered(value: Any) -> list[Any]:
-        values: list[Any] = [None] * peers.size
-        group = resolve_group(peers.name)
-        with collective(group, "cp_styles.collectives", *_OF_PICKLE):
-            dist.all_gather_object(values, value, group=group)
-        return values
-
-    error = None
-    try:
-        received = gathered(pack())
-    except _OF_PICKLE as caught:
-        # torch pickles before it sends, so nothing was sent yet, and the other ranks wait for this one.
-        error = ValueError(f"the sample of rank {peers.rank} cannot be sent: {caught}")
-        received = gathered(_Failure(str(error)))
-    if error is not None:
-        raise error
-    failures = [value.message for value in received if isinstance(value, _Failure)]
-    if failures:
-        raise ValueError("\n".join(failures))
-    return received
 
 
 def _iterate(skeletons: list[Any], local_tensors: list[torch.Tensor], peers: Peers) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, w
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
 from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
-from cp_styles.styles.model_options import Window, loss_takes_all, padding_position, smallest_of_a_part, windows_of
+from cp_styles.styles.model_options import Window, loss_takes_all, makes_local_masks, padding_position, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
@@ -449,7 +449,8 @@ class InputGuards:
             raise problem
 
     def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
-        mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._facts.windows)
+        mask = inputs.get("attention_mask")
+        window = next((window for window in self._facts.windows if makes_local_masks(window.config)), None)  # smallest
         has_masks = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
         of_style = self._calls.binding.mask
         parts = of_style.parts if isinstance(of_style, All) else (of_style,)

@@ -48,11 +48,6 @@ def windows_of(module: nn.Module) -> tuple[Window, ...]:
     return tuple(sorted(windows.values(), key=lambda window: window.size))
 
 
-def smallest_of_a_part(windows: tuple[Window, ...]) -> Window | None:
-    """The smallest of ``windows`` whose masks would be made from this rank's part."""
-    return next((window for window in windows if makes_local_masks(window.config)), None)
-
-
 def makes_local_masks(config: Any) -> bool:
     """Whether a model with this config makes its masks by functions of transformers, which see this rank's part alone.
 
@@ -136,13 +131,10 @@ def padding_position(model: nn.Module) -> int | None:
     for module in model.modules():
         padding, kind = getattr(module, "padding_idx", None), type(module)
         table = hasattr(module, "position_embeddings") or hasattr(module, "weights")
-        if isinstance(padding, int) and table and _counts(kind):
+        counts = hasattr(kind, _COUNTS) or hasattr(sys.modules.get(kind.__module__), _COUNTS)
+        if isinstance(padding, int) and table and counts:
             return padding
     return None
-
-
-def _counts(kind: type[nn.Module]) -> bool:
-    return hasattr(kind, _COUNTS) or hasattr(sys.modules.get(kind.__module__), _COUNTS)
 
 
 def positions_after_padding(tokens_BS: torch.Tensor, padding: int) -> torch.Tensor:
