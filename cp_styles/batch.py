@@ -638,8 +638,8 @@ def _with_gradient_anywhere(
         _refuse_ddp(parameters, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
-        anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
         with collective(group, "sum_gradients"):
+            anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         present = bytes(anywhere.tolist())
     return [parameter for parameter, has in zip(parameters, present, strict=True) if has]

@@ -365,16 +365,18 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
     held = (cache.keys, cache.values) if call.expanded is None else call.expanded
     with without_function_modes():
         _agree(name, q_BHLD, held, cache, call)
+    # Of the errors below, these do not depend on the rank.
+    operation = Operation(cache.group, unbroken(cache.group), common=(ValueError, NotImplementedError))
     with torch.no_grad(), without_function_modes():
-        if cache._unread is not None:
-            _check_alike(name, cache, cache._unread())
-        q, k, v = as_attended((q_BHLD, *held))
-        scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-        kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
-        tile = kernel_for_tiles((q, k, v), named=kernel)
-        with without_dispatch_modes():
-            columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
-        with Operation(cache.group, unbroken(cache.group)):
+        with operation:
+            if cache._unread is not None:
+                _check_alike(name, cache, cache._unread())
+            q, k, v = as_attended((q_BHLD, *held))
+            scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+            kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
+            tile = kernel_for_tiles((q, k, v), named=kernel)
+            with without_dispatch_modes():
+                columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
             out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
             alone = cache.group.size() == 1
             parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.alike)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import is_traced
 from cp_styles.collectives import gather
-from cp_styles.comm.point_to_point import collective
+from cp_styles.comm.point_to_point import Operation, collective, unbroken
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
 
@@ -138,7 +138,8 @@ def attend_jointly(
     out, _ = attend(shares, refuse=raise_problem)
     if look and ranks > 1:
         _refuse_other_text(joint, name, tensors[1].detach(), group)
-    return joint.whole(out, group)
+    with Operation(group, unbroken(group)):
+        return joint.whole(out, group)
 
 
 def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceLayout | Balancer) -> SequenceLayout:
@@ -173,11 +174,11 @@ def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, grou
     Ranks may round differently, so differences up to 5 % are allowed. Keys of different tokens differ by more.
     """
     at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
-    own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
-    sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
-    own[: sample.numel()] = sample
-    parts_P8 = own.new_empty(group.size(), 8)
     with collective(group, name):
+        own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
+        sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
+        own[: sample.numel()] = sample
+        parts_P8 = own.new_empty(group.size(), 8)
         dist.all_gather(list(parts_P8.unbind()), own, group=group)
     if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
         raise ValueError(

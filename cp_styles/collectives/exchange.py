@@ -96,7 +96,7 @@ class Exchange(NamedTuple):
         """
         if started.wire is None:
             return started.tensors
-        wire = _arrived(started.wire, self.peers).view(started.tensors[0].dtype)
+        wire = arrived(started.wire, self.peers).view(started.tensors[0].dtype)
         views = [self.rows_first(x) for x in started.tensors]
         return self._unpack_columns(wire, views) if self.to_columns else self._unpack_rows(wire, views)
 
@@ -192,7 +192,8 @@ class Exchange(NamedTuple):
         return all(len(set(columns)) == 1 for columns in self.columns)
 
 
-def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
+def arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """What a functional collective over the peers receives. It waits for it."""
     if is_traced():
         return wait_tensor(wire)
     try:

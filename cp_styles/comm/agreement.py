@@ -173,8 +173,7 @@ def start_status(
     mine = _of_meeting(row, meeting, name)
     if not agrees:
         if problem is not None:
-            # The others may be at another meeting, and this rank does not wait to tell them why.
-            offer_numbers(mine._replace(status=RankStatus.NO_CALL), group, _PATIENCE_SECONDS)
+            break_off(group, problem)  # the others take part, and wait for this rank's messages
             raise problem
         if assumed is None:
             raise ValueError(

@@ -69,11 +69,18 @@ class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
     ``state``: that of the group, :func:`unbroken`. ``backward_of``: the number of the forward of a backward; 0 for a
-    forward.
+    forward. ``common``: errors that the other ranks raise too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, state: GroupState, backward_of: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        state: GroupState,
+        backward_of: int = 0,
+        common: tuple[type[Exception], ...] = (),
+    ) -> None:
         self._group, self._operations, self._backward_of = group, state.operations, backward_of
+        self._common = common
 
     def __enter__(self) -> None:
         operations = self._operations
@@ -88,7 +95,7 @@ class Operation:
         if interrupted:
             operations.check = None  # it holds the group, whose connections end with it
         operations.settle()  # what the ranks disagree on may be the cause
-        if interrupted or operations.agreed:
+        if interrupted or (operations.agreed and not isinstance(error, self._common)):
             break_off(self._group, error)
 
 

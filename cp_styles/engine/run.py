@@ -89,16 +89,17 @@ def run_backward(
     dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
     :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
     """
-    shares = list(map(torch.zeros_like, learned))
     if isinstance(attention.kernel, FlexKernel):
         attention.kernel.check_unchanged()
-        kernel = replace(attention.kernel, values=tuple(learned), shares=tuple(shares))
-        attention = replace(attention, kernel=kernel)
-    if grad_lse_BHL is not None:
-        attention = replace(attention, kernel=LseGradient(attention.kernel))
-        grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
     begin_backward(binding.group, forward, binding.checks.agreement)
     strategy, state = binding.strategy, binding.group_state
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
+        shares = list(map(torch.zeros_like, learned))
+        if isinstance(attention.kernel, FlexKernel):
+            kernel = replace(attention.kernel, values=tuple(learned), shares=tuple(shares))
+            attention = replace(attention, kernel=kernel)
+        if grad_lse_BHL is not None:
+            attention = replace(attention, kernel=LseGradient(attention.kernel))
+            grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
         grads = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
     return *grads, shares

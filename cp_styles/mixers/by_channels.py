@@ -68,29 +68,30 @@ def by_channels(
     MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
-    # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
-    tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
-    whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))
-    whole |= {at: whole[at].reshape(*whole[at].shape[:3], *named[at].shape[3:]) for at in parts}
-    whole |= {at: whole[at].flatten(2) for at in shared}
-    whole = {at: turned(x) for at, x in whole.items()}
-    low, high = to_channels.columns[0][cut.peers.rank]
-    others = {at: x for at, x in named.items() if at not in whole}
-    parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
-    if low == high:  # fewer channels than ranks
-        out = tied(whole[parts[0]], *whole.values(), *parameters.values())
-        final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
-    else:
-        others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
-        spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
-        runs = [kernel(**{at: x.narrow(dim, *span) for at, x in whole.items()}, **others) for span in spans]
-        runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
-        out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
-    home = exchange([count]).adjoint()
-    out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
-    out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
-    if not wants:
-        return out
-    rows = contiguous_rows([high - low for low, high in to_channels.columns[0]])
-    gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
-    return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)
+    with sequence.operation():
+        # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
+        tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
+        whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))
+        whole |= {at: whole[at].reshape(*whole[at].shape[:3], *named[at].shape[3:]) for at in parts}
+        whole |= {at: whole[at].flatten(2) for at in shared}
+        whole = {at: turned(x) for at, x in whole.items()}
+        low, high = to_channels.columns[0][cut.peers.rank]
+        others = {at: x for at, x in named.items() if at not in whole}
+        parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
+        if low == high:  # fewer channels than ranks
+            out = tied(whole[parts[0]], *whole.values(), *parameters.values())
+            final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
+        else:
+            others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
+            spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
+            runs = [kernel(**{at: x.narrow(dim, *span) for at, x in whole.items()}, **others) for span in spans]
+            runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
+            out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
+        home = exchange([count]).adjoint()
+        out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
+        out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
+        if not wants:
+            return out
+        rows = contiguous_rows([high - low for low, high in to_channels.columns[0]])
+        gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
+        return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import start_all_to_all, uncompiled, wait_tensor
+from cp_styles._compat import start_all_to_all, uncompiled
 from cp_styles.collectives.autograd import differentiable
-from cp_styles.collectives.exchange import Tensors
+from cp_styles.collectives.exchange import Tensors, arrived
 from cp_styles.collectives.peers import Peers, dim_of
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
@@ -140,7 +140,7 @@ class RowsOfOthers(NamedTuple):
         packed, row = rows.index_select(0, leaving), rows.shape[1:]
         if plan.crosses:
             arrive, leave = ([prod(row) * len(part) for part in by_peer] for by_peer in (received, sent))
-            packed = wait_tensor(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name))
+            packed = arrived(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name), self.peers)
             packed = packed.view(len(arriving), *row)
         if not self.home:
             slots = rows.new_zeros(plan.slots, *row).index_copy(0, arriving, packed)

@@ -129,7 +129,7 @@ def context_recurrence(
     Communication of a call: one all-gather of some integers; for N fragments of a document 1 + log2(N - 1) all-to-alls,
     in which a fragment's map goes to one other rank, ``B H K (V + K)`` numbers (``B H K (V + 1)`` if the recurrence is
     diagonal), or its state, ``B H K V``, in float32 or wider. None if no document crosses ranks. The backward sends the
-    same, in the other direction. By channels: one
+    same, in the other direction, and ranks compare before each. By channels: one
     all-to-all, in which a rank sends each other one its tokens of that one's channels, and of what is shared, and one
     of the output. The backward sends the same.
 
@@ -172,7 +172,8 @@ def recurred(
             return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
 
         cut = sequence.packed_by(kwargs).agreed(describe)
-        out, final = _recur(call, cut, check=sequence.checks.agreement)
+        with sequence.operation():
+            out, final = _recur(call, cut, check=sequence.checks.agreement)
         # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
         return (out, final) if call.wants or not how.transposed else out
 
@@ -269,17 +270,16 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     if not exchanges:
         return _joined(call, fragments, outs), None
 
-    def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int, *, check: bool) -> torch.Tensor:
+    def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int) -> torch.Tensor:
         rows = exchanged(cut.peers, exchange, x_NBHKC.movedim(-1, 1).flatten(0, 1), 0, check=check)
         return rows.unflatten(0, (len(rows) // width, width)).movedim(1, -1).contiguous()
 
     composed = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
-    # Every rank takes part in the backward, whether it gives maps or uses them. Its last exchange is compared, and the
-    # others follow it.
+    # Every rank takes part in the backward, whether it gives maps or uses them.
     composed = tied(composed, *call.tensors())
     for exchange in exchanges[:-1]:
-        composed = call.after(passed(composed, exchange, columns, check=False), composed)
-    states = passed(composed, exchanges[-1], width, check=check)
+        composed = call.after(passed(composed, exchange, columns), composed)
+    states = passed(composed, exchanges[-1], width)
     for fragment, state in zip((fragment for fragment in fragments if not fragment.first), states, strict=False):
         outs[fragment] = call.run(fragment.rows, state)[0]
     final = None if not call.wants else states[-1].mT if call.transposed else states[-1]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -55,6 +56,8 @@ from cp_styles.comm.point_to_point import PendingTransfers, TransferError
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.mixers import Channels, Recurrence, context_recurrence
+from cp_styles.mixers.recurrence import _KernelCall
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel_unshard
@@ -200,6 +203,97 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
         assert all(isinstance(error, TransferError) for error in errors[1:])
 
 
+class FailsAt:
+    """Counts what it does down to an error. 0: there is none."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OutOfMemory
+
+
+class Derived(torch.autograd.Function):
+    """forward: x; counts backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: FailsAt) -> torch.Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.count()
+        return grad, None
+
+
+def recurrent(
+    forward: FailsAt, backward: FailsAt, between: FailsAt
+) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
+    """A recurrence whose states are sums of the outer products of keys and values."""
+
+    def kernel(q, k, v, initial_state=None, output_final_state=False):
+        forward()
+        state = k.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[3]) if initial_state is None else initial_state
+        state = Derived.apply(state + k.sum(1)[..., None] * v.sum(1)[..., None, :], backward)
+        return torch.einsum("blhk,bhkv->blhv", q, state), state
+
+    kernel.between = between  # pyright: ignore[reportFunctionMemberAccess]
+    scan = partial(context_recurrence, kernel, recurrence=Recurrence(), layout=contiguous)
+    return lambda x, group: scan(group=group)(x, x, x)[0]
+
+
+def by_channels(
+    forward: FailsAt, backward: FailsAt, _: FailsAt
+) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
+    def kernel(u):
+        forward()
+        return Derived.apply(u.cumsum(1), backward)
+
+    scan = partial(context_recurrence, kernel, recurrence=Channels(("u",), tokens=1), layout=contiguous)
+    return lambda x, group: scan(group=group)(x.flatten(2))
+
+
+# Which call of the kernel fails, or of its backward, or of that between two exchanges of a recurrence.
+MIXERS = [
+    *[(recurrent, (1, 0, 0)), (recurrent, (0, 1, 0)), (recurrent, (0, 0, 1))],
+    *[(by_channels, (1, 0, 0)), (by_channels, (0, 1, 0))],
+]
+
+
+@pytest.mark.parametrize(("mixer", "when"), MIXERS)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_one_rank_leaves_a_mixer(mixer: Any, when: tuple[int, int, int], runs_ahead: bool, monkeypatch):
+    """In a kernel that runs before an exchange or between two: all ranks raise, there or at their next meeting."""
+
+    def on(rank: int) -> tuple[list[BaseException | None], float]:
+        call, there = mixer(*map(FailsAt, when if rank == 2 else (0, 0, 0))), put if runs_ahead else torch.Tensor.clone
+        group, began = dist.group.WORLD, time.monotonic()
+
+        def step() -> None:
+            x = there(randn(rank, 1, 3, 4, 4)).requires_grad_()
+            call(x, group).sum().backward()
+
+        errors = [caught(step)]
+        if rank == 2 or errors[0] is None:
+            errors.append(caught(step))
+        return errors, time.monotonic() - began
+
+    def after(call: Any, *states: torch.Tensor) -> torch.Tensor:
+        return Derived.apply(composed(call, *states), call.kernel.between)
+
+    composed = _KernelCall.after
+    monkeypatch.setattr(_KernelCall, "after", after)
+    with gpus(nccl_only=True, runs_ahead=True, verified=False) if runs_ahead else contextlib.nullcontext():
+        found = run_ranks(on, 4, timeout_seconds=20)
+    for rank, (errors, seconds) in enumerate(found):
+        assert isinstance(errors[0], OutOfMemory if rank == 2 else TransferError | ValueError | None)
+        assert isinstance(errors[-1], TransferError | ValueError), errors
+        assert seconds < SOON
+
+
 class EndedReceive:
     def wait(self) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -242,7 +336,7 @@ OF_TENSORS: dict[str, Callable[[], object]] = {
     ("act", "at"),
     [
         *product(OF_KEYS, ["Operations.tag", "PendingTransfers.wait"]),
-        *product(OF_TENSORS, ["collectives.exchange._arrived"]),
+        *product(OF_TENSORS, ["collectives.exchange.arrived"]),
     ],
 )
 def test_an_error_of_a_transfer_keeps_no_group(act: str, at: str):
@@ -405,12 +499,12 @@ def summed(group: Any) -> None:
     sum_gradients([weight], group)
 
 
-def decoded(group: Any, kernel: Kernel | None = None) -> None:
-    layout, x = head_tail(0, RANKS), torch.ones(1, 2, 1, 4)
+def decoded(group: Any) -> None:
+    layout, x = head_tail(0, group.size()), torch.ones(1, 2, 1, 4)
     cache = KVCache(group, layout, x[:, :, :0], x[:, :, :0])
-    for _ in range(RANKS):  # so that each rank has a key
+    for _ in range(group.size()):  # so that each rank has a key
         cache.append(x, x)
-    context_decode(x, cache, kernel=kernel)
+    context_decode(x, cache)
 
 
 WITHOUT_ATTENTION = {
@@ -449,27 +543,47 @@ def test_a_rank_leaves_while_samples_are_on_their_way(at: str):
         assert "sync_inputs (mesh axis" in str(error)
 
 
-@pytest.mark.parametrize("name", ["sum_gradients", "context_decode"])
-def test_one_rank_leaves_a_function_without_attention(name: str, monkeypatch):
-    fails, sum_bucket = threading.local(), batch._sum_bucket
+WITH_MESSAGES = {
+    "cp_styles.batch._sum_bucket": WITHOUT_ATTENTION["sum_gradients"],
+    "cp_styles.decoding._visible": decoded,
+    "cp_styles.decoding._part": decoded,
+    "cp_styles.joint_layout.JointLayout.whole": lambda _: OF_KEYS["whole tokens"](),
+}
 
-    def sum_or_fail(*args: Any) -> None:
+
+@pytest.mark.parametrize("at", WITH_MESSAGES)
+def test_one_rank_leaves_a_function_that_communicates(at: str, monkeypatch):
+    fails, real = threading.local(), resolve_name(at)
+
+    def run_or_fail(*args: Any) -> Any:
         if getattr(fails, "now", False):
             raise OutOfMemory
-        sum_bucket(*args)
+        return real(*args)
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
-        group, began = cp_mesh(RANKS).get_group(), time.monotonic()
+        group, began = cp_mesh(4).get_group(), time.monotonic()
         fails.now = rank == 1
-        kernel = Failing("forward" if rank == 1 else "nowhere", left=[1])
-        first = caught(lambda: summed(group) if name == "sum_gradients" else decoded(group, kernel))
-        return first, caught(lambda: WITHOUT_ATTENTION[name](group)), time.monotonic() - began
+        first = caught(lambda: WITH_MESSAGES[at](group))
+        fails.now = False
+        return first, caught(lambda: WITH_MESSAGES[at](group)), time.monotonic() - began
 
-    monkeypatch.setattr(batch, "_sum_bucket", sum_or_fail)
-    for rank, (first, second, seconds) in enumerate(run_ranks(on, RANKS, timeout_seconds=20)):
+    monkeypatch.setattr(at, run_or_fail)
+    for rank, (first, second, seconds) in enumerate(run_ranks(on, 4, timeout_seconds=20)):
         assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
         assert isinstance(second, TransferError)
         assert seconds < SOON
+
+
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_one_rank_refuses_where_ranks_do_not_agree(mesh, rank: int):
+    """The others attend, and its next call must not answer them."""
+    layout = head_tail(LENGTH, RANKS)
+    attend = partial(context_attention, group=mesh, layout=layout, agreement=NoAgreement())
+    q, k, v = Problem(length=LENGTH).shard(layout, rank, RANKS)[0]
+    with pytest.raises(ValueError if rank == 1 else TransferError):
+        attend(q, k.float() if rank == 1 else k, v)
+    with pytest.raises(TransferError):
+        attend(q, k, v)
 
 
 @pytest.mark.parametrize("when", ["saying what it calls", "waiting for the others"])
