@@ -49,7 +49,7 @@ from cp_styles.checksum import device_checksum, fingerprint
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, meet_alike
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
-from cp_styles.comm.point_to_point import Operation, collective, unbroken
+from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph, read_later
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
@@ -507,7 +507,7 @@ def sum_gradients(
     summed = _with_gradient_anywhere(check, axis, group, (bucket_bytes, str(reduce_dtype)))
     earlier = [summed_over(parameter) for parameter in summed]
     try:
-        with Operation(group, unbroken(group)):
+        with Operation(group):
             gradients = [_local_gradient(parameter) for parameter in summed]
             for bucket in _buckets(gradients, bucket_bytes):
                 _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))

@@ -30,7 +30,7 @@ from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.comm.point_to_point import Operation, collective, unbroken
+from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import read_later, tensor_on
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
@@ -365,10 +365,8 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
     held = (cache.keys, cache.values) if call.expanded is None else call.expanded
     with without_function_modes():
         _agree(name, q_BHLD, held, cache, call)
-    # Of the errors below, these do not depend on the rank.
-    operation = Operation(cache.group, unbroken(cache.group), common=(ValueError, NotImplementedError))
     with torch.no_grad(), without_function_modes():
-        with operation:
+        with Operation(cache.group, common=(ValueError, NotImplementedError)):  # these do not depend on the rank
             if cache._unread is not None:
                 _check_alike(name, cache, cache._unread())
             q, k, v = as_attended((q_BHLD, *held))

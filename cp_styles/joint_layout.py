@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import is_traced
 from cp_styles.collectives import gather
-from cp_styles.comm.point_to_point import Operation, collective, unbroken
+from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
 
@@ -138,7 +138,7 @@ def attend_jointly(
     out, _ = attend(shares, refuse=raise_problem)
     if look and ranks > 1:
         _refuse_other_text(joint, name, tensors[1].detach(), group)
-    with Operation(group, unbroken(group)):
+    with Operation(group):
         return joint.whole(out, group)
 
 

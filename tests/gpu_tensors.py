@@ -178,8 +178,8 @@ def _functional(func, args, kwargs):
     name = func.name().split("::")[1]
     if name in ("wait_tensor", "_wrap_tensor_autograd"):
         (made,) = args
-        if _nccl().unfinished is not None:
-            _nccl().unfinished.append(made)
+        if (unfinished := _nccl().unfinished) is not None:
+            unfinished.append(made)
         elif made.arriving is not None:
             made.inner.copy_(torch.ops._c10d_functional.wait_tensor(made.arriving))
             made.arriving = None

@@ -21,7 +21,7 @@ STAND_IN = VarlenKernel(
 
 # The names of aten's varlen ops, and of what tiles go to one by one.
 PACKED = ("aten::_flash_attention_forward", "aten::_flash_attention_backward")
-ALONE = (STAND_IN.forward_op.name(), STAND_IN.backward_op.name())
+ALONE = (STAND_IN.forward_op.name(), f"{STAND_IN.forward_op.name()}_backward")
 
 
 class Ops(TorchDispatchMode):

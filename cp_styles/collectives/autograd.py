@@ -15,7 +15,7 @@ from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import Meeting, StatusRow, place_of, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.point_to_point import Operation, unbroken
+from cp_styles.comm.point_to_point import Operation
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -83,8 +83,7 @@ def _begin_backward(peers: Peers, number: int) -> None:
 
 def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
     """``part(*arguments)``, the communication of ``op`` or a half of it. See [Note: operations] in group_state.py."""
-    group = resolve_group(op.peers.name)
-    with Operation(group, unbroken(group)):
+    with Operation(resolve_group(op.peers.name)):
         return part(*arguments)
 
 

@@ -68,19 +68,19 @@ class PendingTransfers:
 class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
-    ``state``: that of the group, :func:`unbroken`. ``backward_of``: the number of the forward of a backward; 0 for a
-    forward. ``common``: errors that the other ranks raise too.
+    ``state``: that of the group if it is known to be :func:`unbroken`. ``backward_of``: the number of the forward of a
+    backward; 0 for a forward. ``common``: errors that the other ranks raise too.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        state: GroupState,
+        state: GroupState | None = None,
         backward_of: int = 0,
         common: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._group, self._operations, self._backward_of = group, state.operations, backward_of
-        self._common = common
+        self._group, self._operations = group, (state or unbroken(group)).operations
+        self._backward_of, self._common = backward_of, common
 
     def __enter__(self) -> None:
         operations = self._operations

@@ -64,8 +64,7 @@ class RowLevels:
         level = torch.cat(largest, -1)
         level = level.to(torch.promote_types(level.dtype, dtype))[(None,) * (3 - level.ndim)]
         level = level.masked_fill(~level.isfinite() | (level.abs() < _LEAST), 0.0)
-        drowned = level.abs() * torch.finfo(dtype).eps >= _ORDINARY
-        drowned &= drowns
+        drowned = (level.abs() * torch.finfo(dtype).eps >= _ORDINARY) & drowns
         some, some_drowned = read(lambda *_: _on_host(torch.stack([level.any(), drowned.any()])))
         return cls(level, drowned.unsqueeze(-1) if some_drowned else None) if some else None
 

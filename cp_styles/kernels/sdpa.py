@@ -110,11 +110,6 @@ class SdpaKernel(Kernel):
         return _op(self.name)
 
     @property
-    def backward_op(self) -> torch._ops.OpOverload:
-        """The op of the backward."""
-        return _op(f"{self.name}_backward")
-
-    @property
     def takes_bias(self) -> bool:
         """Whether the op takes explicit masks."""
         return not self.long_tiles and "attn_mask" in names_of(self.forward_op).arguments.values()
@@ -124,7 +119,7 @@ class SdpaKernel(Kernel):
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         packed = window is not None or pack is not None
-        op, laid = _op(_PACKED[0]) if packed else self.forward_op, partial(_by_rows, packed=packed, pack=pack)
+        op, laid = _op(_PACKED[0] if packed else self.name), partial(_by_rows, packed=packed, pack=pack)
         values = self._call(
             op,
             query=laid(self._taken(q_BHLD, dim)),
@@ -170,7 +165,7 @@ class SdpaKernel(Kernel):
         if self.out_like_query:
             grad, out = (_in_order_of(query, x) for x in (grad, out))
         packed = window is not None or pack is not None
-        op, laid = _op(_PACKED[1]) if packed else self.backward_op, partial(_by_rows, packed=packed, pack=pack)
+        op, laid = _op(_PACKED[1] if packed else f"{self.name}_backward"), partial(_by_rows, packed=packed, pack=pack)
         # Never read: there is no dropout.
         names = names_of(op).arguments.values()
         seed = torch.empty(2, dtype=torch.int64, device=query.device) if "philox_seed" in names else None
@@ -200,8 +195,7 @@ class SdpaKernel(Kernel):
         return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
-        problem = self._problem(q_BHLD, v_BGME, biased=biased)
-        if problem is not None:
+        if (problem := self._problem(q_BHLD, v_BGME, biased=biased)) is not None:
             raise NotImplementedError(problem)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
@@ -245,8 +239,7 @@ class SdpaKernel(Kernel):
         Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
         """
         dim, dim_v, step = q.shape[-1], v.shape[-1], max(self.row_bytes // q.dtype.itemsize, 1)
-        if step > 1:
-            dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
+        dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
     def _taken(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -299,10 +292,7 @@ class VarlenKernel(SdpaKernel):
     """
 
     small_tiles: ClassVar[bool] = True
-
-    @property
-    def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(name in names_of(_op(op)).arguments for op in _PACKED for name in _WINDOW)
+    windows: ClassVar[bool] = True
 
 
 def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:

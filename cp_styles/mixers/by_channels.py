@@ -14,6 +14,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
+from cp_styles.comm.point_to_point import Operation
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of, refuse_arguments
 
 
@@ -68,7 +69,7 @@ def by_channels(
     MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
-    with sequence.operation():
+    with Operation(sequence.group):  # the kernel runs between two messages
         # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
         tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
         whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))

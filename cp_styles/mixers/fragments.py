@@ -16,7 +16,6 @@ from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
-from cp_styles.comm.point_to_point import Operation, unbroken
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.run import listener
@@ -232,11 +231,6 @@ class CutSequence:
             out = run(replace(self, refuse=refuse))
         flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)
         return out
-
-    def operation(self) -> Operation:
-        """What follows :meth:`agreed`, for kernels that run before an exchange: see [Note: operations] in
-        group_state.py."""
-        return Operation(self.group, unbroken(self.group))
 
     def agreed(self, describe: Callable[[], Described]) -> Cut:
         """How it is cut, once all ranks know that their calls fit together.

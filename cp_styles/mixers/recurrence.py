@@ -20,6 +20,7 @@ import torch
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import tied
 from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
@@ -172,7 +173,7 @@ def recurred(
             return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
 
         cut = sequence.packed_by(kwargs).agreed(describe)
-        with sequence.operation():
+        with Operation(sequence.group):  # kernels run before the first message
             out, final = _recur(call, cut, check=sequence.checks.agreement)
         # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
         return (out, final) if call.wants or not how.transposed else out
