@@ -578,7 +578,7 @@ def test_one_rank_leaves_a_function_that_communicates(at: str, monkeypatch):
 def test_one_rank_refuses_where_ranks_do_not_agree(mesh, rank: int):
     """The others attend, and its next call must not answer them."""
     layout = head_tail(LENGTH, RANKS)
-    attend = partial(context_attention, group=mesh, layout=layout, agreement=NoAgreement())
+    attend = partial(context_attention, group=mesh, layout=layout, checks=Checks(agreement=False))
     q, k, v = Problem(length=LENGTH).shard(layout, rank, RANKS)[0]
     with pytest.raises(ValueError if rank == 1 else TransferError):
         attend(q, k.float() if rank == 1 else k, v)
