@@ -526,15 +526,15 @@ def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
         done[least] += work[a] - work[b]
 
 
-def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
-    """``balancer(length, ranks)``, checked.
+def layout_made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> SequenceLayout:
+    """``cut(length, ranks)`` of a balancer, or the layout itself, checked.
 
     Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
     balancers may depend on data that changes between batches, so they are called every time.
     """
-    if is_deterministic(balancer):
-        return _remembered(_by_value(balancer), length, ranks)
-    return _made_by(balancer, length, ranks)
+    if callable(cut) and is_deterministic(cut):
+        return _remembered(_by_value(cut), length, ranks)
+    return _made_by(cut, length, ranks)
 
 
 def is_deterministic(balancer: Balancer) -> bool:
@@ -569,16 +569,15 @@ def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int
     return _made_by(functools.partial(function, *constants[:first], **named), length, ranks)
 
 
-def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
-    layout = balancer(length, ranks)
+def _made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> SequenceLayout:
+    layout = cut(length, ranks) if callable(cut) else cut
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(
-            f"a layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout: {balancer}"
-        )
+        raise TypeError(f"a layout must be a SequenceLayout or a function that makes one, such as head_tail: {cut}")
     if (layout.length, layout.ranks) != (length, ranks):
+        what = "the layout is" if layout is cut else f"{cut} returned one"
         raise ValueError(
-            f"{balancer} was asked to cut {length} positions for {ranks} ranks and returned a layout of "
-            f"{layout.length} positions for {layout.ranks} ranks"
+            f"a layout must cut {length} positions for {ranks} ranks, and {what} for {layout.length} positions on "
+            f"{layout.ranks} ranks: give the layout of this sequence, or a balancer such as head_tail"
         )
     return layout
 

@@ -271,17 +271,7 @@ def explain(
         raise ValueError(f"there is no rank {rank} among {ranks} ranks")
     device = device if hardware is None else hardware.device
     shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch)
-    cuts = []
-    for size in (length, length if kv_length is None else kv_length):
-        if isinstance(layout, SequenceLayout):
-            if (layout.length, layout.ranks) != (size, ranks):
-                raise ValueError(
-                    f"the layout cuts {layout.length} positions for {layout.ranks} ranks, not {size} for {ranks}; "
-                    "give the layout of this sequence, or a balancer such as head_tail"
-                )
-            cuts.append(layout)
-        else:
-            cuts.append(layout_made_by(layout, size, ranks))
+    cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]
     mask.check((batch, heads, length, cuts[1].length))
     return explained(
         strategy, (cuts[0], cuts[1]), mask, kernel_of(shapes, kernel), shapes, hardware=hardware, sink=sink, rank=rank

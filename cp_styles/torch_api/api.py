@@ -27,9 +27,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_styles.collectives import gather
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.layout import head_tail
+from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.strategies import AllGather, Ring, Strategy
-from cp_styles.torch_api.buffers import Cut, check_plain, dim_of, layout_of
+from cp_styles.torch_api.buffers import check_plain, dim_of
 from cp_styles.torch_api.context_block import (
     agree_on,
     last_cut,
@@ -86,7 +86,7 @@ def context_parallel_shard(
     mesh: DeviceMesh,
     buffers: Sequence[Any] | Mapping[str, Any],
     seq_dims: Sequence[int] | Mapping[str, int],
-    load_balancer: Cut | None = None,
+    load_balancer: SequenceLayout | Balancer | None = None,
 ) -> list[Any] | dict[str, Any]:
     """This rank's parts of whole tensors, as new tensors. torch has this as ``_context_parallel_shard``.
 
@@ -134,7 +134,7 @@ def context_parallel_shard(
             return buffer
         check_plain(buffer)
         dim = dim_of(buffer, dim)
-        return layout_of(cut, buffer.shape[dim], group.size()).shard(buffer, dim, group.rank())
+        return layout_made_by(cut, buffer.shape[dim], group.size()).shard(buffer, dim, group.rank())
 
     parts = [part(buffer, dim) for buffer, dim in pairs]
     return dict(zip(buffers, parts, strict=True)) if isinstance(buffers, Mapping) else parts
@@ -145,7 +145,7 @@ def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: Sequence[torch.Tensor],
     seq_dims: Sequence[int],
-    load_balancer: Cut | None = None,
+    load_balancer: SequenceLayout | Balancer | None = None,
 ) -> list[torch.Tensor]:
     """The whole tensors from the parts of all ranks, on every rank. Without gradient, as in torch.
 
@@ -195,7 +195,7 @@ def context_parallel_unshard(
     layouts = []
     for index in range(len(pairs)):
         lengths = tuple(row[index] for row in rows)
-        layouts.append(layout_of(cut, sum(lengths), group.size()))
+        layouts.append(layout_made_by(cut, sum(lengths), group.size()))
         if layouts[-1].lengths != lengths:
             raise ValueError(
                 f"context_parallel_unshard: the ranks hold {list(lengths)} positions, but the layout gives them "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,28 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import saved_tensors_hooks_on_top, uncompiled
-from cp_styles.layout import Balancer, SequenceLayout, cut_with, layout_made_by, mark_cut
+from cp_styles.layout import SequenceLayout, cut_with, mark_cut
 from cp_styles.troubleshooting import see
-
-Cut: TypeAlias = SequenceLayout | Balancer
-"""How a sequence is cut: a layout, or a function (length, ranks) -> layout such as ``head_tail``."""
-
-
-def layout_of(cut: Cut, length: int, ranks: int) -> SequenceLayout:
-    """The layout that ``cut`` gives. Raises ValueError for one of another length or number of ranks."""
-    if isinstance(cut, SequenceLayout):
-        if (cut.length, cut.ranks) != (length, ranks):
-            raise ValueError(
-                f"the layout has {cut.length} positions for {cut.ranks} ranks, but there are {length} "
-                f"positions and {ranks} ranks"
-            )
-        return cut
-    if not callable(cut):
-        raise TypeError(
-            f"expected a SequenceLayout, or a function that makes one such as head_tail, got {cut!r}; in place of "
-            "torch's load balancers see the page Migration"
-        )
-    return layout_made_by(cut, length, ranks)
 
 
 class CutBuffer:

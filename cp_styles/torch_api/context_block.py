@@ -42,7 +42,7 @@ from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, hea
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.styles.guards import InputGuards, ModelFacts, counting_is_wrong, is_model, possible_positions
-from cp_styles.torch_api.buffers import Aliases, Cut, CutBuffer, check_buffer, dim_of, layout_of
+from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
@@ -117,7 +117,7 @@ class context_parallel(contextlib.ContextDecorator):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[torch.Tensor] | None = None,
         strategy: Strategy | None = None,
-        layout: Cut | None = None,
+        layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
@@ -216,7 +216,7 @@ class context_parallel(contextlib.ContextDecorator):
         parts: dict[int, CutBuffer] = {}
         for buffer, dim in pairs:
             restored = all(buffer is not other for other in self._no_restore)
-            part = CutBuffer(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
+            part = CutBuffer(buffer, dim, layout_made_by(layout, buffer.shape[dim], self._group.size()), restored)
             if parts.setdefault(id(buffer), part).dim != dim:
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():

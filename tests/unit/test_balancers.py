@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import FlexMask, by_work, contiguous, head_tail, per_document_head_tail
-from cp_styles.torch_api.buffers import layout_of
+from cp_styles.layout import layout_made_by
 
 theirs = pytest.importorskip("torch.distributed.tensor.experimental._attention")
 
@@ -67,17 +67,22 @@ def test_a_block_mask_is_balanced_as_well_as_by_torch(mask_mod):
 @pytest.mark.parametrize(
     ("cut", "ranks", "kind", "words"),
     [
-        (head_tail(8, 2), 4, ValueError, "for 2 ranks, but there are 8"),
-        (head_tail(9, 2), 2, ValueError, "9 positions"),
-        (7, 2, TypeError, "one such as head_tail"),
-        (theirs._HeadTailLoadBalancer(8, 2, "cpu"), 2, TypeError, "see the page Migration"),
+        (
+            head_tail(8, 2),
+            4,
+            ValueError,
+            "must cut 8 positions for 4 ranks, and the layout is for 8 positions on 2 ranks",
+        ),
+        (head_tail(9, 2), 2, ValueError, "the layout is for 9 positions"),
+        (7, 2, TypeError, "such as head_tail: 7"),
+        (theirs._HeadTailLoadBalancer(8, 2, "cpu"), 2, TypeError, "such as head_tail: <.*LoadBalancer"),
     ],
 )
 def test_what_is_refused(cut, ranks, kind, words):
     with pytest.raises(kind, match=words):
-        layout_of(cut, 8, ranks)
+        layout_made_by(cut, 8, ranks)
 
 
 def test_a_cut_is_said_in_two_ways():
-    assert layout_of(contiguous, 9, 2) == contiguous(9, 2)
-    assert layout_of(head_tail(9, 2), 9, 2) == head_tail(9, 2)
+    assert layout_made_by(contiguous, 9, 2) == contiguous(9, 2)
+    assert layout_made_by(head_tail(9, 2), 9, 2) == head_tail(9, 2)
