@@ -8,7 +8,8 @@
 
 A seed draws a :class:`Case`: door, strategy, layout, mask and so on. Its ranks are threads. Where they return results,
 output and gradients are compared with dense attention in float64. Where they raise, all must raise, and each an error
-of this package. A failure is reduced to a case with as many defaults as it still fails with.
+of this package: one of LIMITS, if all ranks do the same. A failure is reduced to a case with as many defaults as it
+still fails with.
 
 What one rank does otherwise (``odd``) may change nothing that counts, such as strides. Then the result must be exact.
 Otherwise the ranks do not do one attention, and all must raise.
@@ -77,6 +78,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
 # What an odd rank may do, beside having another value of a field: see Case.odd.
 ACTS = ("a token less", "no call", "a call more", "an error before", "an error after")
+# What is refused although all ranks do the same.
+LIMITS = re.compile(
+    "does not divide the|needs the lengths of all ranks|positions of the two sequences do not correspond|"
+    "define it at the top level of a module|the mask of a scope cannot hold tensors"
+)
 
 
 @dataclass(frozen=True)
@@ -611,6 +617,8 @@ def judge(case: Case) -> Verdict:
     if len(errors) < case.ranks:
         rank, problem = next(iter(errors.items()))
         return Verdict("not all ranks raised", f"rank {rank}: {type(problem).__name__}: {problem}")
+    if case.odd is None and (text := next((str(e) for e in errors.values() if not LIMITS.search(str(e))), "")):
+        return Verdict("refused without a cause", text)
     if words := misnamed(case, [str(problem) for problem in errors.values()]):
         return Verdict("another thing is named", words)
     return Verdict("refused", kind_of(next((e for e in errors.values() if PLANTED not in str(e)), errors[0])))

@@ -136,7 +136,7 @@ class Direct:
         layout, peers, like = self.way.rows.layout, self.way.peers, tensors[0].new_empty(0)
         if len(self.shapes) == 1:
             x = tensors.pop(0).movedim(self.way.row_dim, 0)
-            sends = [(peer, layout.part(x, 0, peer).flatten()) for peer, _ in self._going]
+            sends = [(peer, layout.part(x, 0, peer).flatten().contiguous()) for peer, _ in self._going]
             parts = [[layout.part(x, 0, peers.rank)] * peers.size]
         else:
             going = [(peer, *_places(like, shapes)) for peer, shapes in self._going]
