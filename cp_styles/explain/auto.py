@@ -299,16 +299,11 @@ def explain_hybrid(
         for other in dict.fromkeys((name, "contiguous")):  # contiguous parts send the fewest states
             layout = layouts[other]
             moves = 4 * attentions  # to the attention's layout and back, forward and backward
-            moved = moves * row * _most_moved(layouts[name], layout)
+            held = ([set(x.positions(rank).tolist()) for rank in range(ranks)] for x in (layouts[name], layout))
+            moved = moves * row * max(len(before - after) for before, after in zip(*held, strict=True))
             changes = moved / bandwidth + moves * (latency + 2 * hardware.op_floor) if moved else 0.0
             recurring = recurrences * states.seconds(layout, documents, hardware)
             total = attentions * sent + 2 * recurrences * max(states.sent(layout, documents)) + moved
             times = attentions * choice.seconds, recurring, changes
             choices.append(HybridChoice(name, other, choice.strategy, *times, total))
     return sorted(choices, key=lambda choice: choice.total)
-
-
-def _most_moved(layout: SequenceLayout, other: SequenceLayout) -> int:
-    """The most positions of a rank that another layout gives to other ranks."""
-    before, after = ([set(x.positions(rank).tolist()) for rank in range(x.ranks)] for x in (layout, other))
-    return max(len(positions - others) for positions, others in zip(before, after, strict=True))

@@ -156,7 +156,12 @@ def main(arguments: Sequence[str]) -> None:
         cuts = best.layout, best.kv_layout
         best = explained(best.strategy, cuts, mask, best.kernel, best.shapes, hardware=hardware, rank=args.rank)
     if args.json:
-        print(json.dumps([_as_dict(choice) for choice in choices], indent=1))
+        rows = [
+            ({} if choice.explanation is None else choice.explanation.as_dict())
+            | {"strategy": short(choice.strategy), "layout": choice.layout_name, "problem": choice.problem}
+            for choice in choices
+        ]
+        print(json.dumps(rows, indent=1))
     else:
         model = f"heads {heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
@@ -217,8 +222,3 @@ def short(strategy: Strategy) -> str:
     if isinstance(strategy, (Ring, AllGather)):
         return type(strategy).__name__.lower() + (f":{strategy.keep}" if strategy.keep != 1 else "")
     return str(strategy)
-
-
-def _as_dict(choice: Choice) -> dict[str, Any]:
-    facts = {"strategy": short(choice.strategy), "layout": choice.layout_name, "problem": choice.problem}
-    return facts if choice.explanation is None else {**choice.explanation.as_dict(), **facts}

@@ -46,7 +46,7 @@ from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import SequenceLayout, cuts_of
+from cp_styles.layout import cuts_of
 from cp_styles.mask import Dense, Mask, PerRow, causal_bias
 from cp_styles.troubleshooting import see
 
@@ -379,7 +379,11 @@ class AttentionCalls(RerunMode):
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
             self.tally.cuts = cuts_of((*args, *kwargs.values()))
             if self.tally.cuts and graph_task_id() < 0 and self._joint is None:
-                self._check_cut(self.tally.cuts)
+                binding = self._scoped.resolve()[0]
+                try:
+                    binding.refuse_other_cut(self.tally.cuts)
+                except Exception as error:  # of any kind: the other ranks must raise too
+                    binding.refuse(error)
 
     def refuse_tracer(self, tracer: str) -> None:
         """Raise while something other than torch.compile records a graph. No communication."""
@@ -389,14 +393,6 @@ class AttentionCalls(RerunMode):
                 f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
                 "use torch.compile, or trace the model before the style is applied"
             )
-
-    def _check_cut(self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
-        """Raise, on every rank, if another layout has cut an input of the model."""
-        binding = self._scoped.resolve()[0]
-        try:
-            binding.refuse_other_cut(cut_tensors)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            binding.refuse(error)
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""

@@ -143,7 +143,7 @@ class context_parallel(contextlib.ContextDecorator):
             else:
                 entry = agree_on("context_parallel", self._axis, self._group, self._entry, self._facts)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._note_cut)
+            stack.callback(last_cut.set, (ranks_of(self._group), self._default if self._layout is None else None))
             stack.enter_context(entry.inside())
             state.engaged = state.backward_began = False
             entry.open_in(_open)
@@ -181,9 +181,6 @@ class context_parallel(contextlib.ContextDecorator):
         if not self._entered:
             raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
-
-    def _note_cut(self) -> None:
-        last_cut.set((ranks_of(self._group), self._default if self._layout is None else None))
 
     def _entry_alone(self, state: GroupState) -> _BlockEntry:
         state.engaged = False
@@ -308,13 +305,6 @@ class _BlockEntry(Opening):
         flow.seed((part.buffer, part.dim) for part in self.parts.values())
         return flow
 
-    def entries_around(self) -> Iterator[_BlockEntry]:
-        """This entry and the entries of the blocks around it, innermost first."""
-        entry: _BlockEntry | None = self
-        while entry is not None:
-            yield entry
-            entry = entry.outer
-
 
 class _History:
     """Which blocks over the ranks of a group are followed: the first, second, fourth and so on; and the one after a
@@ -419,8 +409,10 @@ class _BlockCalls(AttentionCalls):
         open_here = _open.get()
         if self._again or open_here == (self._entry,):
             return True
-        nearest = innermost(open_here)
-        return nearest is not None and self._entry in nearest.entries_around()
+        entry = innermost(open_here)
+        while entry is not None and entry is not self._entry:
+            entry = entry.outer
+        return entry is not None
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         return self._entry.inside(again=True)

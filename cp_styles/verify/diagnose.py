@@ -50,17 +50,14 @@ def _in_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: in
         node, inner = node.parent, node
     where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
     calls = [comparison.local.get(call.key) for call in (node, inner or node)]
-    if any(comparison.gather(any(call is None or _has_dtensors(call) for call in calls))):
+    tensors = [x for call in calls if call is not None for x in (*call.inputs.values(), *call.outputs)]
+    if any(comparison.gather(None in calls or any(isinstance(x, DTensor) for x in tensors))):
         return [f"{where} is wrong, and what can be compared of its inputs is right. The cause is not known"]
     if inner is not None:
         for name in comparison.wrong_inputs(inner):
             if _argument(comparison, inner, name, ranks)[0]:
                 return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"]
     return [_WrongCall(comparison, model, node, inner, where).cause()]
-
-
-def _has_dtensors(call: Call) -> bool:
-    return any(isinstance(x, DTensor) for x in (*call.inputs.values(), *call.outputs))
 
 
 def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
