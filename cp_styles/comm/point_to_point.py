@@ -248,7 +248,7 @@ def start_numbers(
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
-        return partial(_arrived, torch.ops.cp_styles.gather_numbers(_row(numbers), group.group_name))
+        return partial(_arrived, torch.ops.cp_styles.gather_numbers.default(_row(numbers), group.group_name))
 
 
 def _arrived(rows: torch.Tensor) -> Sequence[Sequence[int]]:

@@ -1,8 +1,8 @@
 """The eager exchange of Ulysses, by point-to-point messages. Shapes and strides are computed once, not at each call.
 
 Blocks have the form of :mod:`cp_styles.collectives.exchange`: ``[rows, *lead, columns of all tensors side by side]``.
-Point-to-point messages have two advantages over an all-to-all: gloo copies less, and the block that stays on its rank
-is not sent.
+Not all-to-alls: one of gloo copies more, and sends a rank its own block. In a large one a killed rank is noticed after
+the timeout of the group only. On idle cores both take equal processor time; on busy ones an all-to-all takes less.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         kernel = TimedKernel()
         contenders.append(Contender(Row("a bare ring"), partial(bare_ring, kernel), shard, kernel))
     if args.peers:
-        found, missing = peers(args.ranks)
+        found, missing = peers()
         for name, peer in found.items():
             inputs = [x.transpose(1, 2) for x in shard] if peer.rows_first else shard
             contenders.append(Contender(Row(name), peer.attend, inputs, None))

@@ -1,8 +1,9 @@
-"""Memory of one attention on a rank, ours beside torch's ring: python tests/benchmarks/memory.py [--ranks 2 4 8 ...].
+"""Memory of one attention on a rank, ours beside peers: python tests/benchmarks/memory.py [--ranks 2 4 8 ...].
 
 Bytes of tensors, counted by storage, beside the inputs and the output's gradient, in units of u, the bytes of one
 rank's queries; the most of any rank. Ranks are threads of this process. The numbers are those of the tensors alone:
-the same on every machine.
+the same on every machine. Peers run where they can be imported, see peers.py; in 16 bits their tiles are in 16 bits,
+because torch's op for CPU takes these.
 
     alone     the most in a forward without a backward
     kept      alive between forward and backward
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from peers import TorchRing
+from peers import peers
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, contiguous, head_tail, save_attention
@@ -111,7 +112,7 @@ def main() -> None:
         f"torch {torch.__version__}, B=1 H={args.heads}:{args.kv_heads} D={args.head_dim} S={args.seq_len} causal "
         f"{args.dtype}, in units of one rank's queries"
     )
-    print(f"{'':<18}{'ranks':>6}{'alone':>8}{'kept':>8}{'backward':>10}")
+    print(f"{'':<28}{'ranks':>6}{'alone':>8}{'kept':>8}{'backward':>10}")
 
     def ours(strategy: Strategy, layout: Balancer) -> Callable[..., torch.Tensor]:
         def attend(*qkv: torch.Tensor) -> torch.Tensor:
@@ -119,17 +120,30 @@ def main() -> None:
 
         return attend
 
-    contenders = {name: ours(*chosen) for name, chosen in OURS.items()} | {"torch's ring": TorchRing.apply}
+    def of_peer(name: str) -> Callable[..., torch.Tensor]:
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            peer = peers()[0][name]  # of this thread, which is a rank
+            if not peer.rows_first:
+                return peer.attend(*qkv)
+            q, k, v = (x.transpose(1, 2) for x in qkv)
+            return peer.attend(q, k, v).transpose(1, 2)
+
+        return attend
+
+    found, missing = peers()
+    contenders = {name: ours(*chosen) for name, chosen in OURS.items()} | {name: of_peer(name) for name in found}
     for name, attend in contenders.items():
         for ranks in args.ranks:
             try:
                 alone, kept, backward = one_attention(attend, args, ranks)
-            except Exception as error:  # another version of torch, or heads that its ring does not take
+            except Exception as error:  # another version of torch, or heads that it does not take
                 if name in OURS:
                     raise
-                print(f"{name:<18}{ranks:>6}  does not run here: {type(error).__name__}")
+                print(f"{name:<28}{ranks:>6}  does not run here: {type(error).__name__}")
                 continue
-            print(f"{name:<18}{ranks:>6}{alone:>8.2f}{kept:>8.2f}{backward:>10.2f}", flush=True)
+            print(f"{name:<28}{ranks:>6}{alone:>8.2f}{kept:>8.2f}{backward:>10.2f}", flush=True)
+    for name, reason in missing.items():
+        print(f"{name:<28}does not run here: {reason}")
     print("kept by a layer of four, its own query, key, value and sum included")
     print(f"{'':<18}{'ranks':>6}{'none':>8}{'checkpoint':>12}{'selective':>11}")
     for name, (strategy, layout) in OURS.items():

@@ -15,7 +15,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -65,13 +65,13 @@ class TorchRing(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def peers(ranks: int) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Those that can be made here, by name, and of the others the reason. Collective: yunchang makes process groups."""
+def peers() -> tuple[dict[str, Peer], dict[str, str]]:
+    """Those that can be made here, by name, and of the others the reason."""
     makers: dict[str, Callable[[], Peer]] = {
         "torch ring, all-gather": lambda: _torch_ring("allgather"),
         "torch ring, all-to-all": lambda: _torch_ring("alltoall"),
         "ring-flash-attention zigzag": _zigzag,
-        "yunchang Ulysses": lambda: _yunchang(ranks),
+        "yunchang Ulysses": _yunchang,
     }
     found, missing = {}, {}
     for name, make in makers.items():
@@ -87,6 +87,7 @@ def _torch_ring(method: str) -> Peer:
     return Peer(lambda q, k, v: TorchRing.apply(q, k, v, method), head_tail, False)  # pyright: ignore[reportReturnType]
 
 
+@cache
 def _zigzag() -> Peer:
     stand_in_for_flash_attn()
     spec = importlib.util.find_spec("ring_flash_attn")
@@ -100,14 +101,13 @@ def _zigzag() -> Peer:
     return Peer(partial(function, causal=True), head_tail, True)
 
 
-def _yunchang(ranks: int) -> Peer:
+def _yunchang() -> Peer:
     stand_in_for_flash_attn()
-    yunchang = importlib.import_module("yunchang")
-    yunchang.set_seq_parallel_pg(ranks, 1, dist.get_rank(), ranks)
-    attention = importlib.import_module("yunchang.ulysses").UlyssesAttention(yunchang.globals.PROCESS_GROUP.ULYSSES_PG)
+    attention = importlib.import_module("yunchang.ulysses").UlyssesAttention(dist.group.WORLD)
     return Peer(partial(attention, causal=True), contiguous, True)
 
 
+@cache
 def stand_in_for_flash_attn() -> None:
     """Let ``import flash_attn`` find a module whose attention is torch's, of [B, S, H, D]. For this process."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
