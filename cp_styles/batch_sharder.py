@@ -339,17 +339,13 @@ class BatchSharder:
                 "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
                 "pool them over all ranks (cp_styles.collectives.gather)"
             )
-        if (
-            labels is not None
-            and self._shifted
-            and batch.get("shift_labels") is None
-            and tokens.ndim == labels.ndim == 2
-        ):
-            kept = labels[:, :-1] != IGNORE_INDEX
+        shifted = not self._shifted or batch.get("shift_labels") is not None
+        if labels is not None and not shifted and tokens.ndim == labels.ndim == 2:
+            kept = labels[:, :-1] >= 0  # other programs have -1 for no label
             if (labels[:, :-1] != tokens[:, :-1])[kept].any() and (labels[:, :-1] == tokens[:, 1:])[kept].all():
                 raise ValueError(
-                    f"{self._name}: labels are the next tokens already, and would be shifted once more: give them as "
-                    "shift_labels, which are cut as they are"
+                    f"{self._name}: labels are the next tokens already, and would be shifted once more. Cut them as "
+                    f'they are: {{"input_ids": x, "shift_labels": labels.masked_fill(labels < 0, {IGNORE_INDEX})}}'
                 )
         padding, positions, ids = self._padding(length), batch.get("position_ids"), batch.get("document_ids")
         if ids is not None:

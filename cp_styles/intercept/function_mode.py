@@ -199,7 +199,7 @@ class AttentionCalls(RerunMode):
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
                     "the ranks: call context_decode; a model of transformers does so with "
-                    "attn_implementation=register_attention()"
+                    "attn_implementation=register_attention() and a config of its own, copy.deepcopy(config)"
                 )
             if dropout_p:
                 refuse_dropout(self._name, dropout_p)

@@ -484,8 +484,9 @@ class TokenFlow(TorchDispatchMode):
                 f"{module} {words}{at}, and takes no positions there: it counts this rank's tokens as if they were the "
                 "first ones. Give it positions (batch.positions, or layout.positions(rank)) and use them in "
                 "this line, table[:, positions] for example; or, for a model that takes positions, pass them; or hand "
-                "them to its module of positions by a forward pre-hook (Bart, Marian, Pegasus); or, in a loop that "
-                "samples, call a copy without the style; or apply the style with check_inputs=False if these are not "
+                "them to its module of positions by a forward pre-hook (Bart, Marian, Pegasus); or, in a "
+                "context_parallel block, name the table in its buffers; or, in a loop that samples, call a copy "
+                "without the style; or apply the style with check_inputs=False if these are not "
                 f"positions{see('Positions that count from 0')}"
             )
         if words in ("gather", "index") or words.startswith("nll_loss"):

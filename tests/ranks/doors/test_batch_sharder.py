@@ -473,12 +473,15 @@ def test_labels_that_are_shifted_already():
     """As programs have them that cut x and y out of one text."""
     text = torch.arange(26).view(2, 13) * 5 % 11
     x, y = text[:, :-1], text[:, 1:].clone()
+    minus_one = y.clone()
+    minus_one[0, 3] = -1  # nanoGPT's label for no label
 
     def on(rank: int) -> torch.Tensor:
         sharder = BatchSharder(cp_mesh(2))
         for batch, words in (
             ({"x": x, "y": y}, '"shift_labels": y'),
             ({"input_ids": x, "labels": y}, "shifted once more"),
+            ({"input_ids": x, "labels": minus_one}, r'"shift_labels": labels.masked_fill\(labels < 0, -100\)'),
         ):
             with pytest.raises(ValueError, match=words):
                 sharder(batch)
