@@ -78,7 +78,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
 # What an odd rank may do, beside having another value of a field: see Case.odd.
 ACTS = ("a token less", "no call", "a call more", "an error before", "an error after")
-# What is refused although all ranks do the same.
+# What is refused although all ranks do the same, but for strides.
 LIMITS = re.compile(
     "does not divide the|needs the lengths of all ranks|positions of the two sequences do not correspond|"
     "define it at the top level of a module|the mask of a scope cannot hold tensors"
@@ -617,8 +617,9 @@ def judge(case: Case) -> Verdict:
     if len(errors) < case.ranks:
         rank, problem = next(iter(errors.items()))
         return Verdict("not all ranks raised", f"rank {rank}: {type(problem).__name__}: {problem}")
-    if case.odd is None and (text := next((str(e) for e in errors.values() if not LIMITS.search(str(e))), "")):
-        return Verdict("refused without a cause", text)
+    without_cause = [str(problem) for problem in errors.values() if not LIMITS.search(str(problem))]
+    if without_cause and (case.odd is None or case.odd[1] == "strides"):
+        return Verdict("refused without a cause", without_cause[0])
     if words := misnamed(case, [str(problem) for problem in errors.values()]):
         return Verdict("another thing is named", words)
     return Verdict("refused", kind_of(next((e for e in errors.values() if PLANTED not in str(e)), errors[0])))
