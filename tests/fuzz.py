@@ -492,10 +492,14 @@ def run_rank(rank: int, case: Case) -> list[torch.Tensor | None]:
     try:
         return results_of_rank(rank, case)
     except ValueError as problem:
-        if PLANTED in str(problem):
-            # Not by forgetting the group: it lives on in what torch.compile keeps of the model.
-            end_connections(cpu_backend_of(torch.distributed.group.WORLD, "gloo"))
+        end_if_planted(problem)
         raise
+
+
+def end_if_planted(problem: ValueError) -> None:
+    if PLANTED in str(problem):
+        # Not by forgetting the group: it lives on in what torch.compile keeps of the model.
+        end_connections(cpu_backend_of(torch.distributed.group.WORLD, "gloo"))
 
 
 def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
@@ -596,20 +600,25 @@ def judge(case: Case) -> Verdict:
     if case.door.startswith("flex"):
         # The first flex_attention of a process imports it. That takes seconds on a busy machine: as long as WAIT.
         importlib.import_module("torch._inductor.compile_fx")
+    compiled = "compiled" in (case.odd or ()) or case.compiled != "no"
+    try:
+        return judged(case, run_rank, compared, WAIT_COMPILED if compiled else WAIT)
+    finally:
+        if case.compiled != "no":
+            torch._dynamo.reset()
+
+
+def judged(case: Any, run: Callable[..., Any], compare: Callable[[Any, list[Any]], Verdict], wait: float) -> Verdict:
+    """The verdict of ``compare`` if all ranks return from ``run``, else that of their errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            compiled = "compiled" in (case.odd or ()) or case.compiled != "no"
-            wait = WAIT_COMPILED if compiled else WAIT
-            results = run_ranks(run_rank, case.ranks, case, timeout_seconds=wait, return_errors=True)
+            results = run_ranks(run, case.ranks, case, timeout_seconds=wait, return_errors=True)
         except RankTimeout as waited:
             return Verdict("waited", str(waited))
-        finally:
-            if case.compiled != "no":
-                torch._dynamo.reset()
         errors = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
         if not errors:
-            return compared(case, results)
+            return compare(case, results)
     raw = {rank: e for rank, e in errors.items() if not of_the_package(e) and PLANTED not in str(e)}
     if raw:
         rank, problem = next(iter(raw.items()))
@@ -625,16 +634,28 @@ def judge(case: Case) -> Verdict:
     return Verdict("refused", kind_of(next((e for e in errors.values() if PLANTED not in str(e)), errors[0])))
 
 
-def misnamed(case: Case, texts: list[str]) -> str:
+# What an odd field is called in messages. by_work goes by the mask, and one of several rows has a strategy that keeps
+# nothing, as one under save_attention.
+NAMED_AS = {
+    **dict.fromkeys(("batch", "heads", "dim", "keys", "values"), "shape"),
+    "autocast": "dtype",
+    "gradients": "backward|requires_grad|state",
+    "checkpoint": "backward|strategy|requires_grad",
+    "mask": "mask|layout|strategy",
+    "backward": "backward|requires_grad",
+    "kind": "call|dim|shape",
+    "width": "width|shifts",
+    "states": "state",
+}
+
+
+def misnamed(case: Any, texts: list[str]) -> str:
     """What an error says that is not so: which ranks differ from rank 0, or in what."""
     if case.odd is None:
         return ""
     rank, what, _ = case.odd
     apart = str([rank] if rank else [*range(1, case.ranks)])
-    named = {"batch": "shape", "heads": "shape", "dim": "shape", "autocast": "dtype"}.get(what, what)
-    named = {"gradients": "backward", "checkpoint": "backward"}.get(named, named)
-    # by_work goes by the mask, and one of several rows has a strategy that keeps nothing, as one under save_attention.
-    named = {"mask": "mask|layout|strategy", "checkpoint": "backward|strategy"}.get(what, named)
+    named = NAMED_AS.get(what, what)
     for text in texts:
         found = re.search(r"disagree on (.*?): ranks (\[[\d, ]*\]) differ from rank 0", text)
         if found is not None and (found[2] != apart or (what not in ACTS and not re.search(named, found[1]))):

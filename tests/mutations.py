@@ -36,7 +36,11 @@ LIMIT = 600.0  # seconds for the tests of one mistake
 FAILED = 1  # pytest's exit status when tests have failed; others say that they could not be run
 
 # What --fuzz runs until one fails: the same seeds every time.
-RANDOM = ("tests/fuzz.py --cases 400 --stop", "tests/programs.py --cases 40 --stop")
+RANDOM = (
+    "tests/fuzz.py --cases 400 --stop",
+    "tests/mixers.py --cases 200 --stop",
+    "tests/programs.py --cases 40 --stop",
+)
 
 
 class Mistake(NamedTuple):
@@ -328,6 +332,27 @@ OTHERS = [
         "distance *= 2",
         "distance *= 3",
         "ranks/mixers/test_recurrence.py",
+    ),
+    Mistake(
+        "mixers: a recomputation may end before its last exchange",
+        "_Tied.forward",
+        "ctx.save_for_backward(x.new_empty(0))",
+        "ctx.save_for_backward()",
+        "ranks/test_random.py -k mixers",
+    ),
+    Mistake(
+        "mixers: layouts of balancers are not compared",
+        "CutSequence._agreed",
+        "layout=hash(layout_for(guess))",
+        "layout=0",
+        "ranks/mixers/test_recurrence.py -k balancers",
+    ),
+    Mistake(
+        "mixers: ranks that wait for a kernel's state do not hear of its error",
+        "CutSequence.agreed",
+        "with Operation(self.group, state):",
+        "if True:",
+        "ranks/mixers/test_recurrence.py -k error_in_a_kernel",
     ),
     Mistake(
         "mixers: arguments that cannot be understood are passed on",

@@ -1,4 +1,4 @@
-"""The command of tests/fuzz.py and tests/programs.py: seeds are drawn and judged one by one, and failures reduced.
+"""The command of tests/fuzz.py, mixers.py and programs.py: seeds are drawn and judged one by one, and failures reduced.
 
 Cases run in a process of their own, because a wrong message between ranks can end it.
 """

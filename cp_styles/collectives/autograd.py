@@ -250,7 +250,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """forward: x; its backward runs those of the others too, with zeros. For exchanges that a rank uses nothing of."""
+    """forward: x; its backward runs those of the others too, with zeros. For exchanges that a rank uses nothing of.
+
+    A checkpoint ends a recomputation where it has all saved tensors, and begins none where nothing is saved. So this
+    saves one: then every rank recomputes, and the exchanges before are run again on all ranks.
+    """
     return _Tied.apply(x, *others)
 
 
@@ -258,9 +262,11 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        ctx.save_for_backward(x.new_empty(0))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
         zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
         return grad, *(zero if needed else None for zero, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))

@@ -16,7 +16,7 @@ from cp_styles.comm.groups import world
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import to_text
 from cp_styles.engine.openings import Opening, innermost
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layout import Balancer, SequenceLayout, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.troubleshooting import see
 
@@ -169,9 +169,52 @@ def open_scope(axis: str) -> SequenceScope | None:
 
 
 class ScopeHistory:
-    """Whether an attention has run under a scope. Then a recomputation without a scope is an error."""
+    """Whether calls have run under a scope. Then a recomputation without a scope is an error."""
 
     was_scoped = False
+
+    def scope_around(self, name: str, axis: str, named: SequenceLayout | Balancer | None) -> SequenceScope | None:
+        """The scope for a call of ``name``, whose layout is ``named`` if it has one of its own.
+
+        Raises:
+            RuntimeError: in a recomputation without its scope, and if the scope is open in another thread.
+            ValueError: if the call names another layout than the scope.
+        """
+        if not (_open.get() or _open_anywhere or self.was_scoped):
+            return None
+        here = _open.get()
+        entry = innermost([entry for entry in here if entry.scope.mesh_axis == axis])
+        if entry is not None:
+            entry.applied = True
+        else:
+            for other in here:
+                other.passed_by.add(axis)
+        task = graph_task_id()
+        if task >= 0 and (entry.task != task if entry is not None else self.was_scoped):
+            raise RuntimeError(
+                f"{name}: a call is being recomputed inside a backward, where the SequenceScope of its batch is not "
+                "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
+                f"inside the checkpointed function{see('A checkpoint under a SequenceScope')}"
+            )
+        if entry is None:
+            if task < 0 and any(entry.scope.mesh_axis == axis for entry in _opened_by_this_rank()):
+                raise RuntimeError(
+                    f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
+                    "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "
+                    "copy of the context, contextvars.copy_context().run(model, ...)"
+                    f"{see('A scope in another thread')}"
+                )
+            return None
+        self.was_scoped = True
+        cut = entry.scope.layout
+        if named is not None and cut != (
+            named if isinstance(named, SequenceLayout) else layout_made_by(named, cut.length, cut.ranks)
+        ):
+            raise ValueError(
+                f"{name}: it has another layout than the SequenceScope around the call: cut the inputs with the "
+                f"scope's layout (leave layout= out to use it){see('Two layouts for one call')}"
+            )
+        return entry.scope
 
 
 class ScopedBinding:
@@ -194,47 +237,12 @@ class ScopedBinding:
             RuntimeError: on every rank, in a recomputation without its scope.
             ValueError: on every rank, if the module names another layout than the scope.
         """
-        if not (_open.get() or _open_anywhere or self.history.was_scoped):
-            return self.unscoped, None
         try:
-            return self._resolve()
+            scope = self.history.scope_around(self.name, self.unscoped.axis, self.named)
         except Exception as error:  # of any kind: the other ranks must raise too
             self.unscoped.refuse(error)
-
-    def _resolve(self) -> tuple[Binding, SequenceScope | None]:
-        name, axis = self.unscoped.name, self.unscoped.axis
-        here = _open.get()
-        entry = innermost([entry for entry in here if entry.scope.mesh_axis == axis])
-        scope = None if entry is None else entry.scope
-        if entry is not None:
-            entry.applied = True
-        else:
-            for other in here:
-                other.passed_by.add(axis)
-        task = graph_task_id()
-        if task >= 0 and (entry.task != task if entry is not None else self.history.was_scoped):
-            raise RuntimeError(
-                f"{name}: attention is being recomputed inside a backward, where the SequenceScope of its batch is not "
-                "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
-                "inside the checkpointed function"
-                f"{see('A checkpoint under a SequenceScope')}"
-            )
         if scope is None:
-            if task < 0 and any(entry.scope.mesh_axis == axis for entry in _opened_by_this_rank()):
-                raise RuntimeError(
-                    f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
-                    "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "
-                    "copy of the context, contextvars.copy_context().run(model, ...)"
-                    f"{see('A scope in another thread')}"
-                )
             return self.unscoped, None
-        self.history.was_scoped = True
-        if self.named is not None and self._layout_named(scope) != scope.layout:
-            raise ValueError(
-                f"{name}: the style has another layout than the SequenceScope around the call; cut and attend with the "
-                "same layout (leave layout= out of the style to use the scope's)"
-                f"{see('Two layouts for one call')}"
-            )
         if scope not in self._under:
             self._under[scope] = self.bound_to(scope.layout, scope.mask)
         return self._under[scope], scope
@@ -242,8 +250,3 @@ class ScopedBinding:
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
         """The binding under a scope with this layout and mask."""
         return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
-
-    def _layout_named(self, scope: SequenceScope) -> SequenceLayout:
-        if isinstance(self.named, SequenceLayout):
-            return self.named
-        return self.unscoped.layout_for(scope.layout.length)

@@ -14,8 +14,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
-from cp_styles.comm.point_to_point import Operation
-from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of, refuse_arguments
+from cp_styles.mixers.fragments import Cut, CutSequence, Described, MixerCall, arguments_of, refuse_arguments, trained
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ def by_channels(
 
     Communication: see :func:`~cp_styles.mixers.context_recurrence`.
     """
-    sequence, name, named, dim = sequence.packed_by(kwargs), sequence.name, {}, how.tokens
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2) if dim == 2 else x
+    name, named = sequence.name, {}
 
     def describe() -> Described:
         named.update(arguments_of(kernel, args, kwargs))
@@ -57,9 +53,22 @@ def by_channels(
         if not tensors or any(x.ndim < 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
         refuse_arguments(name, named, how.left_out)
-        return tensors, dim, {"wants": bool(named.get(how.wants))}
+        return tensors, how.tokens, {how.wants: bool(named.get(how.wants)), **trained(named.values())}
 
-    cut, check = sequence.agreed(describe), sequence.checks.agreement
+    with sequence.packed_by(kwargs).agreed(describe) as cut:
+        out, last = _exchanged(cut, kernel, how, named, check=sequence.checks.agreement)
+    return tied(out) if last is None else (tied(out), last)
+
+
+def _exchanged(
+    cut: Cut, kernel: Callable[..., Any], how: Channels, named: dict[str, Any], *, check: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs, and the last state if it is wanted; ``named``: the arguments by their names."""
+    dim = how.tokens
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) if dim == 2 else x
+
     parts, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     first, states, wants = named[parts[0]], [named[at].shape[3 - dim] for at in shared], bool(named.get(how.wants))
     count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)
@@ -69,30 +78,29 @@ def by_channels(
     MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
-    with Operation(sequence.group):  # the kernel runs between two messages
-        # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
-        tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
-        whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))
-        whole |= {at: whole[at].reshape(*whole[at].shape[:3], *named[at].shape[3:]) for at in parts}
-        whole |= {at: whole[at].flatten(2) for at in shared}
-        whole = {at: turned(x) for at, x in whole.items()}
-        low, high = to_channels.columns[0][cut.peers.rank]
-        others = {at: x for at, x in named.items() if at not in whole}
-        parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
-        if low == high:  # fewer channels than ranks
-            out = tied(whole[parts[0]], *whole.values(), *parameters.values())
-            final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
-        else:
-            others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
-            spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
-            runs = [kernel(**{at: x.narrow(dim, *span) for at, x in whole.items()}, **others) for span in spans]
-            runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
-            out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
-        home = exchange([count]).adjoint()
-        out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
-        out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
-        if not wants:
-            return out
-        rows = contiguous_rows([high - low for low, high in to_channels.columns[0]])
-        gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
-        return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)
+    # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
+    tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
+    whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))
+    whole |= {at: whole[at].reshape(*whole[at].shape[:3], *named[at].shape[3:]) for at in parts}
+    whole |= {at: whole[at].flatten(2) for at in shared}
+    whole = {at: turned(x) for at, x in whole.items()}
+    low, high = to_channels.columns[0][cut.peers.rank]
+    others = {at: x for at, x in named.items() if at not in whole}
+    parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
+    if low == high:  # fewer channels than ranks
+        out = tied(whole[parts[0]], *whole.values(), *parameters.values())
+        final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
+    else:
+        others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
+        spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
+        runs = [kernel(**{at: x.narrow(dim, *span) for at, x in whole.items()}, **others) for span in spans]
+        runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
+        out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
+    home = exchange([count]).adjoint()
+    out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
+    out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
+    if not wants:
+        return out, None
+    rows = contiguous_rows([high - low for low, high in to_channels.columns[0]])
+    gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
+    return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)

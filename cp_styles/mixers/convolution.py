@@ -80,12 +80,14 @@ def convolved(
                 raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
             return [x], dim, {"width": width, "dim": dim}
 
-        cut, along = sequence.agreed(describe), dim % x.ndim
-        exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
-        row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
-        MixerCall("rows", cut, {"width": width, "row": row}).tell()
-        before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement)
-        before = before.tensor_split(len(sizes), along)
+        with sequence.agreed(describe) as cut:
+            along = dim % x.ndim
+            exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+            row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
+            MixerCall("rows", cut, {"width": width, "row": row}).tell()
+            before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
+                len(sizes), along
+            )
         rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
         out = conv(rows)
         if out.shape[along] != rows.shape[along]:
@@ -104,11 +106,11 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
     """On every rank the last ``count`` rows of the last document, or as many as it has."""
 
     def run(sequence: CutSequence) -> torch.Tensor:
-        cut = sequence.agreed(lambda: ([x], dim, {"count": count}))
-        size, rank = min(count, cut.documents[-1]), cut.peers.rank
-        rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
-        plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
-        return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
+        with sequence.agreed(lambda: ([x], dim, {"count": count})) as cut:
+            size, rank = min(count, cut.documents[-1]), cut.peers.rank
+            rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
+            plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
+            return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
     return sequence.followed(run, [x], dim)
 
@@ -116,7 +118,7 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
 def exchanged(peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int, *, check: bool) -> torch.Tensor:
     """The slots of ``plan``, filled. Those that no row goes to are zeros."""
     rows = RowsOfOthers(peers, dim, plan, x.shape[dim])
-    (slots,) = differentiable(rows, x, check=check) if plan.crosses else rows(x)
+    (slots,) = rows(x) if peers.size == 1 else differentiable(rows, x, check=check and plan.crosses)
     return slots
 
 

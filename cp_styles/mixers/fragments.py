@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
-from cp_styles.comm.agreement import StatusRow
+from cp_styles.comm.agreement import Meeting, StatusRow, StatusRows, compare, plain, short, start_status
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.run import listener
-from cp_styles.engine.scope import open_scope
+from cp_styles.engine.scope import ScopeHistory
 from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import All, Documents, Mask, PerRow
 from cp_styles.troubleshooting import see
@@ -119,7 +122,7 @@ def rows_before(
 ) -> tuple[RowExchange, list[int]]:
     """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it, and
     the rows of each of its fragments. Each has ``width`` slots, empty where the document begins later. A rank without
-    tokens has one fragment without rows."""
+    tokens has one fragment without rows, with a slot at least: kernels take no tensors without tokens."""
     edges, fragments = torch.tensor((0, *accumulate(documents)), device="cpu"), fragments_of(layout, documents)
     needs = []
     for peer in range(layout.ranks):
@@ -127,8 +130,8 @@ def rows_before(
         positions = starts + torch.arange(-width, 0, device="cpu")
         in_document = (positions >= edges[torch.searchsorted(edges, starts, right=True) - 1]).flatten()
         needs.append((positions.flatten()[in_document], torch.nonzero(in_document).flatten()))
-    sizes = [stop - start for start, stop in (f.rows for f in fragments if f.rank == rank)] or [0]
-    return row_exchange(layout, needs, len(sizes) * width, rank), sizes
+    sizes = [stop - start for start, stop in (f.rows for f in fragments if f.rank == rank)]
+    return row_exchange(layout, needs, len(sizes) * width if sizes else max(width, 1), rank), sizes or [0]
 
 
 def documents_in(mask: Mask) -> Documents | PerRow | None:
@@ -173,6 +176,7 @@ class CutSequence:
         documents: its documents, or what says so; None for one.
         checks: what the ranks check of each other.
         refuse: raises for errors that only this rank may see.
+        packed: what the arguments of a kernel say of its documents: cu_seqlens, and an id for each token.
     """
 
     name: str
@@ -182,6 +186,7 @@ class CutSequence:
     documents: Packed | PerRow
     checks: Checks = CHECKS
     refuse: Callable[[], None] | None = None
+    packed: tuple[Any, Any] = (None, None)
 
     @classmethod
     def of_call(
@@ -193,24 +198,50 @@ class CutSequence:
         checks: Checks,
     ) -> CutSequence:
         """That of a function's arguments, or of the scope around its call."""
-        axis, process_group = axis_and_group(name, group)
-        scope = open_scope(axis) if layout is None else None
+        _, process_group = axis_and_group(name, group)
+        state, scope, problem = state_of(process_group), None, None
+        axis = state.operations.axis  # of a group too, once its mesh was seen
+        try:
+            if layout is None or documents is None:
+                scope = state.the(ScopeHistory).scope_around(name, axis, layout)
+        except Exception as error:  # of any kind: the other ranks must raise too
+            problem = error
+
+        def refuse() -> None:
+            if problem is not None:
+                raise problem
+
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         layout = (head_tail if scope is None else scope.layout) if layout is None else layout
         watch_of(process_group).leave_out(checks.local)
-        return cls(name, axis, process_group, layout, packed, checks)
+        return cls(name, axis, process_group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
         ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which are those of cu_seqlens
-        cu_seqlens = next((edges for edges in ends if edges is not None), None)
-        if cu_seqlens is not None:
-            return replace(self, documents=Documents.from_cu_seqlens(cu_seqlens))
-        if ids is None:
-            return self
-        ids = ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids
-        return replace(self, documents=Documents.from_ids(ids))
+        edges = next((edges for edges in ends if edges is not None), None)
+        return self if edges is None and ids is None else replace(self, packed=(edges, ids))
+
+    def _documents(self) -> tuple[int, ...] | None:
+        """Their lengths; None for one."""
+        given, (edges, ids) = [self.documents], self.packed
+        if edges is not None:
+            given.append(Documents.from_cu_seqlens(edges))
+        elif ids is not None:
+            given.append(Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids))
+        if any(isinstance(each, PerRow) for each in given):
+            raise NotImplementedError(
+                f"{self.name}: each row of the batch has documents of its own: pass one row in a call, or pack all "
+                "rows into one"
+            )
+        lengths = [lengths_of(each) for each in given if each is not None and not isinstance(each, PerRow)]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"{self.name}: documents= or the SequenceScope says {short(lengths[0])}, cu_seqlens or seq_idx says "
+                f"{short(lengths[1])}: give the same documents, or leave one out"
+            )
+        return lengths[0] if lengths else None
 
     def followed(self, run: Callable[[CutSequence], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
         """``run(self)``. A TokenFlow takes its first result for the tokens that ``tensors`` have along
@@ -232,26 +263,39 @@ class CutSequence:
         flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)
         return out
 
-    def agreed(self, describe: Callable[[], Described]) -> Cut:
-        """How it is cut, once all ranks know that their calls fit together.
+    @contextmanager
+    def agreed(self, describe: Callable[[], Described]) -> Iterator[Cut]:
+        """How it is cut, once all ranks know that their calls fit together. In it, they owe each other messages.
 
         Args:
             describe: checks this rank's arguments.
 
         Communication: one all-gather of some integers, if they compare.
         """
-        name, layout, documents, peers = self.name, self.layout, self.documents, peers_of(self.group)
+        state = state_of(self.group)
+        state.engaged = self.checks.agreement  # the others hear of errors here
+        cut = self._agreed(describe)
+        with Operation(self.group, state):
+            yield cut
+        state.engaged = False
+
+    def _agreed(self, describe: Callable[[], Described]) -> Cut:
+        name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)
         fixed, watch = layout if isinstance(layout, SequenceLayout) else None, watch_of(self.group)
+        documents: tuple[int, ...] | None = None
+        made: dict[int, SequenceLayout] = {}  # the next result of a balancer may be another one
+
+        def layout_for(length: int) -> SequenceLayout:
+            if not isinstance(layout, SequenceLayout) and length not in made:
+                made[length] = layout_made_by(layout, length, peers.size)
+            return layout if isinstance(layout, SequenceLayout) else made[length]
 
         def facts() -> Facts:
+            nonlocal documents
             if self.refuse is not None:
                 self.refuse()
+            documents = self._documents()
             tensors, dim, same = describe()
-            if isinstance(documents, PerRow):
-                raise NotImplementedError(
-                    f"{name}: each row of the batch has documents of its own: pass one row in a call, or pack all rows "
-                    "into one"
-                )
             if not self.checks.agreement and fixed is None:
                 raise ValueError(
                     f"{name}: Checks(agreement=False) needs the lengths of all ranks: give it a SequenceLayout"
@@ -270,12 +314,16 @@ class CutSequence:
             call: dict[str, Any] = {
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
-                "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+                **trained(tensors),
                 "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
-                "documents": None if documents is None else lengths_of(documents),
+                "documents": documents,
             }
-            number = watch.look(tensors, self.group) if self.checks.agreement else 0
-            return call | same, StatusRow(q_length=length, watch=number)
+            row = StatusRow(q_length=length, watch=watch.look(tensors, self.group) if self.checks.agreement else 0)
+            if fixed is None:
+                guess = state.lengths.get((length, length), (length * peers.size,) * 2)[0]
+                with suppress(Exception):  # it cannot be right
+                    row = row._replace(layout=hash(layout_for(guess)), guessed=guess)
+            return call | same, row
 
         rows = agreed_rows(peers, name, facts, self.checks.agreement)
         finding = watch.compare([row.watch for row in rows], name, self.axis, self.group)
@@ -283,21 +331,32 @@ class CutSequence:
             watch.tell(finding, self.checks.only_warn, name, self.axis, self.group)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        cut = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)
+        if fixed is None and isinstance(rows, StatusRows):
+            where = name, self.axis, self.group
+            if set(rows.columns.guessed) != {whole}:
+                rows = start_status(lambda: StatusRow(layout=hash(layout_for(whole))), Meeting.LAYOUT, *where)()
+            compare(rows, where, lambda: {"layout": (plain(layout), layout_for(whole).chunks)}, column="layout")
+            state.lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
+        cut = layout_for(whole)
         if cut.lengths != lengths:
             raise ValueError(
                 f"{name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout gives "
                 f"them {list(cut.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
                 f"{see('Inputs that were cut in another way')}"
             )
-        assert not isinstance(documents, PerRow)
-        sizes = (whole,) if documents is None else lengths_of(documents)
+        sizes = documents or (whole,)
         if sum(sizes) != whole:
             raise ValueError(
                 f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the "
                 "documents of the whole sequence, the same on all ranks"
             )
         return Cut(peers, cut, sizes)
+
+
+def trained(arguments: Iterable[Any]) -> dict[str, bool]:
+    """Whether a backward may follow: a fact of a call."""
+    needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+    return {"requires_grad": torch.is_grad_enabled() and needed}
 
 
 def lengths_of(documents: Documents | Iterable[int]) -> tuple[int, ...]:

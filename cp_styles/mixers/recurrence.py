@@ -10,9 +10,8 @@ A kernel without an initial state that computes each channel for itself runs on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import tied
 from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
@@ -36,6 +34,7 @@ from cp_styles.mixers.fragments import (
     RowExchange,
     arguments_of,
     refuse_arguments,
+    trained,
 )
 
 
@@ -130,9 +129,9 @@ def context_recurrence(
     Communication of a call: one all-gather of some integers; for N fragments of a document 1 + log2(N - 1) all-to-alls,
     in which a fragment's map goes to one other rank, ``B H K (V + K)`` numbers (``B H K (V + 1)`` if the recurrence is
     diagonal), or its state, ``B H K V``, in float32 or wider. None if no document crosses ranks. The backward sends the
-    same, in the other direction, and ranks compare before each. By channels: one
-    all-to-all, in which a rank sends each other one its tokens of that one's channels, and of what is shared, and one
-    of the output. The backward sends the same.
+    same, in the other direction, and ranks compare before each. By channels: one all-to-all, in which a rank sends each
+    other one its tokens of that one's channels, and of what is shared, and one of the output. The backward sends the
+    same.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -149,11 +148,15 @@ def context_recurrence(
             f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
             "Channels(...) for a kernel without an initial state that computes each channel for itself"
         )
-    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, checks)
-    return partial(recurred, sequence, kernel, how)
+
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        called = f"context_recurrence({name})"
+        sequence = CutSequence.of_call(called, group, layout, documents, checks)
+        return recurred(sequence, kernel, how, *args, **kwargs)
+
+    return uncompiled(scan)
 
 
-@uncompiled
 def recurred(
     sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence | Channels, *args: Any, **kwargs: Any
 ) -> Any:
@@ -170,11 +173,11 @@ def recurred(
             call = _KernelCall(kernel, sequence.name, how, args, kwargs)
             state = call.initial
             begins = state is not None and [list(state.shape), state.requires_grad]
-            return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
+            return list(call.cut.values()), 1, {how.wants: call.wants, how.state: begins, **trained(call.tensors())}
 
-        cut = sequence.packed_by(kwargs).agreed(describe)
-        with Operation(sequence.group):  # kernels run before the first message
-            out, final = _recur(call, cut, check=sequence.checks.agreement)
+        with sequence.packed_by(kwargs).agreed(describe) as cut:
+            outs, states = _states(call, cut, check=sequence.checks.agreement)
+        out, final = _outputs(call, outs, states)
         # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
         return (out, final) if call.wants or not how.transposed else out
 
@@ -251,8 +254,12 @@ class _KernelCall:
         return through + torch.nn.functional.pad(outside, (0, maps.shape[-1] - width))
 
 
-def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    outs: dict[Fragment, torch.Tensor] = {}
+def _states(
+    call: _KernelCall, cut: Cut, *, check: bool
+) -> tuple[dict[Fragment, torch.Tensor | None], torch.Tensor | None]:
+    """This rank's fragments, with the outputs of those in which a document begins. The states before the others, and
+    the last one of all if it is wanted; None if no state is passed on."""
+    outs: dict[Fragment, torch.Tensor | None] = {}
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape
     columns = width + (1 if call.how.diagonal else keys)
@@ -260,6 +267,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
     fragments, mapped, exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
     for fragment in fragments:
+        outs[fragment] = None
         if fragment.first:
             state = call.initial if fragment.start == 0 else None
             state = state.mT if state is not None and call.transposed else state
@@ -269,7 +277,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
         elif fragment in mapped:
             maps.append(call.map_of(fragment.rows))
     if not exchanges:
-        return _joined(call, fragments, outs), None
+        return outs, None
 
     def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int) -> torch.Tensor:
         rows = exchanged(cut.peers, exchange, x_NBHKC.movedim(-1, 1).flatten(0, 1), 0, check=check)
@@ -280,14 +288,18 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     composed = tied(composed, *call.tensors())
     for exchange in exchanges[:-1]:
         composed = call.after(passed(composed, exchange, columns), composed)
-    states = passed(composed, exchanges[-1], width)
-    for fragment, state in zip((fragment for fragment in fragments if not fragment.first), states, strict=False):
+    return outs, passed(composed, exchanges[-1], width)
+
+
+def _outputs(
+    call: _KernelCall, outs: dict[Fragment, torch.Tensor | None], states: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The outputs of all fragments, and the last state."""
+    waiting = [fragment for fragment, out in outs.items() if out is None]
+    for fragment, state in zip(waiting, () if states is None else states, strict=False):
         outs[fragment] = call.run(fragment.rows, state)[0]
-    final = None if not call.wants else states[-1].mT if call.transposed else states[-1]
-    return tied(_joined(call, fragments, outs), states), final
-
-
-def _joined(call: _KernelCall, fragments: Sequence[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
-    if not fragments:  # no tokens
-        return tied(call.value, *call.tensors())
-    return torch.cat([outs[fragment] for fragment in fragments], 1) if len(fragments) > 1 else outs[fragments[0]]
+    parts: Any = list(outs.values())
+    out = torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else tied(call.value, *call.tensors())
+    if states is None:
+        return tied(out), None
+    return tied(out, states), None if not call.wants else states[-1].mT if call.transposed else states[-1]

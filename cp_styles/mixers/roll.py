@@ -66,11 +66,12 @@ def context_roll(
             raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
         return [x], dim, {"shifts": shifts, "dim": dim, "fill": fill}
 
-    cut, dim = sequence.agreed(describe), dim % x.ndim
-    row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
-    MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
-    plan = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
-    out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
+    with sequence.agreed(describe) as cut:
+        dim = dim % x.ndim
+        row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
+        MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
+        plan = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
+        out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already
         empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
         empty[tensor_on(x.device, torch.cat(plan.received))] = False

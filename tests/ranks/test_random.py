@@ -1,10 +1,10 @@
-"""A part of the random attentions and programs of tests/fuzz.py and tests/programs.py: the same ones every time."""
+"""A part of the random cases of tests/fuzz.py, tests/mixers.py and tests/programs.py: the same ones every time."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests import fuzz, programs
+from tests import fuzz, mixers, programs
 from tests.seeds import shown
 
 AT_ONCE = 10
@@ -23,6 +23,14 @@ def test_attentions(first: int):
         if case.compiled != "no" or (case.odd is not None and case.odd[1] == "compiled"):
             continue  # compiled attentions take a hundred times as long; they have tests of their own
         verdict = fuzz.judge(case)
+        assert verdict.good, f"{verdict.kind}: {verdict.words}: {shown(case)}"
+
+
+@pytest.mark.parametrize("first", rows(60, 1000))
+def test_mixers(first: int):
+    for seed in range(first, first + AT_ONCE):
+        case = mixers.draw(seed)
+        verdict = mixers.judge(case)
         assert verdict.good, f"{verdict.kind}: {verdict.words}: {shown(case)}"
 
 

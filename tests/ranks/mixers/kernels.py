@@ -1,10 +1,28 @@
-"""Kernels with the signatures of flash-linear-attention and mamba-ssm, token by token, in the dtype of their inputs."""
+"""Kernels with the signatures of flash-linear-attention and mamba-ssm, token by token. As those do, they compute inputs
+of 16 bits and return their states in float32; other inputs in their dtype."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 
+def in_float32(kernel):
+    @functools.wraps(kernel)
+    def run(*args, **kwargs):
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
+        if given[0].dtype.itemsize > 2:
+            return kernel(*args, **kwargs)
+        args = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+        wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+        out = kernel(*args, **wide)
+        return (out[0].to(given[0].dtype), *out[1:]) if isinstance(out, tuple) else out.to(given[0].dtype)
+
+    return run
+
+
+@in_float32
 def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
@@ -25,7 +43,10 @@ def chunk_gated_delta_rule(
     return out * (k.shape[3] ** -0.5 if scale is None else scale), state if output_final_state else None
 
 
-def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, state_v_first=False):
+@in_float32
+def chunk_gla(
+    q, k, v, g, scale=None, initial_state=None, output_final_state=False, state_v_first=False, cu_seqlens=None
+):
     """S_t = diag(exp(g)) S_{t-1} + k v', out_t = S_t' q."""
     state = k.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     outs = []
@@ -35,6 +56,7 @@ def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=Fal
     return torch.stack(outs, 1), state if output_final_state else None
 
 
+@in_float32
 def mamba_chunk_scan_combined(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
@@ -55,6 +77,7 @@ def mamba_chunk_scan_combined(
     return (out, state) if return_final_states else out
 
 
+@in_float32
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):  # fmt: skip
@@ -71,6 +94,7 @@ def selective_scan_fn(
     return (out, state) if return_last_state else out
 
 
+@in_float32
 def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
@@ -81,6 +105,7 @@ def causal_conv1d_fn(
     return torch.nn.functional.silu(out) if activation == "silu" else out
 
 
+@in_float32
 def causal_conv1d(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None, **kwargs
 ):

@@ -84,4 +84,4 @@ def test_ranks_that_want_other_results():
         scan(tokens["u"], weights["A"], tokens["B"], tokens["C"], bool(rank))
 
     errors = run_ranks(main, 2, return_errors=True)
-    assert all("wants" in str(each) for each in errors), errors
+    assert all("return_last_state" in str(each) for each in errors), errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from itertools import accumulate, groupby, pairwise
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from cp_styles import contiguous, head_tail
+from cp_styles import Documents, SequenceScope, contiguous, head_tail
+from cp_styles.comm.point_to_point import TransferError
 from cp_styles.explain import StateShapes
-from cp_styles.mixers import context_recurrence
+from cp_styles.layout import striped
+from cp_styles.mixers import Recurrence, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import at_night
 from tests.layouts import layouts
@@ -182,18 +186,6 @@ def test_initial_and_final_states(family):
     assert error(sum(found[2]), expected[2]) < EXACT
 
 
-def in_float32(kernel):
-    """As kernels for GPUs: they compute and return states in float32, and outputs in bfloat16."""
-
-    @functools.wraps(kernel)
-    def run(*args, **kwargs):
-        wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
-        out = kernel(*args, **wide)
-        return (out[0].bfloat16(), out[1]) if isinstance(out, tuple) else out.bfloat16()
-
-    return run
-
-
 @pytest.mark.parametrize("family", ["delta", "ssd", *at_night("kda", "gla")])
 def test_bfloat16_by_ratio(family):
     """Errors against float64, over those of one device in bfloat16.
@@ -215,10 +207,10 @@ def test_bfloat16_by_ratio(family):
     def main(rank: int):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
         own = {name: layout.shard(x, 1, rank) for name, x in tokens.items()} | weights
-        return step(context_recurrence(in_float32(kernel), mesh, layout=layout), own, layout.shard(cotangent, 1, rank))
+        return step(context_recurrence(kernel, mesh, layout=layout), own, layout.shard(cotangent, 1, rank))
 
     exact = step(kernel, {name: x.double() for name, x in (tokens | weights).items()}, cotangent)
-    one, parts = step(in_float32(kernel), tokens | weights, cotangent), list(zip(*run_ranks(main, 3), strict=True))
+    one, parts = step(kernel, tokens | weights, cotangent), list(zip(*run_ranks(main, 3), strict=True))
     for number, (part, alone, right) in enumerate(zip(parts, one, exact, strict=True)):
         mine = layout.unshard(part, 1) if number <= len(tokens) else torch.stack(part).sum(0)
         assert error(mine.double(), right) <= (3**0.5 if number else 1.1) * error(alone.double(), right) + 1e-6
@@ -263,3 +255,95 @@ def test_errors_reach_every_rank():
     errors = run_ranks(main, 2, return_errors=True)
     assert "must have the tokens of v along dim 1" in str(errors[1])
     assert "must have the tokens of v along dim 1" in str(errors[0])
+
+
+SCOPED = SequenceScope(head_tail(12, 2), mask=Documents((5, 4, 3)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True, None], ids=["not reentrant", "reentrant", "as the error says"])
+def test_a_recomputation_without_its_scope(reentrant: bool | None):
+    """It does not know the layout and the documents. With what the error says, it is exact."""
+    kernel, tokens, _ = gla(12)
+    layout, cotangent = SCOPED.layout, cotangent_of(12)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        scan = context_recurrence(kernel, mesh)  # the scope is that around its call
+        leaves = {name: layout.shard(x, 1, rank).clone().requires_grad_() for name, x in tokens.items()}
+
+        def layer(*given: torch.Tensor) -> torch.Tensor:
+            return scan(**dict(zip(leaves, given, strict=True)))[0]
+
+        scope = {"context_fn": SCOPED.for_checkpoint} if reentrant is None else {}
+        with SCOPED:
+            out = checkpoint(layer, *leaves.values(), use_reentrant=bool(reentrant), **scope)
+        out.backward(layout.shard(cotangent, 1, rank))
+        return [out.detach(), *(leaf.grad for leaf in leaves.values())]
+
+    if reentrant is not None:
+        errors = run_ranks(main, 2, return_errors=True)
+        assert all("pass context_fn=scope.for_checkpoint" in str(each) for each in errors), errors
+        return
+    found = list(zip(*run_ranks(main, 2), strict=True))
+    for parts, expected in zip(found, on_one("gla", (5, 4, 3), cotangent), strict=True):
+        assert error(layout.unshard(parts, 1), expected) < EXACT
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    ("given", "packed", "words"),
+    [
+        ({"layout": contiguous(12, 2)}, {}, "another layout than the SequenceScope"),
+        ({}, {"cu_seqlens": torch.tensor([0, 6, 12])}, "give the same documents"),
+        ({}, {"cu_seqlens": torch.tensor([1, 12])}, "must be 1-D and start with 0"),
+        ({}, {"seq_idx": torch.arange(24).view(2, 12)}, "each row of the batch has documents of its own"),
+    ],
+)
+def test_what_contradicts_the_scope_is_refused(given, packed, words, wrong):
+    kernel, tokens, _ = gla(12)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        cut = {name: SCOPED.layout.shard(x, 1, rank) for name, x in tokens.items()}
+        odd = rank in wrong
+        with SCOPED:
+            context_recurrence(kernel, mesh, **(given if odd else {}))(**cut, **(packed if odd else {}))
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(isinstance(each, ValueError | NotImplementedError) for each in errors), errors
+    assert all(words in str(errors[rank]) for rank in wrong), errors
+
+
+def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
+    _, tokens, _ = gla(12)
+    layout = contiguous(12, 3)
+
+    def main(rank: int):
+        def chunk_gla(q, k, v, g, initial_state=None, output_final_state=False):
+            if rank == 0:
+                raise MemoryError("of rank 0")
+            return kernels.chunk_gla(q, k, v, g, None, initial_state, output_final_state)
+
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        scan = context_recurrence(chunk_gla, mesh, layout=layout, recurrence=Recurrence(diagonal=True))
+        scan(**{name: layout.shard(x, 1, rank) for name, x in tokens.items()})
+
+    began = time.monotonic()
+    errors = run_ranks(main, 3, return_errors=True)
+    assert isinstance(errors[0], MemoryError)
+    assert all(isinstance(each, TransferError) for each in errors[1:]), errors
+    assert time.monotonic() - began < 20  # and none waits for a timeout
+
+
+def test_balancers_that_cut_differently():
+    """Their parts may be as long, and what they need of each other is not the same."""
+    kernel, tokens, _ = gla(12)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        balancer = functools.partial(striped, block=2 + rank)
+        cut = {name: balancer(12, 2).shard(x, 1, rank) for name, x in tokens.items()}
+        context_recurrence(kernel, mesh, layout=balancer)(**cut)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("disagree on layout" in str(each) for each in errors), errors
