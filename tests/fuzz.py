@@ -643,7 +643,7 @@ NAMED_AS = {
     "checkpoint": "backward|strategy|requires_grad",
     "mask": "mask|layout|strategy",
     "backward": "backward|requires_grad",
-    "kind": "call|dim|shape",
+    "kind": "call|dim|shape|fill",
     "width": "width|shifts",
     "states": "state",
 }
