@@ -20,7 +20,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.base import LseGradient
 from cp_styles.strategies import Attention
-from cp_styles.strategies.base import residual_spec
+from cp_styles.strategies.base import ResidualPlaces
 
 listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
 """Called with the arguments of each strategy's forward in this context, or with a MixerCall alone: see
@@ -42,13 +42,12 @@ def run_forward(
     Communication: that of the strategy.
     """
     strategy = binding.strategy
-    listens = listener.get()
-    if listens is not None:
+    if (listens := listener.get()) is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
-        key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
-        shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
+        key = ResidualPlaces, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
+        shape, dtype = attention.once(key, lambda: ResidualPlaces(specs()).spec) if keep else ResidualPlaces(()).spec
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.group_state.engaged = False  # later errors are not errors of the attention

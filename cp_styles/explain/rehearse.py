@@ -29,7 +29,7 @@ from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
-from cp_styles.strategies.base import residual_spec
+from cp_styles.strategies.base import ResidualPlaces
 
 
 class Shapes(NamedTuple):
@@ -213,7 +213,7 @@ def rehearse(
     strategy, notes = _by_rows(strategy, mask), _Notes(memory, most_calls)
     attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
-    size, dtype = residual_spec(strategy.residual_specs(attention, q, k, v))
+    size, dtype = ResidualPlaces(strategy.residual_specs(attention, q, k, v)).spec
     grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
     with notes:
         residual = q.new_empty(size, dtype=dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -21,7 +21,6 @@ from cp_styles.collectives.exchange import Exchange, Tensors, columns_in_block, 
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 
 Sizes = tuple[int, ...]
-Messages = list[tuple[int, torch.Tensor]]
 
 
 class _Place(NamedTuple):
@@ -96,7 +95,7 @@ class Direct:
             self._pack(rank, wire.narrow(0, *own_block), tensors)
         return Arriving(wire, place, pending)
 
-    def _exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
+    def _exchange(self, sends: list[Any], receives: list[Any]) -> PendingTransfers:
         group = None if self._group is None else self._group()
         assert group is not None, "its attention holds the group of an exchange that runs"
         if sends:

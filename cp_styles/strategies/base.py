@@ -194,8 +194,3 @@ class ResidualPlaces:
         for (start, stop), (shape, dtype) in zip(self._places, self.specs, strict=True):
             views.append(residual[start:stop].view(dtype).view(shape))
         return views
-
-
-def residual_spec(specs: Sequence[Spec]) -> Spec:
-    """Shape and dtype of a residual with room for ``specs``: uint8 ``[bytes]``."""
-    return ResidualPlaces(specs).spec

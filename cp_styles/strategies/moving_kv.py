@@ -26,7 +26,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -43,14 +43,11 @@ from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.packs import Call, row_index
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
 
-# Gradients of more ranges of rows than this are added by an index of the rows.
+# More ranges of rows than this are copied, and their gradients are added, by an index of the rows.
 _FEW_RANGES = 4
 
 # Without a backward, no more bytes of keys and values than these arrive together on a rank, if one head has fewer.
 _LONG = 2**24
-
-KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""k and v."""
 
 
 class MovingKV(Strategy):
@@ -213,7 +210,7 @@ class _PlanRun:
         open_group(attention.group, q.device)
         self._start_next()
 
-    def arrived(self, step: Step) -> list[KV]:
+    def arrived(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """k and v of each of the keys of a step. The next messages are received while the caller computes.
 
         See [Note: memory].
@@ -235,7 +232,9 @@ class _PlanRun:
             else:  # own keys, which may be packed for other ranks: contiguous, which is good for kernels
                 message = self._packed.get(arrival.block)
             block = arrival.block
-            pairs.append(block.unpacked(self.k, self.v) if message is None else block.in_message(message))
+            pairs.append(
+                block.unpacked(self.k, self.v, self.index(block)) if message is None else block.in_message(message)
+            )
         parts = []
         for keys in step.keys:
             (k, v), heads = pairs[keys.arrival], slice(*keys.block.heads)
@@ -257,7 +256,7 @@ class _PlanRun:
         self,
         kernel: Kernel,
         keys: Keys,
-        arrived: KV,
+        arrived: tuple[torch.Tensor, torch.Tensor],
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...],
         dq: RowSum,
@@ -305,10 +304,16 @@ class _PlanRun:
             sends = []
             for rank, block in step.sends:
                 if block not in self._packed:
-                    self._packed[block] = block.packed(self.k, self.v)
+                    self._packed[block] = block.packed(self.k, self.v, self.index(block))
                 sends.append((rank, self._packed[block]))
             receives = list(zip(step.sources, places, strict=True))
             self._under_way = places, exchange(sends, receives, self.attention.group)
+
+    def index(self, block: Block) -> torch.Tensor | None:
+        """The rows of a block, if they are many ranges: a GPU takes as long to be given a range as for a copy of it."""
+        if len(block.rows) <= _FEW_RANGES or self.q.device.type == "cpu":
+            return None
+        return self.attention.once((block, self.q.device), partial(row_index, block.rows, self.q.device))
 
     def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
@@ -444,9 +449,8 @@ class _GradientReturn:
             self._add(messages.block, [x.transpose(1, 2) for x in gradients])
 
     def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
-        run, device = self._run, gradients[0].device
-        if len(block.rows) > _FEW_RANGES and device.type != "cpu":  # a GPU takes as long to be given an add as for one
-            index = run.attention.once((block, device), partial(row_index, block.rows, device))
+        index = self._run.index(block)
+        if index is not None:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add(block.heads, (block.rows[0][0], block.rows[-1][1]), gradient, index)
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy, residual_spec
+from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PerRowStrategy(Strategy):
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         rows = self._rows(attention, None, q_BHLD, k_BGMD, v_BGME)
-        return [residual_spec(self.inner.residual_specs(row, q, k, v)) for row, (q, k, v), _ in rows]
+        return [ResidualPlaces(self.inner.residual_specs(row, q, k, v)).spec for row, (q, k, v), _ in rows]
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         rows = self._rows(attention, residual, q_BHLD, k_BGMD, v_BGME)

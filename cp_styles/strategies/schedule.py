@@ -52,18 +52,21 @@ class Block:
         k, v = message.split(self.sizes)
         return k.view(self.shapes[0]), v.view(self.shapes[1])
 
-    def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> torch.Tensor:
-        """The message, from the keys and values of the rank that holds them: one copy."""
+    def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        """The message, from the keys and values of the rank that holds them: one copy. ``index``: the rows."""
         message = k_BGMD.new_empty(self.size)
-        heads = slice(*self.heads)
         for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
-            torch.cat([tensor[:, heads, start:stop] for start, stop in self.rows], 2, out=target)
+            part = tensor[:, slice(*self.heads)]
+            if index is None:
+                torch.cat([part[:, :, start:stop] for start, stop in self.rows], 2, out=target)
+            else:
+                torch.index_select(part, 2, index, out=target)
         return message
 
-    def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> list[torch.Tensor]:
+    def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor]:
         """k and v of the rank that holds them: views if the rows are one range, otherwise one copy."""
-        heads = slice(*self.heads)
-        return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
+        parts = (x[:, slice(*self.heads)] for x in (k_BGMD, v_BGME))
+        return [rows_in(x, 2, self.rows) if index is None else x.index_select(2, index) for x in parts]
 
 
 class Arrival(NamedTuple):

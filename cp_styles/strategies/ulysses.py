@@ -24,7 +24,7 @@ from cp_styles.collectives.peers import Peers
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.strategies.all_to_all import Arriving, Direct, Joined
-from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec
+from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.moving_kv import Ring
 
 
@@ -361,7 +361,7 @@ class _Chunk:
             torch.empty(batch, *shape, dtype=dtype, device="meta")
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
-        kept = residual_spec(inner.residual_specs(self.inner, *tensors))
+        kept = ResidualPlaces(inner.residual_specs(self.inner, *tensors)).spec
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
         return [*(((way.arriving,), dtype) for way in self.ways), out, kept]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -207,9 +207,8 @@ def documents_of(count: int, tokens: int) -> tuple[int, ...]:
     return (4, *(*inside, 8) * 7, *inside, 4)
 
 
-def ops_over_documents(count: int, layout, strategy) -> list[list[Counter[str]]]:
+def ops_over_documents(documents: tuple[int, ...], layout, strategy) -> list[list[Counter[str]]]:
     """The device ops of each rank, of a forward and a backward over documents."""
-    documents = documents_of(count, 64)
     mask, length = Documents(documents) & Causal(), sum(documents)
 
     def on(rank: int) -> list[Counter[str]]:
@@ -230,11 +229,31 @@ def ops_over_documents(count: int, layout, strategy) -> list[list[Counter[str]]]
 def test_the_ops_of_a_pack_do_not_grow_with_its_documents(strategy, layout):
     """A pack is one call, one merge and one sum, whatever its rows are; and so are messages of many ranges of rows.
     Views count too, but for those that are joined."""
-    few, many = (ops_over_documents(count, layout, strategy) for count in (2, 4))
+    few, many = (ops_over_documents(documents_of(count, 64), layout, strategy) for count in (2, 4))
     for ranks in (few, many):
         for ops in chain.from_iterable(ranks):
             del ops["aten::slice"], ops["aten::narrow"]
     assert few == many
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=plain)
+def test_the_ops_of_messages_do_not_grow_with_their_ranges_of_rows(strategy):
+    """In stripes a rank sends of each document all rows but one. Views count too."""
+    few, many = (ops_over_documents((60,) * count, striped, strategy) for count in (16, 48))
+    assert few == many
+
+
+def test_the_calls_of_a_window():
+    """Of 4,096 at 8K rows a rank, alone and in documents, as they are rehearsed for a GPU: 1,800 without windows."""
+    shapes = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
+    window, length = SlidingWindow(4095, 0), 8 * 8192
+    masks = window, Documents((length // 2,) * 2) & window
+    for layout, mask, strategy in product((contiguous, head_tail), masks, (Ring(), AllGather(), Ulysses())):
+        given = strategy, (layout(length, 8),) * 2, mask, kernel_of(shapes, None), shapes
+        for run in (rehearse(*given, rank) for rank in range(8)):
+            assert len(run.forward.calls) <= 4
+            assert len(run.backward.calls) <= 8  # by halves of the heads
+            assert all("flash" in call.kernel for call in run.forward.calls)
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
