@@ -46,7 +46,7 @@ def test_trainings(libraries: list[str], names: list[str]):
 
 
 def test_the_block_takes_what_accelerates_block_takes():
-    """accelerate refuses a ParallelismConfig on CPU, so no training shows it here."""
+    """In the order of positions too, as calls may give them."""
     accelerate = pytest.importorskip("accelerate", reason="an extra: pip install .[clients]")
     theirs = list(inspect.signature(accelerate.Accelerator.maybe_context_parallel).parameters)
     assert theirs == ["self", "buffers", "buffer_seq_dims", "no_restore_buffers"]
