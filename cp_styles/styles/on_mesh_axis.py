@@ -62,13 +62,20 @@ class OnMeshAxis(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
-        self._refuse_again(module)
+        mark = (
+            f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"  # a text, so that copies of the module keep it
+        )
+        if mark in module.__dict__.get(_APPLIED, ()):  # inputs would be sharded or gathered twice
+            raise ValueError(
+                f"{mark} is on {type(module).__name__} already: apply a style to a module once, and a plan to a model "
+                "once"
+            )
         names = device_mesh.mesh_dim_names or ()
         self._others = tuple(
             device_mesh.get_group(name) for name in names if device_mesh.ndim > 1 and name != self.mesh_axis
         )
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
-        applied.__dict__.setdefault(_APPLIED, set()).add(self._as_applied())
+        applied.__dict__.setdefault(_APPLIED, set()).add(mark)
         if device_mesh.ndim > 1:
             who = f"{type(self).__name__} on {type(module).__name__}"
             AxisAdapter(who, axis, device_mesh, self._keeps_rows).register(applied)
@@ -96,18 +103,6 @@ class OnMeshAxis(ParallelStyle):
             for group in self._others:
                 offer_refusal(f"{type(self).__name__} on {where}", group)
         raise problem
-
-    def _refuse_again(self, module: nn.Module) -> None:
-        """Raise if this style was applied to the module before: inputs would be sharded or gathered twice."""
-        if self._as_applied() in module.__dict__.get(_APPLIED, ()):
-            raise ValueError(
-                f"{self._as_applied()} is on {type(module).__name__} already: apply a style to a module once, and a "
-                "plan to a model once"
-            )
-
-    def _as_applied(self) -> str:
-        """The mark of this style on a module: a text, so that copies of the module keep it."""
-        return f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, mesh_axis={self.mesh_axis!r})"
