@@ -664,15 +664,19 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return _get_current_dispatch_mode_stack() if dispatch_modes_entered() else []
 
 
-def with_vmap() -> contextlib.AbstractContextManager[Any]:
-    """A context in which vmap works, also in the kernel of an op that a TorchDispatchMode has handled.
+def with_derivatives() -> contextlib.AbstractContextManager[Any]:
+    """A context in which autograd and vmap work, also in the kernel of an op that a TorchDispatchMode has handled.
 
-    There torch has excluded the dispatch keys of vmap. Seen: 2.11 to 2.15.
+    There torch has excluded their dispatch keys. Seen: 2.11 to 2.15.
     """
     excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey  # pyright: ignore
     if not excluded.has(keys.FuncTorchBatched):
         return contextlib.nullcontext()
     for key in (
+        keys.ADInplaceOrView,
+        keys.AutogradFunctionality,
+        keys.AutogradOther,
+        keys.AutogradNestedTensor,
         keys.FuncTorchBatched,
         keys.FuncTorchVmapMode,
         keys.FuncTorchDynamicLayerFrontMode,

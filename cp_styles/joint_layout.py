@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ def attend_jointly(
     name: str,
     group: dist.ProcessGroup,
     tensors: Tensors,
-    attend: Callable[..., tuple[torch.Tensor, Any]],
+    attend: Callable[..., tuple[torch.Tensor, ...]],
     *,
     refuse: Callable[[], None] | None = None,
     look: bool = True,
@@ -135,7 +135,7 @@ def attend_jointly(
         if problem is not None:
             raise problem
 
-    out, _ = attend(shares, refuse=raise_problem)
+    out, *_ = attend(shares, refuse=raise_problem)
     if look and ranks > 1:
         _refuse_other_text(joint, name, tensors[1].detach(), group)
     with Operation(group):

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import known_about
 
-# The operators whose results are kept; varlen_attn has that of flex_attention.
-_KEPT = frozenset(("cp_styles::attention", "cp_styles::flex_attention", "cp_styles::gather_numbers"))
+# The operators whose results are kept.
+_KEPT = frozenset(("cp_styles::attention", "cp_styles::gather_numbers"))
 
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
 """``policy(context, op, *args, **kwargs)``, as ``create_selective_checkpoint_contexts`` takes it."""

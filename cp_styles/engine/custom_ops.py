@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
@@ -169,11 +170,6 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     return bindings.put(config, source)
 
 
-def refuse_on_all(error: Exception, source: Source) -> None:
-    """Raise this rank's ``error`` after telling the other ranks, so that all raise."""
-    source.resolve()[0].refuse(error)
-
-
 def _scope_text(scope: SequenceScope, name: str) -> str:
     tensors: list[torch.Tensor] = []
     text = scope.config_text(tensors)
@@ -237,15 +233,17 @@ def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
 torch.library.define(
     "cp_styles::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? attn_mask, Tensor? dense, str config, bool is_causal, "
-    "float? scale, bool keep, str problem) -> (Tensor out, Tensor residual, Tensor call)",
+    "float? scale, bool keep, str problem, Tensor? learned=None, bool wants_lse=False) "
+    "-> (Tensor out, Tensor residual, Tensor call, Tensor lse)",
     tags=_TAGS,
 )
 
 
 @torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
 @never_compiled
-def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
-    """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty."""
+def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem, learned=None, wants_lse=False):
+    """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty.
+    ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone."""
     live = config.startswith(_LIVE)
     if not live:
         remember_in_all()
@@ -269,36 +267,39 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     except Exception as error:  # of any kind: the other ranks must raise too
         refusal = error
     sinks = binding.group_state.sinks
-    call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
+    call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
+    call["sink"] = None if sink is None else delayed_digest(sink, sinks)
     try:
         agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     except Exception:  # on all ranks; what each of them has still to compare may differ
         sinks.clear()
         raise
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    out, residual = run_forward(binding, attention, q, k, v, sink, keep=keep)
+    out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse)
     if not live:
         cut = binding.layout
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
             cut_text = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, cut_text) if keep else ""
-    return out, residual, _tensor_of(binding, text)
+    return out, residual, _tensor_of(binding, text), lse
 
 
 @torch.library.register_fake("cp_styles::attention")
-def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
+def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, *_):
     sizes = [new_size(torch.library.get_ctx()) if keep else 0 for _ in range(2)]
     residual = q.new_empty(sizes[0], dtype=torch.uint8)
-    return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
+    return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu"), q.new_empty(0)
 
 
 @never_compiled
 def _save(ctx, inputs, output) -> None:
-    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _ = inputs
-    out, residual, call = output
+    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _, learned, wants_lse = inputs
+    out, residual, call, lse = output
+    if not wants_lse:
+        ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, residual, sink, attn_mask, dense, call)
+    ctx.save_for_backward(q, k, v, out, residual, sink, attn_mask, dense, call, learned)
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
     if config.startswith(_LIVE) and keep:
         ctx.call = call
@@ -307,11 +308,11 @@ def _save(ctx, inputs, output) -> None:
 
 @never_compiled
 @first_derivatives_only
-def _differentiate(ctx, grad, *_):
-    q, k, v, out, residual, sink, attn_mask, dense, call = ctx.saved_tensors
-    none = (None,) * 7
-    if grad is None:
-        return None, None, None, None, *none
+def _differentiate(ctx, grad, _residual, _call, grad_lse):
+    q, k, v, out, residual, sink, attn_mask, dense, call, learned = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return (None,) * 13
+    grad = torch.zeros_like(out) if grad is None else grad
     if not ctx.keep:
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
     config = ctx.config
@@ -319,10 +320,11 @@ def _differentiate(ctx, grad, *_):
         # Those of this forward. The saved ones may be of a recomputation, which has another number, and whose equal
         # binding may be dead already.
         config, call = handle(ctx.agreed), ctx.call
-    dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward.default(
-        grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
+    dq, dk, dv, dsink, shares = torch.ops.cp_styles.attention_backward.default(
+        grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse
     )
-    return dq, dk, dv, None if sink is None else dsink, *none
+    dsink, shares = None if sink is None else dsink, None if learned is None else shares
+    return dq, dk, dv, dsink, *(None,) * 7, shares, None
 
 
 torch.library.register_autograd("cp_styles::attention", _differentiate, setup_context=_save)
@@ -332,29 +334,41 @@ torch.library.register_autograd("cp_styles::attention", _differentiate, setup_co
 torch.library.define(
     "cp_styles::attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor residual, Tensor? sink, Tensor? attn_mask, "
-    "Tensor? dense, Tensor call, str config, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? dense, Tensor call, str config, bool is_causal, float? scale, Tensor? grad_lse=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 
 
 @torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
 @never_compiled
-def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
+def _attention_backward(
+    grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None
+):
     live = config.startswith(_LIVE)
     agreed = live_object(config, AgreedCall) if live else _agreed_in_graph(config, dense, call)
     if not live:
         watch_of(agreed.binding.group).remember(agreed.binding.group)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
-    *grads, dsink, _ = run_backward(agreed.binding, attention, grad, q, k, v, out, residual, sink, forward=number)
+    after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}
+    *grads, dsink, shares = run_backward(agreed.binding, attention, grad, q, k, v, *after, **options)
     if not live:
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
-    return *grads, q.new_empty(0) if dsink is None else dsink
+    nothing = q.new_empty(0)
+    return *grads, nothing if dsink is None else dsink, flattened(shares, q.device) if shares else nothing.clone()
 
 
 @torch.library.register_fake("cp_styles::attention_backward")
-def _attention_backward_fake(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
-    return *(_rows_first(x) for x in (q, k, v)), q.new_empty(0) if sink is None else torch.empty_like(sink)
+def _attention_backward_fake(grad, q, k, v, out, residual, sink, *_):
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return *(_rows_first(x) for x in (q, k, v)), dsink, q.new_empty(0)
+
+
+def flattened(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """All elements of some tensors as one, 1-D: an op with a list of tensors would cost every call more."""
+    flat = [tensor.reshape(-1).to(device) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 # -- sizes and strides of results, as declared to the graph --

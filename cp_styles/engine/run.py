@@ -1,4 +1,4 @@
-"""The only place that calls Strategy.forward and backward, for the op of attention, and for flex_attention.
+"""The only place that calls Strategy.forward and backward, for the op of attention.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -36,35 +36,25 @@ def run_forward(
     sink_H: torch.Tensor | None = None,
     *,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out_BHLE, residual)`` of an attention on which the ranks have agreed. The residual is empty unless ``keep``.
+    wants_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(out_BHLE, lse_BHL, residual)`` of an attention on which the ranks have agreed. lse is empty unless
+    ``wants_lse``, and the residual unless ``keep`` or that.
 
     Communication: that of the strategy.
     """
-    strategy = binding.strategy
+    strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
     if (listens := listener.get()) is not None:
-        listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
+        listens(strategy, attention, *tensors, sink_H)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
-        specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
+        specs = partial(strategy.residual_specs, attention, *tensors)
         key = ResidualPlaces, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
-        shape, dtype = attention.once(key, lambda: ResidualPlaces(specs()).spec) if keep else ResidualPlaces(()).spec
+        shape, dtype = attention.once(key, lambda: ResidualPlaces(specs()).spec) if filled else ResidualPlaces(()).spec
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
-        out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
+        out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
+        lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)
     binding.group_state.engaged = False  # later errors are not errors of the attention
-    return out, residual
-
-
-def run_logsumexp(
-    binding: Binding,
-    attention: Attention,
-    q_BHLD: torch.Tensor,
-    k_BGMD: torch.Tensor,
-    v_BGME: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
-    """``lse_BHL`` of the forward that has just filled ``residual``. Communication: that of the strategy."""
-    with Operation(binding.group, binding.group_state):
-        return binding.strategy.logsumexp(attention, q_BHLD, k_BGMD, v_BGME, residual)
+    return out, lse, residual
 
 
 def run_backward(
@@ -80,10 +70,9 @@ def run_backward(
     *,
     forward: int,
     grad_lse_BHL: torch.Tensor | None = None,
-    learned: Sequence[torch.Tensor] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of ``learned``, the tensors that a score_mod
-    learns. ``forward`` is the number of the forward: see :class:`~cp_styles.comm.group_state.GroupState`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]]:
+    """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of the tensors that a score_mod learns.
+    ``forward`` is the number of the forward: see :class:`~cp_styles.comm.group_state.GroupState`.
 
     dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
     :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
@@ -93,10 +82,10 @@ def run_backward(
     begin_backward(binding.group, forward, binding.checks.agreement)
     strategy, state = binding.strategy, binding.group_state
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
-        shares = list(map(torch.zeros_like, learned))
+        shares: Sequence[torch.Tensor] = ()
         if isinstance(attention.kernel, FlexKernel):
-            kernel = replace(attention.kernel, values=tuple(learned), shares=tuple(shares))
-            attention = replace(attention, kernel=kernel)
+            shares = tuple(map(torch.zeros_like, attention.kernel.learned))
+            attention = replace(attention, kernel=replace(attention.kernel, shares=shares))
         if grad_lse_BHL is not None:
             attention = replace(attention, kernel=LseGradient(attention.kernel))
             grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)

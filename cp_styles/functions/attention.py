@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced
+from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced, without_dispatch_modes
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.checkpoint import LEAN, results_are_kept
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
-from cp_styles.functions.flex import attend_with_lse
+from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, flattened, handle
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
@@ -113,25 +112,15 @@ def context_attention(
         source = binding_of_call(name, group, *how, checks=checks)
         group = source.group
         if problem is not None:
-            refuse_on_all(problem, source)
+            source.refuse(problem)
     tensors = (q_BHLD, k_BGMD, v_BGME)
     if seq_dim == 1:
         tensors = _turned(q_BHLD), _turned(k_BGMD), _turned(v_BGME)
     lse = None
     if joint is not None:
         out = attend_jointly(joint, name, group, tensors, partial(attend, source, scale=scale, sink_H=sink_H))
-    elif return_lse:
-        assert isinstance(source, Binding)
-        binding = source
-
-        def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
-            check_local(name, tensors)
-            return binding, ()
-
-        q, k, v = as_attended(tensors)
-        out, lse = attend_with_lse(binding, (q, k, v), bind, scale=scale, wants_lse=True)
     else:
-        out, _ = attend(source, tensors, scale=scale, sink_H=sink_H)
+        out, lse, _ = attend(source, tensors, scale=scale, sink_H=sink_H, wants_lse=return_lse)
     out = _turned(out) if seq_dim == 1 else out
     return (out, lse) if return_lse else out
 
@@ -149,14 +138,18 @@ def attend(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
+    wants_lse: bool = False,
     refuse: Callable[[], None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`context_attention` for a binding (a ``ConfigText`` under torch.compile, and only there).
 
-    Returns the output, and what :func:`~cp_styles.engine.custom_ops.agreed_call` takes. ``refuse`` raises for
-    errors that only this rank may see.
+    Returns the output, the logsumexp (empty unless ``wants_lse``), and what
+    :func:`~cp_styles.engine.custom_ops.agreed_call` takes. ``refuse`` raises for errors that only this rank may see.
+    ``bind``, of functions that autocast does not know, does so too, and returns the binding of this call and the
+    tensors that its kernel learns.
     """
-    problem = ""
+    problem, learned = "", None
     try:
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
@@ -164,20 +157,26 @@ def attend(
             refuse()
         if sink_H is not None:
             refuse_transforms(source.name, (sink_H,))
-        if isinstance(source, ConfigText) or any_autocast():
+        if bind is not None:
+            with without_dispatch_modes():
+                source, tensors_learned = bind()
+            learned = flattened(tensors_learned, tensors[0].device) if tensors_learned else None
+        elif isinstance(source, ConfigText) or any_autocast():
             tensors = as_attended(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
             Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
     except Exception as error:  # of any kind: the other ranks must raise too
         if not isinstance(source, ConfigText):
-            refuse_on_all(error, source)
+            source.resolve()[0].refuse(error)
         problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
+    trained = trained or learned is not None
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
     if not isinstance(source, ConfigText) and dispatch_modes_entered() and results_are_kept():
         config += LEAN
-    out, _, call = torch.ops.cp_styles.attention.default(
-        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and trained, problem
+    keep = torch.is_grad_enabled() and trained
+    out, _, call, lse = torch.ops.cp_styles.attention.default(
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse
     )
-    return out, call
+    return out, lse, call

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,19 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import (
-    dispatch_modes_entered,
-    never_compiled,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from cp_styles._compat import never_compiled
 from cp_styles.checksum import version_of
-from cp_styles.comm.group_state import state_of
-from cp_styles.engine.binding import AgreedCall, Binding, binding_of_call, refuse_grouped
-from cp_styles.engine.checkpoint import results_are_kept
+from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import check_local, handle, live_object
-from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
+from cp_styles.functions.attention import attend
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod
@@ -40,9 +31,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy
-from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from cp_styles.unsupported_derivatives import refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -151,6 +140,7 @@ def context_flex_attention(
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 
 
+@never_compiled
 def flex_attend(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -162,42 +152,11 @@ def flex_attend(
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         if refuse is not None:
             refuse()
-        check_local(binding.name, tensors)
         call.check(binding.name, *tensors[:2])
         return _bind_call(binding, call, tensors)
 
-    return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
-
-
-@never_compiled
-def attend_with_lse(
-    binding: Binding,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    bind: Callable[[], tuple[Binding, tuple[torch.Tensor, ...]]],
-    *,
-    scale: float | None,
-    wants_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(out, lse)``, with lse [B, H, L] if ``wants_lse``, else None.
-
-    ``bind`` checks this rank's arguments. It returns the binding of this call and the tensors that its kernel learns.
-    If it raises, every rank raises.
-    """
-    problem: Exception | None = None
-    bound, learned = binding, ()
-    try:
-        with without_dispatch_modes():
-            bound, learned = bind()
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
-    keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
-    if dispatch_modes_entered() and results_are_kept():
-        bound = bound.keeping_nothing()
-    agreed = bound.agree(problem, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
-    out, lse = _FlexAttention.apply(*tensors, agreed, scale, wants_lse, *learned)
-    # In a recomputation a selective checkpoint may have had the op's results ready.
-    agreed.binding.group_state.engaged = False
-    return out, lse if wants_lse else None
+    out, lse, _ = attend(binding, tensors, scale=call.scale, wants_lse=call.wants_lse, bind=bind)
+    return out, lse if call.wants_lse else None
 
 
 def _bind_call(
@@ -220,54 +179,3 @@ def _bind_call(
     compiled = call.compiled and compiled_takes(tensors[0], tensors[2])
     kernel = (CompiledFlexKernel if compiled else FlexKernel)(call.score_mod, learned, read)
     return replace(binding, kernel=kernel), learned
-
-
-# One op, so that modes do not see the ops inside: a checkpoint policy decides about it as a whole.
-torch.library.define(
-    "cp_styles::flex_attention",
-    "(Tensor q, Tensor k, Tensor v, str config, float? scale, bool keep, bool wants_lse) "
-    "-> (Tensor out, Tensor lse, Tensor residual)",
-)
-
-
-@torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
-@never_compiled
-def _flex_attention(q, k, v, config, scale, keep, wants_lse):
-    """``config`` is the handle of an AgreedCall. lse is empty unless ``wants_lse``."""
-    agreed = live_object(config, AgreedCall)
-    with without_dispatch_modes():
-        attention = agreed.attention((q, k, v), is_causal=False, scale=scale)
-    out, residual = run_forward(agreed.binding, attention, q, k, v, keep=keep or wants_lse)
-    lse = run_logsumexp(agreed.binding, attention, q, k, v, residual) if wants_lse else q.new_empty(0)
-    return out, lse, residual
-
-
-class _FlexAttention(torch.autograd.Function):
-    """``(out, lse)``. lse is empty unless ``wants_lse``."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, agreed: AgreedCall, scale: float | None, wants_lse: bool, *learned):
-        keep, config = any(ctx.needs_input_grad), handle(agreed)
-        with without_function_modes():
-            out, lse, residual = torch.ops.cp_styles.flex_attention.default(q, k, v, config, scale, keep, wants_lse)
-            if not wants_lse:
-                ctx.mark_non_differentiable(lse)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(q, k, v, out, residual, *learned)
-            with without_dispatch_modes():
-                ctx.attention = agreed.attention((q, k, v), is_causal=False, scale=scale)
-            ctx.binding = agreed.binding
-            ctx.number = state_of(agreed.binding.group).operations.forwards
-            return out, lse
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx, grad, grad_lse):
-        with without_function_modes():
-            q, k, v, out, residual, *learned = ctx.saved_tensors
-            if grad is None and grad_lse is None:
-                return None, None, None, None, None, None, *(None for _ in learned)
-            grad = torch.zeros_like(out) if grad is None else grad
-            options = {"forward": ctx.number, "grad_lse_BHL": grad_lse, "learned": learned}
-            dq, dk, dv, _, shares = run_backward(ctx.binding, ctx.attention, grad, q, k, v, out, residual, **options)
-            return dq, dk, dv, None, None, None, *shares

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles._compat import never_compiled
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import version_of
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import check_local, check_plain
-from cp_styles.functions.flex import attend_with_lse
+from cp_styles.engine.custom_ops import check_plain
+from cp_styles.functions.attention import attend
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy
@@ -157,6 +158,7 @@ def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tupl
     return documents[1] if left is right is None else documents[1] & SlidingWindow(left, right)
 
 
+@never_compiled
 def _attend(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -167,18 +169,21 @@ def _attend(
     q, k, v = tensors
     batched = _batch_of_one(q), _batch_of_one(k), _batch_of_one(v)
 
-    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
+    try:
         for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
             if isinstance(tensor, torch.Tensor) and tensor.ndim != 3:
                 check_plain(binding.name, tensors)
                 raise ValueError(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
-        check_local(binding.name, batched)
+    except Exception as error:  # of any kind: the other ranks must raise too
+        binding.refuse(error)
+
+    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         return binding.with_mask(masked()), ()
 
-    out, lse = attend_with_lse(binding, batched, bind, scale=scale, wants_lse=wants_lse)
-    return out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
+    out, lse, _ = attend(binding, batched, scale=scale, wants_lse=wants_lse, bind=bind)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0) if wants_lse else None
 
 
 def _batch_of_one(pack_THD: Any) -> Any:

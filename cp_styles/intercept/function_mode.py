@@ -218,7 +218,7 @@ class AttentionCalls(RerunMode):
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
             out = attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
         else:
-            out, _ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
+            out, *_ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out if compiling else self._followed(out, tensors)
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
@@ -289,7 +289,7 @@ class AttentionCalls(RerunMode):
         binding = self._scoped.resolve()[0]
         if score_mod is None:
             bound = binding.with_mask(mask)
-            out, _ = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
+            out, *_ = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
             return self._followed(out, tensors)
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)

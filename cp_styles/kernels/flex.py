@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from cp_styles._compat import with_vmap
+from cp_styles._compat import with_derivatives, without_function_modes
 from cp_styles.checksum import digest, fingerprint, version_of
 from cp_styles.introspect import Replacing, code_of
 from cp_styles.kernels.autocast import without_autocast
@@ -34,14 +34,12 @@ class FlexKernel(Kernel):
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``.
         learned: the tensors that it reads and that require grad.
         read: the tensors that it reads, with their versions. Ranks compare them, and the backward checks them.
-        values: the tensors that replace ``learned`` in a backward.
         shares: sums of the gradients of ``learned`` over the tiles of a backward.
     """
 
     score_mod: ScoreMod
     learned: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     read: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False, compare=False)
-    values: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     shares: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     positional: ClassVar[bool] = True
 
@@ -60,7 +58,7 @@ class FlexKernel(Kernel):
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
-        with without_autocast(q_BHLD.device):
+        with as_called_by_torch(q_BHLD.device):
             outs, lses = zip(*map(tile.forward, tile.chunks()), strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -68,7 +66,7 @@ class FlexKernel(Kernel):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
         whole = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
         dq, dk, dv = [], torch.zeros_like(tile.k), torch.zeros_like(tile.v)
-        with without_autocast(q_BHLD.device):
+        with as_called_by_torch(q_BHLD.device):
             for rows in tile.chunks():
                 dlogits, p, dvalues = tile.backward(rows, *(x[:, :, rows] for x in whole))
                 for share, dvalue in zip(self.shares, dvalues, strict=True):
@@ -84,6 +82,13 @@ class FlexKernel(Kernel):
 
     def tile_dtype(self, dtype):
         return accumulation_dtype(dtype)
+
+
+@contextlib.contextmanager
+def as_called_by_torch(device: torch.device) -> Iterator[None]:
+    """A context for the code of a user inside of an op: with derivatives, without what is around the op."""
+    with without_autocast(device), without_function_modes(), with_derivatives():
+        yield
 
 
 class _Tile:
@@ -125,8 +130,9 @@ class _Tile:
         kernel = self._kernel
         with torch.enable_grad():
             logits = self.logits(rows).requires_grad_()
-            values = [value.detach().requires_grad_() for value in kernel.values]
-            others = {id(original): value for original, value in zip(kernel.learned, values, strict=True)}
+            # In place of the learned tensors, whose hooks of autograd are not for the gradients of a tile.
+            values = [tensor.detach().requires_grad_() for tensor in kernel.learned]
+            others = {id(tensor): value for tensor, value in zip(kernel.learned, values, strict=True)}
             with Replacing(others) if others else contextlib.nullcontext():
                 scores, hidden = self.scores(rows, logits)
         p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
@@ -139,8 +145,7 @@ class _Tile:
         device, (batch, heads, queries, keys) = logits.device, logits.shape
         b = torch.arange(batch, device=device)
         h = torch.arange(self._where.head, self._where.head + heads, device=device)
-        with with_vmap():
-            scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
+        scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
         hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if self._causal:
             hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + rows.start)[None, None]

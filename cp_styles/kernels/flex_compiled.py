@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from cp_styles._compat import RecompileLimitHit, with_vmap
+from cp_styles._compat import RecompileLimitHit
 from cp_styles.device_copies import tensor_on
-from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
-from cp_styles.kernels.flex import FlexKernel
+from cp_styles.kernels.flex import FlexKernel, as_called_by_torch
 from cp_styles.kernels.merge import EMPTY_LSE
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -46,7 +45,7 @@ class CompiledFlexKernel(FlexKernel):
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
         options = {"causal": causal, "bias": bias, "scale": scale, "where": where}
         try:
-            with without_autocast(q_BHLD.device), torch.no_grad():
+            with as_called_by_torch(q_BHLD.device), torch.no_grad():
                 out, lse = self._of_tile(q_BHLD, k_BGMD, v_BGME, **options)
         except RecompileLimitHit:
             return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
@@ -57,7 +56,7 @@ class CompiledFlexKernel(FlexKernel):
         inputs = (q_BHLD, k_BGMD, v_BGME)
         if all(tensor.ndim for tensor in self.learned):
             try:
-                with without_autocast(q_BHLD.device):
+                with as_called_by_torch(q_BHLD.device):
                     *gradients, shares = tile_gradients(
                         partial(self._of_tile, **options), inputs, self.learned, grad_BHLE, out_BHLE, lse_BHL
                     )
@@ -74,9 +73,8 @@ class CompiledFlexKernel(FlexKernel):
         bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
         variant = getattr(self.score_mod, "__code__", type(self.score_mod)), causal, bias is None
         head = tensor_on(q.device, where.head)
-        with with_vmap():
-            attend = _compiled(*variant, torch.is_grad_enabled())
-            return attend(q, k, v, self.score_mod, where.q_L, where.kv_M, head, bias, causal, scale)
+        attend = _compiled(*variant, torch.is_grad_enabled())
+        return attend(q, k, v, self.score_mod, where.q_L, where.kv_M, head, bias, causal, scale)
 
     def tile_dtype(self, dtype):
         return dtype

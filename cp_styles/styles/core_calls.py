@@ -94,7 +94,7 @@ class CoreCalls(AttentionCalls):
         options["refuse"] = refuse if dropout_p or heads != kv_heads else None
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            out, _ = attend(self._config_text, tuple([tensor.to_local() for tensor in tensors]), **options)
+            out, *_ = attend(self._config_text, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
         source, share, whole = self._scoped, None, (0, 0)
         try:
@@ -110,7 +110,7 @@ class CoreCalls(AttentionCalls):
             q, k, v = local_parts(tensors, [query.placements, *(_gradients(query, tensor) for tensor in (key, value))])
             k, v = share.of_keys(k), share.of_keys(v)
             source = self._scoped.resolve()[0].of_heads(share.heads, whole)
-        out, self._latest = attend(source, (q, k, v), **options)
+        out, _, self._latest = attend(source, (q, k, v), **options)
         return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
 
     def _attend_flex(self, *tensors: Any) -> Any:
