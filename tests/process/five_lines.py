@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_styles
 
@@ -44,7 +43,7 @@ def main() -> None:
     )
     expected.backward()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    names = {"model": model, "mesh": mesh, "tokens": tokens, "parallelize_module": parallelize_module}
+    names = {"model": model, "mesh": mesh, "tokens": tokens}
     exec(lines, names)
     torch.testing.assert_close(names["loss"], expected)
     for (name, mine), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
