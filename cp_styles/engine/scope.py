@@ -180,8 +180,6 @@ class ScopeHistory:
             RuntimeError: in a recomputation without its scope, and if the scope is open in another thread.
             ValueError: if the call names another layout than the scope.
         """
-        if not (_open.get() or _open_anywhere or self.was_scoped):
-            return None
         here = _open.get()
         entry = innermost([entry for entry in here if entry.scope.mesh_axis == axis])
         if entry is not None:
@@ -237,6 +235,8 @@ class ScopedBinding:
             RuntimeError: on every rank, in a recomputation without its scope.
             ValueError: on every rank, if the module names another layout than the scope.
         """
+        if not (_open.get() or _open_anywhere or self.history.was_scoped):
+            return self.unscoped, None
         try:
             scope = self.history.scope_around(self.name, self.unscoped.axis, self.named)
         except Exception as error:  # of any kind: the other ranks must raise too

@@ -207,6 +207,7 @@ class _PlanRun:
         self._to_start = iter(steps)
         self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
+        self.by_index = q.device.type != "cpu"  # a GPU takes as long to be given a range as for a copy of it
         open_group(attention.group, q.device)
         self._start_next()
 
@@ -232,9 +233,8 @@ class _PlanRun:
             else:  # own keys, which may be packed for other ranks: contiguous, which is good for kernels
                 message = self._packed.get(arrival.block)
             block = arrival.block
-            pairs.append(
-                block.unpacked(self.k, self.v, self.index(block)) if message is None else block.in_message(message)
-            )
+            index = self.index(block) if message is None and self.by_index else None
+            pairs.append(block.unpacked(self.k, self.v, index) if message is None else block.in_message(message))
         parts = []
         for keys in step.keys:
             (k, v), heads = pairs[keys.arrival], slice(*keys.block.heads)
@@ -304,14 +304,14 @@ class _PlanRun:
             sends = []
             for rank, block in step.sends:
                 if block not in self._packed:
-                    self._packed[block] = block.packed(self.k, self.v, self.index(block))
+                    self._packed[block] = block.packed(self.k, self.v, self.index(block) if self.by_index else None)
                 sends.append((rank, self._packed[block]))
             receives = list(zip(step.sources, places, strict=True))
             self._under_way = places, exchange(sends, receives, self.attention.group)
 
     def index(self, block: Block) -> torch.Tensor | None:
-        """The rows of a block, if they are many ranges: a GPU takes as long to be given a range as for a copy of it."""
-        if len(block.rows) <= _FEW_RANGES or self.q.device.type == "cpu":
+        """The rows of a block, if they are many ranges."""
+        if len(block.rows) <= _FEW_RANGES:
             return None
         return self.attention.once((block, self.q.device), partial(row_index, block.rows, self.q.device))
 
@@ -449,7 +449,7 @@ class _GradientReturn:
             self._add(messages.block, [x.transpose(1, 2) for x in gradients])
 
     def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
-        index = self._run.index(block)
+        index = self._run.index(block) if self._run.by_index else None
         if index is not None:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add(block.heads, (block.rows[0][0], block.rows[-1][1]), gradient, index)
