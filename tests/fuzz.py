@@ -64,7 +64,7 @@ from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
 from tests.ranks import parity_grid
-from tests.seeds import Seeds, Verdict, shortened, with_defaults
+from tests.seeds import ACTS, OddRank, Seeds, Verdict, shortened, with_defaults
 
 ROOT = Path(__file__).parents[1]
 # Seconds until a rank that waits for another counts as a failure: many times what a case takes. One that compiles holds
@@ -77,7 +77,6 @@ AGREEMENTS = {"every call": Checks(), "none": Checks(agreement=False)}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
 # What an odd rank may do, beside having another value of a field: see Case.odd.
-ACTS = ("a token less", "no call", "a call more", "an error before", "an error after")
 # What is refused although all ranks do the same, but for strides.
 LIMITS = re.compile(
     "does not divide the|needs the lengths of all ranks|positions of the two sequences do not correspond|"
@@ -86,7 +85,7 @@ LIMITS = re.compile(
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(OddRank):
     """One attention, which may be called twice. The defaults are the simplest values.
 
     ``then`` is (field, its value) of a second call, which is the one that is compared; ``odd`` is (rank, field or act,
@@ -130,19 +129,10 @@ class Case:
         """The attention of the last call."""
         return self if self.then is None else replace(self, then=None, **{self.then[0]: self.then[1]})
 
-    def of_rank(self, rank: int) -> Case:
-        """The case as this rank runs it."""
-        if self.odd is None or self.odd[0] != rank or self.odd[1] in ACTS:
-            return self
-        return replace(self, **{self.odd[1]: self.odd[2]})
-
     @property
     def computed(self) -> torch.dtype:
         """That of the results. torch's varlen_attn takes no part in autocast."""
         return torch.bfloat16 if self.autocast and self.door != "varlen" else DTYPES[self.dtype]
-
-    def act_of(self, rank: int) -> str:
-        return self.odd[1] if self.odd is not None and self.odd[0] == rank and self.odd[1] in ACTS else ""
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -196,18 +186,11 @@ def draw(seed: int) -> Case:
         name = dice.choice(THEN_FIELDS)
         other = replace(case, then=(name, dice.choice(CHOICES[name])))
         case = other if sensible(other) == other else case
-    while seed % 2 and case.odd is None:
-        rank, name = dice.randrange(case.ranks), dice.choice(ACTS if dice.random() < 0.3 else ODD_FIELDS)
-        if name in ACTS:
-            tokens = layout_of(case).lengths[rank]
-            # A balancer may deal one token less in just this way, and then the sequence is one token shorter.
-            if name != "a token less" or (tokens > 0 and not case.balancer and case.door != "block"):
-                case = replace(case, agreement="every call", odd=(rank, name, None))
-            continue
-        value = dice.choice(CHOICES[name])
-        other = replace(case, **{name: value})
-        if other not in (case, sensible(case)) and sensible(other) == other:
-            case = replace(case, agreement="every call", odd=(rank, name, value))
+    if seed % 2:
+        # A balancer may deal one token less in just this way, and then the sequence is one token shorter.
+        known = case.door != "block" and not case.balancer
+        can_lack = [known and length > 0 for length in layout_of(case).lengths]
+        case = case.with_odd_rank(dice, CHOICES, ODD_FIELDS, sensible, can_lack)
     return case
 
 

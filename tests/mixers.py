@@ -40,11 +40,11 @@ from tests.ranks.mixers.kernels import (
     mamba_chunk_scan_combined,
     selective_scan_fn,
 )
-from tests.seeds import Seeds, Verdict, with_defaults
+from tests.seeds import OddRank, Seeds, Verdict, with_defaults
 
 
 @dataclass(frozen=True)
-class Mixing:
+class Mixing(OddRank):
     """A call of a mixer, which may be made twice. The defaults are the simplest; ``odd`` is as in fuzz.Case."""
 
     seed: int = 0
@@ -70,14 +70,6 @@ class Mixing:
     calls: int = 1
     backward: str = "once"
     odd: tuple[int, str, Any] | None = None
-
-    def of_rank(self, rank: int) -> Mixing:
-        if self.odd is None or self.odd[0] != rank or self.odd[1] in fuzz.ACTS:
-            return self
-        return replace(self, **{self.odd[1]: self.odd[2]})
-
-    def act_of(self, rank: int) -> str:
-        return self.odd[1] if self.odd is not None and self.odd[0] == rank and self.odd[1] in fuzz.ACTS else ""
 
 
 KINDS = ("conv", "conv, [B, L, C]", "roll", "roll, filled", "delta", "delta, values first", "kda", "gla", "ssd", "scan")
@@ -112,16 +104,9 @@ def draw(seed: int) -> Mixing:
     """The case of a seed. What makes no sense together is drawn again, field by field."""
     dice = random.Random(seed)
     case = sensible(Mixing(seed=seed, **{name: dice.choice(choices) for name, choices in CHOICES.items()}))
-    while seed % 2 and case.odd is None:
-        rank, name = dice.randrange(case.ranks), dice.choice(fuzz.ACTS if dice.random() < 0.3 else ODD_FIELDS)
-        if name in fuzz.ACTS:
-            if name != "a token less" or (layout_of(case).lengths[rank] > 0 and not case.balancer):
-                case = replace(case, agreement="every call", odd=(rank, name, None))
-            continue
-        value = dice.choice(CHOICES[name])
-        other = replace(case, **{name: value})
-        if other not in (case, sensible(case)) and sensible(other) == other:
-            case = replace(case, agreement="every call", odd=(rank, name, value))
+    if seed % 2:
+        can_lack = [length > 0 and not case.balancer for length in layout_of(case).lengths]
+        case = case.with_odd_rank(dice, CHOICES, ODD_FIELDS, sensible, can_lack)
     return case
 
 

@@ -9,15 +9,16 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, cast
 
 import torch
 
@@ -52,6 +53,52 @@ def shown(case: Any) -> str:
     """The case as Python, without its defaults."""
     given = [field.name for field in fields(case) if getattr(case, field.name) != field.default]
     return f"{type(case).__name__}({', '.join(f'{name}={getattr(case, name)!r}' for name in given)})"
+
+
+# What an odd rank may do that is no value of a field.
+ACTS = ("a token less", "no call", "a call more", "an error before", "an error after")
+
+
+class OddRank:
+    """A case, a frozen dataclass, of which one rank may have another value of a field, or do one of ACTS."""
+
+    ranks: int
+    odd: tuple[int, str, Any] | None
+
+    def of_rank(self, rank: int) -> Self:
+        """The case as this rank runs it."""
+        if self.odd is None or self.odd[0] != rank or self.odd[1] in ACTS:
+            return self
+        return self._but(**{self.odd[1]: self.odd[2]})
+
+    def act_of(self, rank: int) -> str:
+        return self.odd[1] if self.odd is not None and self.odd[0] == rank and self.odd[1] in ACTS else ""
+
+    def with_odd_rank(
+        self,
+        dice: random.Random,
+        choices: Mapping[str, Sequence[Any]],
+        names: Sequence[str],
+        sensible: Callable[[Any], Any],
+        can_lack: Sequence[bool],
+    ) -> Self:
+        """The case with an odd rank, which differs in one of the fields ``names`` while both values make sense.
+
+        ``can_lack`` says of each rank whether a token less there is a mistake.
+        """
+        while True:
+            rank, name = dice.randrange(self.ranks), dice.choice(ACTS if dice.random() < 0.3 else tuple(names))
+            if name in ACTS:
+                if name != "a token less" or can_lack[rank]:
+                    return self._but(agreement="every call", odd=(rank, name, None))
+                continue
+            value = dice.choice(choices[name])
+            other = self._but(**{name: value})
+            if other not in (self, sensible(self)) and sensible(other) == other:
+                return self._but(agreement="every call", odd=(rank, name, value))
+
+    def _but(self, **values: Any) -> Self:
+        return cast("Self", replace(cast("Any", self), **values))
 
 
 def with_defaults(case: Any, *kept: str) -> Iterator[Any]:
