@@ -263,6 +263,29 @@ def test_a_layer_that_mixes_tokens_in_a_block(mixes: bool, gradients: bool):
         assert error(head_tail(8, 2).unshard(run_ranks(on, 2, timeout_seconds=20), 2), model(whole)) < EXACT
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_table_whose_first_rows_a_model_takes_in_a_block(named: bool):
+    """Refused; exact with its rows of the whole sequence among the buffers, as the error says."""
+    whole, table = randn(0, 1, 8, 4), randn(1, 64, 4)
+
+    def model(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = (x + table[: x.shape[1]])[:, None]
+        return F.scaled_dot_product_attention(x, x, x)
+
+    def on(rank: int) -> torch.Tensor:
+        x, rows = whole.clone(), table.clone()
+        buffers = [x, rows[:8]] if named else [x]
+        with context_parallel(cp_mesh(2), buffers=buffers, buffer_seq_dims=[1, 0][: len(buffers)]):
+            return model(x, buffers[-1] if named else rows)
+
+    if named:
+        assert error(head_tail(8, 2).unshard(run_ranks(on, 2, timeout_seconds=20), 2), model(whole, table)) < EXACT
+        return
+    with pytest.raises(RankError, match=r"name the table in its buffers") as caught:
+        run_ranks(on, 2, timeout_seconds=20)
+    assert caught.value.errors.keys() == {0, 1}
+
+
 class Last(nn.Module):
     """What follows the last attention of a model: ``act``."""
 
