@@ -140,8 +140,8 @@ class Explanation:
         used = Counter(call.kernel for phase in phases for call in phase.calls)
         flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         what = f"calls on {len(self.runs)} ranks; the first that takes these tensors"
-        what += f". Flash attention is {flash}" if flash else ""
-        lines = [(name, f"{count} {what}") for name, count in used.items()]
+        active = {name: f". Flash attention is {flash}" if flash and "flash" in name else "" for name in used}
+        lines = [(name, f"{count} {what}{active[name]}") for name, count in used.items()]
         tensors: Any = self.shapes.named(1, 1)
         for kernel in (*SDPA_KERNELS, ReferenceKernel()):
             name = getattr(kernel, "name", type(kernel).__name__)

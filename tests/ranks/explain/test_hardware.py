@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,20 @@ def test_cudnn_has_a_rate_of_its_own():
     assert named.seconds < explain(65536, **LLAMA, kernel=CUDA_FLASH, hardware=H100).seconds
     with pytest.raises(ValueError, match="cudnn_rate must be above 0"):
         replace(H100, cudnn_rate=0.0)
+
+
+def test_the_flash_attention_that_is_active_is_named():
+    """As FA3 and FA4, which replace what is behind torch's operators."""
+    attention = torch.nn.attention
+    attention.register_flash_attention_impl("FA of a test", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    shape = {"ranks": 2, "heads": 2, "head_dim": 64, "mask": Causal()}
+    try:
+        attention.activate_flash_attention_impl("FA of a test")
+        named = explain(4096, **shape).kernels
+    finally:
+        attention.restore_flash_attention_impl()
+    assert {"flash" in name for name, why in named if "Flash attention is FA of a test" in why} == {True}
+    assert not any("Flash attention is" in why for _, why in explain(4096, **shape).kernels)
 
 
 @pytest.mark.parametrize(("nodes", "far"), [(4, None), (2, 2), (1, 3)])
