@@ -42,16 +42,15 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
     Raises:
         TypeError: for objects that another process could not find by name, or not rebuild from their fields.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (bool, str, float)):
         return repr(value)
     if isinstance(value, int):
         return repr(_fixed(value))
-    if isinstance(value, float):
-        return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([to_text(item, tensors) + "," for item in value]) + ")"
     if isinstance(value, Dense):
-        tensors.append(value.tensor)
+        if not (tensors and tensors[-1] is value.tensor):  # that of a balancer and of the mask may be one
+            tensors.append(value.tensor)
         return "[" + str(len(tensors) - 1) + "]"
     if isinstance(value, functools.partial):
         function, positional = to_text(value.func, tensors), to_text(tuple(value.args), tensors)

@@ -108,7 +108,7 @@ def config_text(
         tensors,
     )
     if len(tensors) > 1:
-        raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them into one")
+        raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
     return ConfigText(name, config, tensors[0] if tensors else None)
 
 

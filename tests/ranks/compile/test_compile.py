@@ -244,7 +244,7 @@ def test_batches_of_documents_are_one_graph(name: str):
 
 @pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 def test_masks_that_are_tensors(name: str):
-    """Of the style, and of the call; they are inputs of the graph."""
+    """Of the style, of a balancer, and of the call; they are inputs of the graph."""
     masks = [randn(seed, 16, 16) < 0.5 for seed in (1, 2)]
     for mask in masks:
         mask.fill_diagonal_(True)
@@ -258,8 +258,9 @@ def test_masks_that_are_tensors(name: str):
         mesh = cp_mesh(RANKS)
         for mask in masks:
             problem = Problem(length=16, kv_heads=2, mask=mask & causal)
-            attend = compiled(door(name, mesh, mask=Dense(mask)))
-            assert max(run_attention(attend, problem, rank, RANKS)) < EXACT
+            for layout in (head_tail, partial(by_work, mask=(dense := Dense(mask)))):  # a text has the mask twice
+                attend = compiled(door(name, mesh, mask=dense, layout=layout))
+                assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
         if name != "function":
             masked = torch.compile(door(name, mesh, Masked()), backend="aot_eager", fullgraph=True)
             for mask in masks:
