@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -295,6 +296,66 @@ class VarlenKernel(SdpaKernel):
     windows: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class CpuFlashKernel(SdpaKernel):
+    """torch's flash attention for CPU, which computes whole blocks of 512 keys, also where causal hides most of one.
+
+    So a causal tile of some hundred rows takes as long as one without a mask. It is computed in four ranges of rows,
+    each with the keys up to its last row, and an explicit mask: in 0.74 to 0.9 times the time of both passes. The
+    backward holds up to 1.8 times the bytes of the queries more: gradients of the ranges beside those of the last one.
+
+    Source: FlashAttentionKernel.cpp of torch, where ``kvBlockSize`` does not depend on ``num_keys``; measured on 2.13.
+    """
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, **options):
+        if not causal or not (ranges := _row_ranges(q_BHLD)):
+            return super().forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale, **options)
+        query, scale, _ = _positive_scale(q_BHLD, scale)
+        q, k, v = (self._taken(x, max(self._dims(q_BHLD, v_BGME))) for x in (query, k_BGMD, v_BGME))
+        out, lse = torch.empty_like(q), q_BHLD.new_empty(q.shape[:3])
+        for rows, keys, mask in ranges:
+            tensors = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            results = self.forward_op(*tensors, 0.0, mask is None, attn_mask=mask, scale=scale)
+            out[:, :, rows], lse[:, :, rows] = results
+        return out[..., : v_BGME.shape[3]], lse
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, **options):
+        tensors = grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE
+        if not causal or not (ranges := _row_ranges(q_BHLD)):
+            return super().backward(*tensors, lse_BHL, causal=causal, bias=bias, scale=scale, **options)
+        op, (dim, dim_v) = _op(f"{self.name}_backward"), (q_BHLD.shape[3], v_BGME.shape[3])
+        grad, q, k, v, out = (self._taken(x, max(self._dims(q_BHLD, v_BGME))) for x in tensors)
+        q, scale, sign = _positive_scale(q, scale)
+        dqs, sums = [], []
+        for rows, keys, mask in reversed(ranges):
+            tensors = q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse_BHL[:, :, rows].contiguous()
+            dq, *of_keys = op(grad[:, :, rows], *tensors, 0.0, mask is None, attn_mask=mask, scale=scale)
+            dqs.insert(0, dq)
+            for total, gradient in zip(sums, of_keys, strict=bool(sums)):
+                total[:, :, keys].add_(gradient)
+            sums = sums or of_keys  # the last rows see all keys
+            del dq, of_keys  # before the next ones are made
+        dq, (dk, dv) = torch.cat(dqs, 2), sums
+        return dq[..., :dim] if sign == 1.0 else dq[..., :dim] * sign, dk[..., :dim], dv[..., :dim_v]
+
+
+def _row_ranges(q_BHLD: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | None]]:
+    """Ranges of the rows of a causal tile, their keys, and their masks; the first is causal. Empty: all rows at once.
+
+    Shorter tiles gain nothing. Longer ones have blocks of 256 queries, which explicit masks slow down. In 16 bits,
+    gradients of keys would be rounded once more for each range.
+    """
+    rows = q_BHLD.shape[2]
+    if not 256 <= rows < 768 or q_BHLD.element_size() < 4:
+        return []
+    step = -(-rows // 4)
+    # The last columns are a triangle. Each range takes the last columns, as many as it has keys.
+    mask = q_BHLD.new_full((step, rows), float("-inf")).triu_(rows - step + 1)
+    edges = pairwise((*range(0, rows, step), rows))
+    masks = ((i, j, mask[step - (j - i) :, rows - j :] if i else None) for i, j in edges)
+    return [(slice(first, stop), slice(stop), mask) for first, stop, mask in masks]
+
+
 def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:
     """As the op takes it: one of _PACKED takes [B, L, H, D], and of a pack [B T, H, D]."""
     rows = tensor_BHLD.transpose(1, 2) if packed else tensor_BHLD
@@ -372,7 +433,7 @@ GATES: dict[str, tuple[str, Callable[[torch.device, torch.dtype, int], bool]]] =
 }
 """What fused ops need, and whether a GPU, a dtype and the larger head dim have it: torch's sources, 2.11 to 2.15."""
 _LOW = (torch.float16, torch.bfloat16)
-CPU_FLASH = SdpaKernel(
+CPU_FLASH = CpuFlashKernel(
     "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
 )
 """torch's flash attention for CPU: float64, float32, bfloat16, float16. Low precision has tiles of float32."""

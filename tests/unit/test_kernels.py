@@ -69,6 +69,47 @@ def test_a_tile_is_attention(kernel: Kernel, shape: dict, causal: bool, scale: f
         assert error(found, wanted) < EXACT
 
 
+class OpCount(TorchDispatchMode):
+    """Counts the calls of an op, and of its backward."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += self.name in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "ranges"),
+    [
+        (255, torch.float64, 1),
+        (256, torch.float64, 4),
+        (301, torch.float64, 4),
+        (767, torch.float64, 4),
+        (768, torch.float64, 1),
+        (256, torch.float32, 4),
+        (256, torch.bfloat16, 1),
+    ],
+)
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 3)])
+@pytest.mark.parametrize("scale", [0.3, -2.0])
+def test_a_causal_tile_of_some_hundred_rows_is_computed_in_ranges(
+    rows: int, dtype: torch.dtype, ranges: int, kv_heads: int, value_dim: int, scale: float
+):
+    inputs, cotangent = attention_inputs(length=rows, batch=1, kv_heads=kv_heads)
+    inputs[2], cotangent = inputs[2][..., :value_dim], cotangent[..., :value_dim]
+    expected = expected_attention(inputs, cotangent, torch.ones(rows, rows, dtype=torch.bool).tril(), scale=scale)
+    inputs, cotangent = [x.to(dtype) for x in inputs], cotangent.to(dtype)
+    with OpCount(CPU_FLASH.name) as calls:
+        results = run(CPU_FLASH, inputs, cotangent, causal=True, scale=scale)
+    assert calls.count == 2 * ranges
+    # Sums of up to 767 terms. In 16 bits one call is judged elsewhere, by the ratio of errors.
+    limit = {torch.float64: 1e-13, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert max(map(error, results, expected)) < limit
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_rows_that_see_nothing_are_zero_with_finite_gradients(kernel: Kernel):
     inputs, cotangent = attention_inputs(length=5)
