@@ -104,7 +104,6 @@ class SequenceLayout:
     held: tuple[tuple[Chunk, ...], ...] | Stripes
     length: int = field(init=False, compare=False)
     lengths: tuple[int, ...] = field(init=False, compare=False)
-    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         held = self.held
@@ -118,11 +117,14 @@ class SequenceLayout:
         object.__setattr__(self, "held", held)
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "length", sum(lengths))
-        # Layouts are cache keys of plans and may have thousands of chunks, so compute the hash once.
-        object.__setattr__(self, "_hash", hash(held))
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Layouts are cache keys of plans and may have thousands of chunks, so it is computed once.
+        return hash(self.held)
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:

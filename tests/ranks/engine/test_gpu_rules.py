@@ -253,7 +253,8 @@ def test_the_calls_of_a_window():
         for run in (rehearse(*given, rank) for rank in range(8)):
             assert len(run.forward.calls) <= 4
             assert len(run.backward.calls) <= 8  # by halves of the heads
-            assert all("flash" in call.kernel for call in run.forward.calls)
+            # Tiles without an edge go to cuDNN where torch is built with it.
+            assert all("flash" in call.kernel or "cudnn" in call.kernel for call in run.forward.calls)
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
