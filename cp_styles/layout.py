@@ -121,10 +121,8 @@ class SequenceLayout:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
-    def _hash(self) -> int:
-        # Layouts are cache keys of plans and may have thousands of chunks, so it is computed once.
-        return hash(self.held)
+    # Layouts are cache keys of plans and may have thousands of chunks, so it is computed once.
+    _hash = cached_property(lambda self: hash(self.held))
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:
