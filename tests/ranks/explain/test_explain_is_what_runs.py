@@ -98,10 +98,8 @@ def measured(attend: Any, inputs: list[torch.Tensor], grad: torch.Tensor, ranks:
     with CommunicationTrace() as backward:
         out.backward(grad)
     found["kernels"] = kernels.kernels
-    for direction, trace in (("sent", forward), ("sent back", backward)):
-        # Two ranks swap short messages in an all-to-all.
-        events = [("send" if name == "all_to_all" else name, nbytes) for name, nbytes in trace.events]
-        found[direction] = [event for event in events if [event] != agreement]
+    for name, trace in (("sent", forward), ("sent back", backward)):
+        found[name] = [event for event in trace.events if [event] != agreement]
     return found
 
 

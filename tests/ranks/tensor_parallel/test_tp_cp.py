@@ -240,7 +240,7 @@ def test_key_heads_that_tp_does_not_divide():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, all_to_all 8
+cp: all_gather 6, all_reduce 3, send 8
 tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
     )
 
