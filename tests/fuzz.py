@@ -76,7 +76,6 @@ STRATEGIES = parity_grid.STRATEGIES | {"Ulysses in chunks": Ulysses(chunks=2)}
 AGREEMENTS = {"every call": Checks(), "none": Checks(agreement=False)}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
-# What an odd rank may do, beside having another value of a field: see Case.odd.
 # What is refused although all ranks do the same, but for strides.
 LIMITS = re.compile(
     "does not divide the|needs the lengths of all ranks|positions of the two sequences do not correspond|"
@@ -188,8 +187,8 @@ def draw(seed: int) -> Case:
         case = other if sensible(other) == other else case
     if seed % 2:
         # A balancer may deal one token less in just this way, and then the sequence is one token shorter.
-        known = case.door != "block" and not case.balancer
-        can_lack = [known and length > 0 for length in layout_of(case).lengths]
+        cut_by_all = case.door == "block" or case.balancer
+        can_lack = [length > 0 and not cut_by_all for length in layout_of(case).lengths]
         case = case.with_odd_rank(dice, CHOICES, ODD_FIELDS, sensible, can_lack)
     return case
 

@@ -45,7 +45,8 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
     if value is None or isinstance(value, (bool, str, float)):
         return repr(value)
     if isinstance(value, int):
-        return repr(_fixed(value))
+        # Under torch.compile a guarded constant, where the number itself could become a symbol.
+        return repr(len(range(value)) if value >= 0 else -len(range(-value)))
     if isinstance(value, tuple):
         return "(" + "".join([to_text(item, tensors) + "," for item in value]) + ")"
     if isinstance(value, Dense):
@@ -102,11 +103,6 @@ def _build(literal: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
             return functools.partial(function, *positional, **dict(keywords))
         return _known(name)(*built)
     return literal
-
-
-def _fixed(number: int) -> int:
-    """The same number. Under torch.compile it is a guarded constant, where it could otherwise become a symbol."""
-    return len(range(number)) if number >= 0 else -len(range(-number))
 
 
 @constant_under_compile  # a function or class stands for itself: the compiler guards its identity

@@ -508,11 +508,8 @@ def _gather(call: OpCall) -> Label:
 def _chosen(label: Label, dim: int, index: Label) -> list[Label]:
     """What an index adds to what it takes along ``dim``: classes by labels have tokens, too."""
     # An order of tokens, applied to tokens, adds nothing, unless it leaves out those that others of this rank surpass.
-    return [index] if not _differ_along(label, dim) or getattr(index.mixed, "words", "") == "topk" else []
-
-
-def _differ_along(label: Label, dim: int) -> bool:
-    return any(track is not None and track.shape[dim] > 1 for track in (label.tokens, label.places))
+    differ = any(track is not None and track.shape[dim] > 1 for track in (label.tokens, label.places))
+    return [index] if not differ or getattr(index.mixed, "words", "") == "topk" else []
 
 
 def _narrowed(track: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

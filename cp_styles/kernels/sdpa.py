@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -300,60 +299,37 @@ class VarlenKernel(SdpaKernel):
 class CpuFlashKernel(SdpaKernel):
     """torch's flash attention for CPU, which computes whole blocks of 512 keys, also where causal hides most of one.
 
-    So a causal tile of some hundred rows takes as long as one without a mask. It is computed in four ranges of rows,
-    each with the keys up to its last row, and an explicit mask: in 0.74 to 0.9 times the time of both passes. The
-    backward holds up to 1.8 times the bytes of the queries more: gradients of the ranges beside those of the last one.
+    So the backward of a causal tile of some hundred rows takes as long as one without a mask. It is computed in four
+    ranges of the rows, each with the keys up to its last row, and an explicit mask. It then holds gradients of a range
+    beside their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
 
-    Source: FlashAttentionKernel.cpp of torch, where ``kvBlockSize`` does not depend on ``num_keys``; measured on 2.13.
+    Source: FlashAttentionKernel.cpp of torch, where ``kvBlockSize`` does not depend on ``num_keys``.
     """
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, **options):
-        if not causal or not (ranges := _row_ranges(q_BHLD)):
-            return super().forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale, **options)
-        query, scale, _ = _positive_scale(q_BHLD, scale)
-        q, k, v = (self._taken(x, max(self._dims(q_BHLD, v_BGME))) for x in (query, k_BGMD, v_BGME))
-        out, lse = torch.empty_like(q), q_BHLD.new_empty(q.shape[:3])
-        for rows, keys, mask in ranges:
-            tensors = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            results = self.forward_op(*tensors, 0.0, mask is None, attn_mask=mask, scale=scale)
-            out[:, :, rows], lse[:, :, rows] = results
-        return out[..., : v_BGME.shape[3]], lse
-
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, **options):
-        tensors = grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE
-        if not causal or not (ranges := _row_ranges(q_BHLD)):
-            return super().backward(*tensors, lse_BHL, causal=causal, bias=bias, scale=scale, **options)
-        op, (dim, dim_v) = _op(f"{self.name}_backward"), (q_BHLD.shape[3], v_BGME.shape[3])
-        grad, q, k, v, out = (self._taken(x, max(self._dims(q_BHLD, v_BGME))) for x in tensors)
-        q, scale, sign = _positive_scale(q, scale)
-        dqs, sums = [], []
-        for rows, keys, mask in reversed(ranges):
-            tensors = q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse_BHL[:, :, rows].contiguous()
-            dq, *of_keys = op(grad[:, :, rows], *tensors, 0.0, mask is None, attn_mask=mask, scale=scale)
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, **options):
+        by_rows, length = (grad_BHLE, q_BHLD, out_BHLE, lse_BHL), q_BHLD.shape[2]
+        # Shorter tiles gain little, and longer ones have larger blocks of queries, which masks slow down. In 16 bits,
+        # gradients of keys would be rounded once more for each range.
+        if not causal or bias is not None or not 384 <= length <= 640 or q_BHLD.element_size() < 4:
+            tensors = grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL
+            return super().backward(*tensors, causal=causal, bias=bias, **options)
+        step = -(-length // 4)
+        # The last columns are a triangle. Each range takes the last columns, as many as it has keys.
+        mask = q_BHLD.new_full((step, length), float("-inf")).triu_(length - step + 1)
+        dqs, sums, stop = [], [], length
+        while stop:  # from the last rows, which see all keys
+            rows, keys = slice((stop - 1) // step * step, stop), slice(stop)
+            hidden = mask[step - (stop - rows.start) :, length - stop :]
+            grad, q, out, lse = (x[:, :, rows] for x in by_rows)
+            part = grad, q, k_BGMD[:, :, keys], v_BGME[:, :, keys], out, lse
+            dq, *of_keys = super().backward(*part, causal=False, bias=hidden, **options)
             dqs.insert(0, dq)
-            for total, gradient in zip(sums, of_keys, strict=bool(sums)):
-                total[:, :, keys].add_(gradient)
-            sums = sums or of_keys  # the last rows see all keys
+            if sums:
+                sums[0][:, :, keys].add_(of_keys[0])
+                sums[1][:, :, keys].add_(of_keys[1])
+            sums, stop = sums or of_keys, rows.start
             del dq, of_keys  # before the next ones are made
-        dq, (dk, dv) = torch.cat(dqs, 2), sums
-        return dq[..., :dim] if sign == 1.0 else dq[..., :dim] * sign, dk[..., :dim], dv[..., :dim_v]
-
-
-def _row_ranges(q_BHLD: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | None]]:
-    """Ranges of the rows of a causal tile, their keys, and their masks; the first is causal. Empty: all rows at once.
-
-    Shorter tiles gain nothing. Longer ones have blocks of 256 queries, which explicit masks slow down. In 16 bits,
-    gradients of keys would be rounded once more for each range.
-    """
-    rows = q_BHLD.shape[2]
-    if not 256 <= rows < 768 or q_BHLD.element_size() < 4:
-        return []
-    step = -(-rows // 4)
-    # The last columns are a triangle. Each range takes the last columns, as many as it has keys.
-    mask = q_BHLD.new_full((step, rows), float("-inf")).triu_(rows - step + 1)
-    edges = pairwise((*range(0, rows, step), rows))
-    masks = ((i, j, mask[step - (j - i) :, rows - j :] if i else None) for i, j in edges)
-    return [(slice(first, stop), slice(stop), mask) for first, stop, mask in masks]
+        return torch.cat(dqs, 2), *sums
 
 
 def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -339,7 +339,8 @@ def _partial_bits(
     """``((n, i, j), [blocks, rows, columns])``: values of mask_mod in partial blocks, some blocks at a time."""
     rows, columns = mask.BLOCK_SIZE
     heads, device = _four(mask)[1], blocks.device
-    ask = torch.vmap(_over_queries_and_keys(mask.mask_mod), in_dims=(0, 0, 0, 0))
+    of_row = torch.vmap(torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+    ask = torch.vmap(of_row, in_dims=(0, 0, 0, 0))
     partial_blocks = torch.nonzero(blocks == 1)
     for group in partial_blocks.split(max(1, _PAIRS // (rows * columns))) if len(partial_blocks) else ():
         n, i, j = group.unbind(1)
@@ -348,7 +349,3 @@ def _partial_bits(
         # Tensors that mask_mod reads may have the length of the sequence, so clamp the positions.
         bits = ask(n // heads, n % heads, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
         yield (n, i, j), bits & (q < queries)[:, :, None] & (kv < keys)[:, None, :]
-
-
-def _over_queries_and_keys(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.vmap(torch.vmap(mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))

@@ -67,7 +67,8 @@ class AppliedPlan:
         for path, module in modules:
             if type(module) in plain:
                 plain[type(module)].append(path)
-            if any(_matches(path, pattern) for pattern in self._patterns) and not _has_style_inside(module):
+            matches = any(_matches(path, pattern) for pattern in self._patterns)
+            if matches and not any(isinstance(child, BoundToThisRun) for child in module.modules()):
                 self._refuse(root, path, module)
         for cls, paths in plain.items():
             if len(paths) > self._plain[cls]:
@@ -99,10 +100,6 @@ def _without_style(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 path = f"{prefix}{name}"
                 yield path, child
                 waiting.append((f"{path}.", child))
-
-
-def _has_style_inside(module: nn.Module) -> bool:
-    return any(isinstance(child, BoundToThisRun) for child in module.modules())
 
 
 def _matches(path: str, pattern: str) -> bool:

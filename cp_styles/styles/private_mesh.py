@@ -99,14 +99,10 @@ def _of_part(op: torch._ops.OpOverload, tensor: DTensor) -> torch.Tensor:
     return op(tensor.to_local())
 
 
-def _unchanged(op: torch._ops.OpOverload, tensor: DTensor) -> DTensor:
-    return tensor
-
-
 _HANDLED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _refuse,
     **{kernel.forward_op: _refuse for kernel in SDPA_KERNELS},
     IS_ANY_TRUE: _of_part,
 }
 if DETACH_IN_PLACE_HAS_NO_RULE:  # from_local needs it in inference mode
-    _HANDLED[torch.ops.aten.detach_.default] = _unchanged
+    _HANDLED[torch.ops.aten.detach_.default] = lambda op, tensor: tensor

@@ -41,8 +41,8 @@ def test_a_layer_on_cp_and_tp(on_processes):
         assert difference < 1e-9  # of a loss around 4
         assert graphs == 1
         eager, compiled = said["memory"]
-        if RANGES_ARE_NOT_TRACED:  # 2.11 keeps two query shards more in a backward
-            assert compiled[1] <= eager[1] + 2.05
-        else:  # but for the sizes of what ranks agree by, and of gloo's own
-            assert compiled == pytest.approx(eager, abs=0.05)
+        # But for what ranks agree by, and gloo's own. In a backward, 2.11 keeps 1 to 2 query shards more.
+        assert compiled[0] == pytest.approx(eager[0], abs=0.05)
+        assert compiled[1] == pytest.approx(eager[1], abs=0.05) or RANGES_ARE_NOT_TRACED
+        assert compiled[1] <= eager[1] + 2.05
         assert eager[1] <= 13  # query shards, as in test_memory

@@ -84,18 +84,18 @@ class OpCount(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rows", "dtype", "ranges"),
     [
-        (255, torch.float64, 1),
-        (256, torch.float64, 4),
-        (301, torch.float64, 4),
-        (767, torch.float64, 4),
-        (768, torch.float64, 1),
-        (256, torch.float32, 4),
-        (256, torch.bfloat16, 1),
+        (383, torch.float64, 1),
+        (384, torch.float64, 4),
+        (501, torch.float64, 4),
+        (640, torch.float64, 4),
+        (641, torch.float64, 1),
+        (512, torch.float32, 4),
+        (512, torch.bfloat16, 1),
     ],
 )
 @pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 3)])
 @pytest.mark.parametrize("scale", [0.3, -2.0])
-def test_a_causal_tile_of_some_hundred_rows_is_computed_in_ranges(
+def test_the_backward_of_a_causal_tile_of_some_hundred_rows_is_in_ranges(
     rows: int, dtype: torch.dtype, ranges: int, kv_heads: int, value_dim: int, scale: float
 ):
     inputs, cotangent = attention_inputs(length=rows, batch=1, kv_heads=kv_heads)
@@ -104,10 +104,10 @@ def test_a_causal_tile_of_some_hundred_rows_is_computed_in_ranges(
     inputs, cotangent = [x.to(dtype) for x in inputs], cotangent.to(dtype)
     with OpCount(CPU_FLASH.name) as calls:
         results = run(CPU_FLASH, inputs, cotangent, causal=True, scale=scale)
-    assert calls.count == 2 * ranges
-    # Sums of up to 767 terms. In 16 bits one call is judged elsewhere, by the ratio of errors.
-    limit = {torch.float64: 1e-13, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-    assert max(map(error, results, expected)) < limit
+    assert calls.count == 1 + ranges
+    if dtype != torch.bfloat16:  # which is judged elsewhere, by the ratio of errors; here, that it is one call
+        # Sums of as many terms as there are rows, each of which is rounded.
+        assert max(map(error, results, expected)) < rows * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)

@@ -121,8 +121,8 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 28_861, "lines of the core path": 12_876, "floors": 10, "entries of state": 40}
-SLACK = {"lines of the package": 28_861, "lines of the core path": 12_876, "entries of state": 8}
+LIMITS = {"lines of the package": 28_820, "lines of the core path": 12_841, "floors": 10, "entries of state": 40}
+SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
 @pytest.mark.parametrize(("what", "limit"), LIMITS.items())
