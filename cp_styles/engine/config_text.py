@@ -143,7 +143,9 @@ def _known(name: str) -> Any:
         value = _found(name)
         if not isinstance(value, (type, types.FunctionType)) or f"{value.__module__}:{value.__qualname__}" != name:
             value = None  # imported there
-        elif not (_fields_of(value)[0] if isinstance(value, type) else _is_balancer(value)):
+        elif isinstance(value, type):
+            value = value if _fields_of(value)[0] else None
+        elif value.__code__.co_varnames[:2] != ("length", "ranks"):  # no balancer
             value = None
     if value is None:
         raise ValueError(
@@ -152,10 +154,6 @@ def _known(name: str) -> Any:
             "or compile the call that has them), and nothing else"
         )
     return value
-
-
-def _is_balancer(function: types.FunctionType) -> bool:
-    return function.__code__.co_varnames[:2] == ("length", "ranks")
 
 
 def _found(name: str) -> Any:

@@ -22,7 +22,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
+from cp_styles._compat import (
+    forward_mode_level,
+    never_compiled,
+    new_size,
+    torch_func_transform,
+    without_dispatch_modes,
+)
 from cp_styles.checksum import delayed_digest
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
@@ -299,11 +305,21 @@ def _save(ctx, inputs, output) -> None:
     if not wants_lse:
         ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, residual, sink, attn_mask, dense, call, learned)
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
+    reads_inputs = True
     if config.startswith(_LIVE) and keep:
         ctx.call = call
         ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
+        reads_inputs = ctx.agreed.binding.strategy.reads_inputs
+    elif keep:
+        with without_dispatch_modes():  # while a graph is traced, ``dense`` has no values
+            masks = () if dense is None else (torch.ones(1, 1, dtype=torch.bool, device="cpu"),)
+            _, _, group_name, strategy, *_ = from_text(config, masks)
+        reads_inputs = strategy.on(group_of_name(group_name).size()).reads_inputs
+    # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
+    ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
+    inputs = (q, k, v, out) if reads_inputs else (None,) * 4
+    ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned)
 
 
 @never_compiled
@@ -312,6 +328,8 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
     q, k, v, out, residual, sink, attn_mask, dense, call, learned = ctx.saved_tensors
     if grad is None and grad_lse is None:
         return (None,) * 13
+    if ctx.shapes:
+        q, k, v, out = (torch.empty(1, dtype=dtype, device=device).expand(size) for size, dtype, device in ctx.shapes)
     grad = torch.zeros_like(out) if grad is None else grad
     if not ctx.keep:
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")

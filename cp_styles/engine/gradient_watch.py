@@ -312,19 +312,15 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if steps is None or steps.world != here:
         steps = _stepped[optimizer] = _Steps(here)
     steps.number += 1
-    if not steps.number & (steps.number - 1) and _is_zero_redundancy(optimizer):
+    package = sys.modules.get("torch.distributed.optim")  # slow to import, and who has such an optimizer has done it
+    zero = package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)
+    if zero and not steps.number & (steps.number - 1):
         with torch.no_grad(), without_dispatch_modes():
             steps.gradients = [
                 (ref(x), _sampled(x.grad, _MOST_OF_GRADIENT).clone())
                 for x in _trained(optimizer)
                 if x.grad is not None and x.grad.layout == torch.strided and mesh_of(x.grad) is None
             ]
-
-
-def _is_zero_redundancy(optimizer: Optimizer) -> bool:
-    # Its package is slow to import. Who has such an optimizer has imported it.
-    package = sys.modules.get("torch.distributed.optim")
-    return package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)
 
 
 def _trained(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -216,7 +216,7 @@ def _choice(
     best = min(rows, key=_by_time)
     if best.explanation is None:
         raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in rows}) }")
-    return best.strategy
+    return best.explanation.strategy
 
 
 class HybridChoice(NamedTuple):

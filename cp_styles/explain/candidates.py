@@ -41,7 +41,7 @@ def strategies_for(ranks: int, hardware: Hardware | None = None) -> list[Strateg
 def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
     """Why a strategy cannot run, or wastes ranks, and the remedy; empty if it does neither."""
     try:
-        strategy.check_ranks(ranks)
+        strategy = strategy.on(ranks)
         size = strategy.size_on(ranks) if isinstance(strategy, Ulysses) else 1
     except ValueError as error:
         return str(error)

@@ -110,8 +110,13 @@ class Explanation:
 
     @cached_property
     def kept_memory(self) -> int:
-        """The most bytes that a rehearsed rank keeps from forward to backward, beside query, key and value."""
-        return max(sum(run.forward.left.values()) for run in self.runs.values())
+        """The most bytes that a rehearsed rank keeps from forward to backward, its output included."""
+        return max(self.kept_inputs(rank) + sum(run.forward.left.values()) for rank, run in self.runs.items())
+
+    def kept_inputs(self, rank: int) -> int:
+        """The bytes of query, key and value of ``rank``; 0 if autograd does not keep them."""
+        queries, keys = self.layout.lengths[rank], self.kv_layout.lengths[rank]
+        return self.strategy.reads_inputs * (queries * self.shapes.query_row + keys * self.shapes.kv_row)
 
     def sent(self, phase: str = "forward") -> int:
         """The most bytes that a rehearsed rank sends in ``phase``: "forward" or "backward"."""
@@ -341,7 +346,7 @@ def explained(
 ) -> Explanation:
     """:func:`explain`, from the parts. Of more than ``most`` ranks, some are rehearsed: the busiest is one of them."""
     ranks = layouts[0].ranks
-    strategy.check_ranks(ranks)
+    strategy = strategy.on(ranks)
     chosen = [rank] if rank is not None else range(ranks) if ranks <= most else _sample(layouts[0], mask, most)
     options = {"sink": sink, "memory": memory}
     runs = {r: rehearse(strategy, layouts, mask, kernel, shapes, r, **options) for r in chosen}
@@ -386,7 +391,7 @@ def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
             yield str(strategy), f"rejected: {problem}"
             continue
         try:
-            other = rehearse(strategy, *call, most_calls=most_calls)
+            other = rehearse(strategy.on(explanation.ranks), *call, most_calls=most_calls)
         except TooManyCalls as many:
             yield str(strategy), f"slow: {many} in a forward or a backward"
             continue

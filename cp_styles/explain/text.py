@@ -157,8 +157,9 @@ def _memory(explanation: Any) -> list[str]:
     shapes = explanation.shapes
     rank = max(explanation.runs, key=lambda rank: explanation.runs[rank].backward.peak)
     run, queries, keys = explanation.runs[rank], explanation.layout.lengths[rank], explanation.kv_layout.lengths[rank]
+    kept = explanation.kept_inputs(rank)
     parts = {
-        "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row,) * 3,
+        "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row, kept, kept),
         "gradient of the output (the caller's)": (0, 0, queries * shapes.row_bytes(shapes.heads, shapes.value_dim)),
     }
     for name in dict.fromkeys((*run.forward.parts, *run.forward.left, *run.backward.parts)):

@@ -162,8 +162,9 @@ class SdpaKernel(Kernel):
         query, grad, out = self._taken(q_BHLD, dim), self._taken(grad_BHLE, padded_v), self._taken(out_BHLE, padded_v)
         if self.out_by_rows:
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        if self.out_like_query:
-            grad, out = (_in_order_of(query, x) for x in (grad, out))
+        if self.out_like_query:  # dense, and with the memory order of the query
+            order = sorted(range(4), key=lambda dim: (-query.stride(dim), dim))
+            grad, out = (x.permute(order).contiguous().permute(tuple(map(order.index, range(4)))) for x in (grad, out))
         packed = window is not None or pack is not None
         op, laid = _op(_PACKED[1] if packed else f"{self.name}_backward"), partial(_by_rows, packed=packed, pack=pack)
         # Never read: there is no dropout.
@@ -250,13 +251,10 @@ class SdpaKernel(Kernel):
         """
         if tensor.shape[-1] != dim:
             tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
-        if tensor.stride(-1) == 1 and (self.row_bytes == 1 or self._is_aligned(tensor)):
-            return tensor
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    def _is_aligned(self, tensor: torch.Tensor) -> bool:
         step = max(self.row_bytes // tensor.element_size(), 1)
-        return not any(place % step for place in (tensor.storage_offset(), *tensor.stride()[:-1]))
+        places = () if step == 1 else (tensor.storage_offset(), *tensor.stride()[:-1])
+        aligned = tensor.stride(-1) == 1 and not any(place % step for place in places)
+        return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
 
     def _fitted(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
         """The bias expanded to [B, H, L, M], as the ops need it. Expanded dims need no memory."""
@@ -365,12 +363,6 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
         return q_BHLD, scale, 1.0
     sign = -1.0 if scale < 0 else 0.0
     return q_BHLD * sign, abs(scale) or 1.0, sign
-
-
-def _in_order_of(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy with the memory order of the query, if needed."""
-    order = sorted(range(query.ndim), key=lambda dim: (-query.stride(dim), dim))
-    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(query.ndim)])
 
 
 @cache

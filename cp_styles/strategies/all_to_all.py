@@ -39,21 +39,16 @@ class Direct:
     """An ``Exchange`` (see collectives/exchange.py) for tensors of given shapes, in both directions. No autograd.
 
     Attributes:
-        trivial: the group has one rank; tensors are returned as they are.
         in_order: rows arrive in the order of positions, which holds for contiguous layouts.
         arriving: number of elements that :meth:`start` receives.
 
     ``shapes`` are the shapes on the side where each rank has its rows of all columns. ``group`` is the group of the
-    exchange's peers; None for one rank. The reference is weak, because what is remembered must not keep a group alive.
+    exchange's peers, of two ranks at least. The reference is weak: what is remembered must not keep a group alive.
     """
 
-    def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: ref[dist.ProcessGroup] | None) -> None:
+    def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: ref[dist.ProcessGroup]) -> None:
         self.way, self.shapes = way, shapes
         self._group = group
-        self.trivial = way.peers.size == 1
-        if self.trivial:
-            self.arriving, self.in_order = 0, True
-            return
         rank, sizes = way.peers.rank, way.rows.sizes
         lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : way.column_axis])
         self._others = [peer for peer in range(way.peers.size) if peer != rank]
@@ -80,8 +75,6 @@ class Direct:
         Communication: one message to every other rank. The adjoint is :meth:`leave`.
         """
         wire = tensors[0].new_empty(self.arriving) if place is None or not self.in_order else place
-        if self.trivial:
-            return Arriving(wire, place, PendingTransfers((), ()))
         rank, own_block = self.way.peers.rank, self._received[self.way.peers.rank]
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
@@ -96,10 +89,9 @@ class Direct:
         return Arriving(wire, place, pending)
 
     def _exchange(self, sends: list[Any], receives: list[Any]) -> PendingTransfers:
-        group = None if self._group is None else self._group()
+        group = self._group()
         assert group is not None, "its attention holds the group of an exchange that runs"
-        if sends:
-            open_group(group, sends[0][1].device)
+        open_group(group, sends[0][1].device)
         return exchange(sends, receives, group)
 
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
@@ -108,14 +100,11 @@ class Direct:
             place.of(block).copy_(x.narrow(self.way.column_dim, *place.columns))
         return block
 
-    def views(self, flat: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        """Views of ``flat``, one for each tensor: all rows of this rank's columns.
+    def views(self, flat: torch.Tensor) -> Tensors:
+        """Views of ``flat``, which has the rows in the order of positions: all rows of this rank's columns."""
+        return tuple(place.of(flat) for place in self._whole)
 
-        ``flat`` has the rows in the order of positions. In a group of one rank, ``tensors`` are returned.
-        """
-        return tensors if self.trivial else tuple(place.of(flat) for place in self._whole)
-
-    def arrived(self, arriving: Arriving, *tensors: torch.Tensor) -> Tensors:
+    def arrived(self, arriving: Arriving) -> Tensors:
         """All rows of this rank's columns of each tensor, when they have come."""
         wire, place, pending = arriving
         pending.wait()
@@ -123,7 +112,7 @@ class Direct:
             received, wire = wire, torch.empty_like(wire) if place is None else place
             shape = sum(self.way.rows.sizes), -1
             self.way.rows.to_global(received.view(shape), out=wire.view(shape))
-        return self.views(wire, *tensors)
+        return self.views(wire)
 
     def leave(self, tensors: list[torch.Tensor]) -> Leaving:
         """Start to send each rank its rows of this rank's columns of all tensors.

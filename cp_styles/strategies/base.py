@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,8 +92,12 @@ class Strategy(ABC):
     example. Its docstring states communication and memory.
     """
 
-    def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
-        """Raise ValueError if the strategy cannot run on this number of ranks."""
+    reads_inputs: ClassVar[bool] = True
+    """Whether the backward reads query, key, value and output, and not only their shapes."""
+
+    def on(self, ranks: int) -> Strategy:
+        """What runs on this number of ranks. Raises ValueError if the strategy cannot."""
+        return self
 
     def keeping_nothing(self) -> Strategy:
         """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
@@ -147,7 +151,7 @@ class Strategy(ABC):
         Args:
             attention: as in :meth:`forward`, and so are ``q_BHLD``, ``k_BGMD``, ``v_BGME`` and ``sink_H``.
             grad_BHLE: gradient of the output.
-            out_BHLE: output of the forward.
+            out_BHLE: output of the forward. This and the inputs have no values unless ``reads_inputs``.
             residual: as the forward has filled it.
         """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_styles.mask import Mask, PerRow
 from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy
 
 
@@ -22,6 +23,10 @@ class PerRowStrategy(Strategy):
 
     def keeping_nothing(self):
         return replace(self, inner=self.inner.keeping_nothing())
+
+    @property
+    def reads_inputs(self):
+        return self.inner.reads_inputs
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         rows = self._rows(attention, None, q_BHLD, k_BGMD, v_BGME)
@@ -54,6 +59,12 @@ class PerRowStrategy(Strategy):
             return replace(attention, mask=attention.mask.row(index))
 
         return [(attention.once((PerRowStrategy, i), partial(of_row, i)), row, kept[i]) for i, row in enumerate(cut)]
+
+
+def by_rows(strategy: Strategy, mask: Mask) -> Strategy:
+    """``strategy``, run for each row of the batch if ``mask`` differs between rows."""
+    per_row = isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy)
+    return PerRowStrategy(strategy) if per_row else strategy
 
 
 def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:

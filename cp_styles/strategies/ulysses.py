@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -37,8 +37,8 @@ class Ulysses(Strategy):
     all-to-alls. Backward: the same. The inner strategy adds its own. There may be fewer KV heads than ranks, and head
     counts need not divide: then ranks with a head more than others send more than that.
 
-    Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
-    the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
+    Memory of one attention on one rank. Between forward and backward: the output, its logsumexp, Q + K' for the inputs
+    of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
     (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a
     message with them. With ``chunks``, the gradients of all chunks but the last one wait on their ranks for that one.
 
@@ -62,6 +62,7 @@ class Ulysses(Strategy):
         style = AttentionContextParallel(strategy=Ulysses(inner=Ring(), size=8))  # 8 ranks of a machine exchange heads
     """
 
+    reads_inputs: ClassVar[bool] = False
     inner: Strategy = field(default_factory=Ring)
     size: int | None = None
     chunks: int = 1
@@ -77,8 +78,10 @@ class Ulysses(Strategy):
     def keeping_nothing(self):
         return replace(self, inner=self.inner.keeping_nothing())
 
-    def check_ranks(self, ranks):
-        self.inner.check_ranks(ranks // self.size_on(ranks))
+    def on(self, ranks):
+        size = self.size_on(ranks)
+        inner = self.inner.on(ranks // size)
+        return inner if size == 1 else replace(self, inner=inner)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return self._levels(attention, q_BHLD, k_BGMD, v_BGME).specs
@@ -94,15 +97,13 @@ class Ulysses(Strategy):
             if index + 1 < len(kept):
                 under_way.append(levels.start(index + 1, kept, q_BHLD, k_BGMD, v_BGME))
             with named_range("chunk", index, "wait for heads"):
-                q, k, v = chunk.arrived(under_way.pop(0), q_BHLD, k_BGMD, v_BGME)
+                q, k, v = chunk.arrived(under_way.pop(0))
             with named_range("chunk", index, "attend"):
                 k, v = chunk.paired(k, v)
                 out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
             del q, k, v
             if kept_out is not None:
                 kept_out.copy_(out)
-            if chunk.alone:
-                return out
             # From the residual, so that the memory of ``out`` is free for the result.
             heads = [out if kept_out is None else kept_out]
             del out
@@ -126,8 +127,8 @@ class Ulysses(Strategy):
         for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
             under_way += [start(index + 1)] if index + 1 < len(kept) else []
             with named_range("chunk", index, "wait for gradient of output"):
-                (grad,) = ways_there[index].arrived(under_way.pop(0), grad_BHLE)
-            q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+                (grad,) = ways_there[index].arrived(under_way.pop(0))
+            q, k, v = chunk.in_heads(places)
             sink = chunk.of_heads(sink_H)
             assert out is not None  # a backward has a residual
             assert inner_residual is not None
@@ -138,8 +139,6 @@ class Ulysses(Strategy):
             del grad, q, k, v  # free the memory for what follows
             if chunk_dsink is not None:
                 chunk.of_heads(dsink).copy_(chunk_dsink)
-            if chunk.alone:
-                return *grads, dsink
             for way, joined_back, started in zip(chunk.ways, levels.joined, leaving, strict=True):
                 with named_range("chunk", index, "start gradients"):
                     started.append(way.leave(grads))
@@ -154,11 +153,9 @@ class Ulysses(Strategy):
         leaving, (ways_back, joined_back) = [], levels.like_queries(1)
         chunks = zip(levels.chunks, levels.kept_in(residual), ways_back, strict=True)
         for chunk, (places, _, inner_residual), way_back in chunks:
-            q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+            q, k, v = chunk.in_heads(places)
             assert inner_residual is not None
             lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
-            if chunk.alone:
-                return lse
             leaving.append(way_back.leave([lse.unsqueeze(-1)]))
         return joined_back.of(leaving)[0].squeeze(-1)
 
@@ -236,8 +233,6 @@ def _chunked(
     columns: tuple[Chunk, ...], kv_columns: tuple[Chunk, ...], share: int, chunks: int
 ) -> tuple[list[tuple[Chunk, ...]], list[tuple[Chunk, ...]]]:
     """For each chunk, the query heads and the KV heads of each rank. No KV head of a rank is in two chunks."""
-    if len(columns) == 1:
-        return [columns], [kv_columns]
     chunks = max(1, min(chunks, *(stop - start for start, stop in kv_columns)))
     edges = [[start + (stop - start) * index // chunks for index in range(chunks + 1)] for start, stop in kv_columns]
     kv_chunks = [tuple((cut[index], cut[index + 1]) for cut in edges) for index in range(chunks)]
@@ -263,17 +258,18 @@ class _Levels:
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
         group, inner_group = attention.split(attention.group, size)
+        assert group is not None, "for one rank, Strategy.on takes the inner strategy"
         first = attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
         # Without the name of the group: all groups of equal sizes have the same geometry.
-        peers = Peers("", 0, 1) if group is None else Peers("", group.rank(), group.size())
+        peers = Peers("", group.rank(), group.size())
         geometries = _geometry(peers, first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
-        groups = None if group is None else ref(group), inner_group
+        groups = ref(group), inner_group
         self.chunks = [_Chunk(strategy.inner, attention, geometry, groups, q, k, v) for geometry in geometries]
         self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
         self._places = ResidualPlaces(self.specs)
         ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
-        self.joined = [] if group is None else [Joined(way) for way in ways]
+        self.joined = [Joined(way) for way in ways]
         self._like_queries: dict[int, tuple[list[Direct], Joined]] = {}
 
     def like_queries(self, dim: int) -> tuple[list[Direct], Joined]:
@@ -312,7 +308,6 @@ class _Chunk:
     Attributes:
         inner: the attention of this rank's heads.
         ways: the exchange of query, key and value; two in cross-attention.
-        alone: no heads are exchanged, because there is one rank.
         specs: of the part of the residual.
     """
 
@@ -321,7 +316,7 @@ class _Chunk:
         strategy: Strategy,
         attention: Attention,
         geometry: _Geometry,
-        groups: tuple[ref[dist.ProcessGroup] | None, dist.ProcessGroup | None],
+        groups: tuple[ref[dist.ProcessGroup], dist.ProcessGroup | None],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -332,7 +327,6 @@ class _Chunk:
         self._group = groups[0]
         ways = zip(geometry.exchanges, self._messages, strict=True)
         self.ways = [Direct(way, shapes[which], self._group) for way, which in ways]
-        self.alone = self.ways[0].trivial
         self._geometry, self._q_shape = geometry, tuple(q.shape)
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
@@ -373,18 +367,17 @@ class _Chunk:
         ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
         return [way.start(place, *tensors[which]) for way, place, which in ways]
 
-    def arrived(self, started: list[Arriving], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def arrived(self, started: list[Arriving]) -> list[torch.Tensor]:
         """Query, key and value of this rank's heads, when they have come. The list is emptied."""
         results = []
-        for way, which in zip(self.ways, self._messages, strict=True):
-            results += way.arrived(started.pop(0), *tensors[which])
+        for way in self.ways:  # an error's traceback would keep what a comprehension captures, and so the groups
+            results += way.arrived(started.pop(0))
         return results
 
-    def in_heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def in_heads(self, places: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Views of what is in ``places``."""
         assert places is not None  # a backward has a residual
-        ways = zip(self.ways, places, self._messages, strict=True)
-        return [x for way, place, which in ways for x in way.views(place, *tensors[which])]
+        return [x for way, place in zip(self.ways, places, strict=True) for x in way.views(place)]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""

@@ -57,7 +57,6 @@ class ContextParallelStyle(ParallelStyle):
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
         binding = Binding(who, name, group, *options, checks=self.checks, site=site)
-        self.strategy.check_ranks(axis.size())
         AppliedPlan.note(self, module, binding)
         return axis, binding
 

@@ -208,7 +208,6 @@ class context_parallel(contextlib.ContextDecorator):
         strategy = rotation.get() if self._strategy is None else self._strategy
         name, how = f"context_parallel (over mesh axis {self._axis!r})", (strategy, layout, self._mask or Full())
         binding = binding_of_call(name, self._mesh, *how, self._kernel, checks=self._checks)
-        strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
         parts: dict[int, CutBuffer] = {}
         for buffer, dim in pairs:
@@ -288,7 +287,8 @@ class _BlockEntry(Opening):
             flow = calls.flow = None if again or not self.check_inputs else self._flow()
             if flow is not None:
                 flow.__enter__()
-                stack.push(partial(_end_flow, flow))
+                # If another mode is innermost, the block ends in another thread.
+                stack.push(lambda *error: flow.__exit__(*error) if dispatch_modes()[-1:] == [flow] else None)
             yield
             calls.refuse_mixed_results(unread=True)
 
@@ -442,11 +442,6 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     if len(buffers) != len(seq_dims):
         raise ValueError(f"there are {len(buffers)} buffers and {len(seq_dims)} sequence dims: give one for each")
     return list(zip(buffers, seq_dims, strict=True))
-
-
-def _end_flow(flow: TokenFlow, *exception: Any) -> None:
-    if dispatch_modes()[-1:] == [flow]:  # else the block ends in another thread
-        flow.__exit__(*exception)
 
 
 def open_on(group: dist.ProcessGroup) -> _BlockEntry | None:

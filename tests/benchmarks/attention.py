@@ -10,8 +10,8 @@ forward and backward, in rounds interleaved with the ideal's, one process a rank
               run: all that is not attention, communication included, and nearly immune to a busy machine
     system    the operating system's CPU time, for sockets and page faults, over that inside attention kernels; of all
               rounds together, because it is counted in ticks
-    wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in
-              units of u, one rank's query shard
+    wire, kept  bytes sent by all ranks, and bytes that autograd keeps on rank 0 after the forward, its inputs and its
+              output included, in units of u, one rank's query shard
     ms        median time of the slowest rank
 
 --peers adds torch's own ring, and ring-flash-attention and yunchang where they can be imported; see peers.py.
@@ -299,7 +299,7 @@ def measure(contender: Contender, *, first: bool) -> None:
     if first:
         with CommunicationTrace() as trace:
             out = attend(q, k, v)
-            row.kept = sum(x.untyped_storage().nbytes() for x in saved_tensors(out) if x is not q)
+            row.kept = sum(x.untyped_storage().nbytes() for x in saved_tensors(out))
             out.backward(inputs[3])
         row.wire = trace.sent_bytes
         return
@@ -315,7 +315,7 @@ def measure(contender: Contender, *, first: bool) -> None:
 
 
 def saved_tensors(out: torch.Tensor) -> list[torch.Tensor]:
-    """What the graph behind ``out`` holds, each storage once, beside views of the leaves."""
+    """What the graph behind ``out`` holds, each storage once."""
     seen: dict[int, torch.Tensor] = {}
     stack, nodes = [out.grad_fn], set()
     while stack:

@@ -70,7 +70,7 @@ def test_bytes_on_the_wire(ranks: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_kept_from_forward_to_backward(dtype: torch.dtype):
-    """Beside the inputs: the output, its logsumexp, and what the page says. All but some bytes for each tensor."""
+    """The output, its logsumexp, and what the page says. All but some bytes for each tensor."""
     for strategy, name in (
         (Ring(keep=2), "Ring(keep=n)"),
         (AllGather(), "AllGather(keep=n)"),

@@ -272,6 +272,29 @@ def test_masks_that_are_tensors(name: str):
 
 
 @on_every_rank(RANKS)
+def test_what_autograd_keeps(mesh, rank: int):
+    """In units of a rank's queries, eager and compiled: Ulysses keeps its heads' query, key, value and output, and not
+    those of its rows. A ring that keeps no keys of others has its inputs and its output."""
+    leaves, cotangent = Problem(length=64, kv_heads=4, dim=16).shard(contiguous, rank, RANKS)
+    unit, kept = cotangent.nbytes, []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    for strategy in (Ring(keep=0), Ulysses(), Ulysses(chunks=2)):
+        attend = partial(context_attention, group=mesh, strategy=strategy, layout=contiguous, mask=Causal())
+        for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+            storages: dict[int, int] = {}
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+                out = call(*leaves)
+            out.backward(cotangent)
+            kept.append(sum(storages.values()) / unit)
+    # The logsumexp, and some hundred bytes: of layouts, and of the names of bindings.
+    assert kept == pytest.approx([4.0] * 6, abs=0.1), kept
+
+
+@on_every_rank(RANKS)
 def test_sinks(mesh, rank: int):
     attends = [partial(context_attention, group=mesh, mask=Causal())]
     attends.append(torch.compile(attends[0], backend="aot_eager", fullgraph=True))

@@ -122,14 +122,14 @@ AllGather()     1     1.02   1.02   4.02
 AllGather()     2     4.02   3.02   9.52
 AllGather()     4     9.02   3.02  13.02
 AllGather()     8    17.02   3.02  21.02
-Ulysses()       1     1.02   2.02   5.02
+Ulysses()       1     1.02   1.02   4.02
 Ulysses()       2     6.00   5.02  10.52
 Ulysses()       4     6.00   5.02  10.77
 Ulysses()       8     6.00   5.02  10.89
 Ulysses(size=2) 2     6.00   5.02  10.52
 Ulysses(size=2) 4     7.02   7.02  14.52
 Ulysses(size=2) 8    10.54   7.02  17.14
-chunks=2        1     1.02   2.02   5.02
+chunks=2        1     1.02   1.02   4.02
 chunks=2        2     5.25   5.02  10.02
 chunks=2        4     5.62   5.02  10.52
 chunks=2        8     6.00   5.02  10.89""",
