@@ -63,7 +63,7 @@ class Ulysses(Strategy):
     """
 
     reads_inputs: ClassVar[bool] = False
-    inner: Strategy = field(default_factory=Ring)
+    inner: Strategy = field(default_factory=lambda: Ring())  # torch.compile traces a function, and not the class
     size: int | None = None
     chunks: int = 1
 

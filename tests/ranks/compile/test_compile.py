@@ -272,6 +272,17 @@ def test_masks_that_are_tensors(name: str):
 
 
 @on_every_rank(RANKS)
+def test_strategies_that_are_made_where_they_are_used(mesh, rank: int):
+    for strategy in (Ring, AllGather, Ulysses):
+
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return context_attention(*qkv, group=mesh, strategy=strategy(), layout=head_tail, mask=Causal())  # noqa: B023
+
+        torch.compiler.reset()
+        assert max(run_attention(compiled(attend), PROBLEMS[16], rank, RANKS)) < EXACT
+
+
+@on_every_rank(RANKS)
 def test_what_autograd_keeps(mesh, rank: int):
     """In units of a rank's queries, eager and compiled: Ulysses keeps its heads' query, key, value and output, and not
     those of its rows. A ring that keeps no keys of others has its inputs and its output."""
