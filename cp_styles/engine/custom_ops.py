@@ -287,8 +287,11 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
             cut_text = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
+    # For the backward: the number of the forward, and a text.
     text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, cut_text) if keep else ""
-    return out, residual, _tensor_of(binding, text), lse
+    data = bytearray(binding.group_state.operations.forwards.to_bytes(_NUMBER, "little") + text.encode())
+    record = torch.frombuffer(data, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return out, residual, record, lse
 
 
 @torch.library.register_fake("cp_styles::attention")
@@ -415,14 +418,7 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 # -- the tensor with what is known only in the forward --
 
-_NUMBER = 8  # bytes: the number of the forward; then comes a text
-
-
-def _tensor_of(binding: Binding, text: str) -> torch.Tensor:
-    if not text:  # frombuffer takes nothing that is empty
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    number = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
-    return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
+_NUMBER = 8  # bytes of the number of the forward
 
 
 def agreed_call(call: torch.Tensor) -> AgreedCall:

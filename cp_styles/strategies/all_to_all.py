@@ -125,7 +125,7 @@ class Direct:
         if len(self.shapes) == 1:
             x = tensors.pop(0).movedim(self.way.row_dim, 0)
             sends = [(peer, layout.part(x, 0, peer).flatten().contiguous()) for peer, _ in self._going]
-            parts = [[layout.part(x, 0, peers.rank)] * peers.size]
+            parts = [[layout.part(x, 0, peers.rank).clone()] * peers.size]  # x is free once it is sent
         else:
             going = [(peer, *_places(like, shapes)) for peer, shapes in self._going]
             sends = [(peer, message) for peer, message, _ in going]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -40,7 +41,7 @@ class Ulysses(Strategy):
     Memory of one attention on one rank. Between forward and backward: the output, its logsumexp, Q + K' for the inputs
     of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
     (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a
-    message with them. With ``chunks``, the gradients of all chunks but the last one wait on their ranks for that one.
+    message with them, or with one of them. With ``chunks``, the gradients of all chunks but the last one wait on their ranks for that one.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -139,7 +140,7 @@ class Ulysses(Strategy):
             del grad, q, k, v  # free the memory for what follows
             if chunk_dsink is not None:
                 chunk.of_heads(dsink).copy_(chunk_dsink)
-            for way, joined_back, started in zip(chunk.ways, levels.joined, leaving, strict=True):
+            for way, joined_back, started in zip(chunk.ways_back, levels.joined, leaving, strict=True):
                 with named_range("chunk", index, "start gradients"):
                     started.append(way.leave(grads))
                 if index + 1 == len(kept):
@@ -268,7 +269,7 @@ class _Levels:
         self.chunks = [_Chunk(strategy.inner, attention, geometry, groups, q, k, v) for geometry in geometries]
         self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
         self._places = ResidualPlaces(self.specs)
-        ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
+        ways = zip(*(chunk.ways_back for chunk in self.chunks), strict=True)
         self.joined = [Joined(way) for way in ways]
         self._like_queries: dict[int, tuple[list[Direct], Joined]] = {}
 
@@ -307,7 +308,7 @@ class _Chunk:
 
     Attributes:
         inner: the attention of this rank's heads.
-        ways: the exchange of query, key and value; two in cross-attention.
+        ways, ways_back: the exchange of query, key and value, two in cross-attention; that of their gradients.
         specs: of the part of the residual.
     """
 
@@ -326,7 +327,11 @@ class _Chunk:
         shapes = (q.shape, k.shape, v.shape)
         self._group = groups[0]
         ways = zip(geometry.exchanges, self._messages, strict=True)
-        self.ways = [Direct(way, shapes[which], self._group) for way, which in ways]
+        self.ways = self.ways_back = [Direct(way, shapes[which], self._group) for way, which in ways]
+        # From 2 MiB on a rank, one after the other and without packing: each is free before the next one arrives.
+        if attention.q_layout.length * prod((*q.shape[:2], q.shape[3], q.itemsize)) >= 2**21 * attention.ranks:
+            singles = [way._replace(columns=(columns,)) for way in geometry.exchanges for columns in way.columns]
+            self.ways_back = [Direct(way, (s,), self._group) for way, s in zip(singles, shapes, strict=True)]
         self._geometry, self._q_shape = geometry, tuple(q.shape)
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
-from cp_styles.testing import run_ranks
+from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, on_every_rank, parallel, run_attention
 
@@ -49,6 +49,32 @@ def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.Mon
         return error(out, layout.shard(expected, 2, rank), whole=expected)
 
     assert max(run_ranks(on, 4)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "strategy", "messages"),
+    [
+        ((260, None), contiguous, Ulysses(), 6),  # query, key and value; output; its gradient; theirs, 3
+        ((257, None), contiguous, Ulysses(), 4),  # of which one rank has 129; one message for the three
+        ((265, None), head_tail, Ulysses(chunks=2), 12),
+        ((265, 131), contiguous, Ulysses(), 7),
+    ],
+)
+def test_large_gradients_of_heads_go_back_one_after_the_other(lengths, layout, strategy: Ulysses, messages: int):
+    """If a rank has 2 MiB of queries, on average: the ranks must send alike. A query has 16,320 bytes."""
+    length, kv_length = lengths
+    problem = Problem(length=length, kv_length=kv_length, heads=6, kv_heads=3, dim=340, batch=1, causal=not kv_length)
+    mask = Full() if kv_length else Causal()
+
+    def on(rank: int) -> tuple[float, int]:
+        attend = partial(context_attention, group=cp_mesh(2), mask=mask, layout=layout, strategy=strategy)
+        with CommunicationTrace() as trace:
+            worst = max(run_attention(attend, problem, rank, 2, layout=layout))
+        return worst, trace.calls["send"]
+
+    for worst, sent in run_ranks(on, 2):
+        assert worst < EXACT
+        assert sent == messages
 
 
 @on_every_rank(3)

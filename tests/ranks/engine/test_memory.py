@@ -29,6 +29,7 @@ from cp_styles import (
     context_attention,
     context_flex_attention,
     context_varlen_attention,
+    contiguous,
     head_tail,
 )
 from cp_styles.kernels import CPU_FLASH
@@ -134,6 +135,14 @@ chunks=2        2     5.25   5.02  10.02
 chunks=2        4     5.62   5.02  10.52
 chunks=2        8     6.00   5.02  10.89""",
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_holds_less_if_its_gradients_are_large(ranks: int):
+    """In a backward: output, residual and three gradients, and one more: a gradient that is on its way. Above, they are
+    packed into one message."""
+    rows = 2**21 // (4 * HEADS * DIM)
+    assert of_ranks(ranks, strategy=Ulysses(), mask=Causal(), length=rows * ranks, layout=contiguous)[2] == 9.02
 
 
 def test_what_strategies_hold_in_16_bits():
