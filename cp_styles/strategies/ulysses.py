@@ -39,9 +39,9 @@ class Ulysses(Strategy):
     counts need not divide: then ranks with a head more than others send more than that.
 
     Memory of one attention on one rank. Between forward and backward: the output, its logsumexp, Q + K' for the inputs
-    of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
-    (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a
-    message with them, or with one of them. With ``chunks``, the gradients of all chunks but the last one wait on their ranks for that one.
+    of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K' (twice if
+    the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a message with
+    them, or with one of them if they are large. With ``chunks``, all gradients wait for those of the last one.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
