@@ -136,7 +136,12 @@ def _gloo_on_one_device() -> type:
         def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
             options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - not in the stubs
             options._devices, options._threads, options._timeout = [device], 2, timeout
-            return gloo(store, rank, size, options)
+            group = gloo(store, rank, size, options)
+            # A rank that ends at once must not close connections that others are still making.
+            if store.add("cp_styles.connected", 1) == size:
+                store.set("cp_styles.all", "")
+            store.wait(["cp_styles.all"], timeout)
+            return group
 
     return OnOneDevice
 

@@ -95,20 +95,15 @@ def run_ranks(
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
     store = in_process_store()
-    connected = threading.Barrier(world_size)
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
             )
-            # A rank that ends at once must not close connections that others are still making.
-            with contextlib.suppress(threading.BrokenBarrierError):
-                connected.wait(timeout_seconds)
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            connected.abort()
             clear_frames(error)
         finally:
             if dist.is_initialized():
