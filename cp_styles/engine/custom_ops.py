@@ -13,6 +13,7 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
@@ -287,7 +288,6 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
             cut_text = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
-    # For the backward: the number of the forward, and a text.
     text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, cut_text) if keep else ""
     data = bytearray(binding.group_state.operations.forwards.to_bytes(_NUMBER, "little") + text.encode())
     record = torch.frombuffer(data, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -314,11 +314,11 @@ def _save(ctx, inputs, output) -> None:
         ctx.call = call
         ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
         reads_inputs = ctx.agreed.binding.strategy.reads_inputs
-    elif keep:
-        with without_dispatch_modes():  # while a graph is traced, ``dense`` has no values
-            masks = () if dense is None else (torch.ones(1, 1, dtype=torch.bool, device="cpu"),)
-            _, _, group_name, strategy, *_ = from_text(config, masks)
-        reads_inputs = strategy.on(group_of_name(group_name).size()).reads_inputs
+    elif keep and not config.startswith(_UNSPELLED):
+        # While a graph is traced, ``dense`` has no values. What cannot run raises when the graph does, on all ranks.
+        with without_dispatch_modes(), contextlib.suppress(ValueError):
+            _, _, group_name, strategy, *_ = from_text(config, (torch.ones(1, 1, device="cpu"),)[dense is None :])
+            reads_inputs = strategy.on(group_of_name(group_name).size()).reads_inputs
     # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
@@ -418,7 +418,7 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 # -- the tensor with what is known only in the forward --
 
-_NUMBER = 8  # bytes of the number of the forward
+_NUMBER = 8  # bytes: the number of the forward; then comes a text
 
 
 def agreed_call(call: torch.Tensor) -> AgreedCall:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
+from cp_styles.strategies import Ulysses
 from tests.covering import in_parts, sampled
 from tests.ranks.attention_case import EXACT, cp_mesh, run_attention
 from tests.ranks.compiling import (
@@ -131,8 +132,9 @@ def test_what_no_text_can_stand_for(mesh, rank: int):
         attend = door(name, mesh, layout=local)
         assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
         dist.barrier()  # that a thread compiles is, to torch, that the process does
-        with pytest.raises(Exception, match="define it at the top level of a module"):
+        with pytest.raises(Exception, match="define it at the top level of a module") as caught:
             compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+        assert "SyntaxError" not in str(caught.value)
         dist.barrier()
     scoped = compiled(door("module", mesh))
     mask = Dense(torch.ones(16, 16, dtype=torch.bool))
@@ -141,6 +143,13 @@ def test_what_no_text_can_stand_for(mesh, rank: int):
         pytest.raises(NotImplementedError, match="the mask of a scope cannot hold tensors"),
     ):
         scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+
+
+@on_every_rank(RANKS)
+def test_a_strategy_that_cannot_run_on_these_ranks(mesh, rank: int):
+    leaves, _ = PROBLEMS[16].shard(head_tail, rank, RANKS)
+    with pytest.raises(ValueError, match=r"^Ulysses\(size=3\) does not divide the 2 ranks"):
+        compiled(door("function", mesh, strategy=Ulysses(size=3)))(*leaves)
 
 
 class Recomputed(nn.Module):
