@@ -39,7 +39,7 @@ from cp_styles.layout import (
     layout_made_by,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, digest
-from cp_styles.strategies import Attention, Strategy, by_rows
+from cp_styles.strategies import Attention, Strategy, strategy_on
 from cp_styles.troubleshooting import see
 
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
@@ -128,7 +128,7 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
-        object.__setattr__(self, "strategy", by_rows(self.strategy.on(self.group.size()), self.mask))
+        object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
         if self.checks.local:
@@ -499,7 +499,7 @@ class _Call:
         columns, layout_rows = rows.columns, rows
         whole = sum(columns.q_length), sum(columns.kv_length)
         if set(columns.guessed) != {_packed(whole)}:
-            layout_rows = start_status(lambda: StatusRow(layout=_number_of(self.cuts(whole))), Meeting.LAYOUT, *where)()
+            layout_rows = start_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where)()
         cuts = self.cuts(whole)
         if not layout_rows.alike:
             facts = {"layout": (plain(binding.layout), *(cut.chunks for cut in cuts))}
@@ -520,6 +520,9 @@ class _Call:
         shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
         return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.keep}
+
+    def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
+        return StatusRow(layout=_number_of(self.cuts(whole)))
 
 
 class LatestBindings(LatestEntries[Any, Any]):

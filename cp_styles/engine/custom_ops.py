@@ -23,13 +23,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cp_styles._compat import (
-    forward_mode_level,
-    never_compiled,
-    new_size,
-    torch_func_transform,
-    without_dispatch_modes,
-)
+from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
 from cp_styles.checksum import delayed_digest
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
@@ -57,6 +51,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.c
 _LIVE, _UNSPELLED = "live:", "unspelled:"
 _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
+_MASK = torch.ones(1, 1, device="cpu")  # in the place of a mask that is not read: a graph that is traced has no values
 
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -315,9 +310,9 @@ def _save(ctx, inputs, output) -> None:
         ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
         reads_inputs = ctx.agreed.binding.strategy.reads_inputs
     elif keep and not config.startswith(_UNSPELLED):
-        # While a graph is traced, ``dense`` has no values. What cannot run raises when the graph does, on all ranks.
-        with without_dispatch_modes(), contextlib.suppress(ValueError):
-            _, _, group_name, strategy, *_ = from_text(config, (torch.ones(1, 1, device="cpu"),)[dense is None :])
+        # What cannot run raises when the graph does, on all ranks.
+        with contextlib.suppress(ValueError):
+            _, _, group_name, strategy, *_ = from_text(config, () if dense is None else (_MASK,))
             reads_inputs = strategy.on(group_of_name(group_name).size()).reads_inputs
     # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))

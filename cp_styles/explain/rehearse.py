@@ -28,7 +28,7 @@ from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
-from cp_styles.strategies import Attention, Strategy, by_rows
+from cp_styles.strategies import Attention, Strategy, strategy_on
 from cp_styles.strategies.base import ResidualPlaces
 
 
@@ -210,7 +210,7 @@ def rehearse(
     Without ``memory`` the bytes of tensors and copies are not counted, which takes less time. TooManyCalls is raised
     for a forward or backward with more kernel calls than ``most_calls``.
     """
-    strategy, notes = by_rows(strategy, mask), _Notes(memory, most_calls)
+    strategy, notes = strategy_on(strategy, layouts[0].ranks, mask), _Notes(memory, most_calls)
     attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
     size, dtype = ResidualPlaces(strategy.residual_specs(attention, q, k, v)).spec
@@ -237,7 +237,7 @@ def planning_seconds(
     rank: int,
 ) -> float:
     """Seconds in which this machine's CPU makes the plan of ``rank`` for one attention, as if none were cached."""
-    strategy = by_rows(strategy, mask)
+    strategy = strategy_on(strategy, layouts[0].ranks, mask)
     attention, tensors = _call(layouts, mask, kernel, shapes, rank, _Notes(False, None))
     with another_cache():
         start = time.perf_counter()

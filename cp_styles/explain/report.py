@@ -391,7 +391,7 @@ def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
             yield str(strategy), f"rejected: {problem}"
             continue
         try:
-            other = rehearse(strategy.on(explanation.ranks), *call, most_calls=most_calls)
+            other = rehearse(strategy, *call, most_calls=most_calls)
         except TooManyCalls as many:
             yield str(strategy), f"slow: {many} in a forward or a backward"
             continue

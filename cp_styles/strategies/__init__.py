@@ -2,7 +2,7 @@
 
 from cp_styles.strategies.base import Attention, Strategy
 from cp_styles.strategies.moving_kv import AllGather, Ring
-from cp_styles.strategies.per_row import by_rows
+from cp_styles.strategies.per_row import strategy_on
 from cp_styles.strategies.ulysses import Ulysses
 
-__all__ = ["AllGather", "Attention", "Ring", "Strategy", "Ulysses", "by_rows"]
+__all__ = ["AllGather", "Attention", "Ring", "Strategy", "Ulysses", "strategy_on"]

@@ -61,8 +61,9 @@ class PerRowStrategy(Strategy):
         return [(attention.once((PerRowStrategy, i), partial(of_row, i)), row, kept[i]) for i, row in enumerate(cut)]
 
 
-def by_rows(strategy: Strategy, mask: Mask) -> Strategy:
-    """``strategy``, run for each row of the batch if ``mask`` differs between rows."""
+def strategy_on(strategy: Strategy, ranks: int, mask: Mask) -> Strategy:
+    """What runs on this number of ranks: for each row of the batch if ``mask`` differs between rows."""
+    strategy = strategy.on(ranks)
     per_row = isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy)
     return PerRowStrategy(strategy) if per_row else strategy
 

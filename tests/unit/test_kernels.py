@@ -105,9 +105,10 @@ def test_the_backward_of_a_causal_tile_of_some_hundred_rows_is_in_ranges(
     with OpCount(CPU_FLASH.name) as calls:
         results = run(CPU_FLASH, inputs, cotangent, causal=True, scale=scale)
     assert calls.count == 1 + ranges
-    if dtype != torch.bfloat16:  # which is judged elsewhere, by the ratio of errors; here, that it is one call
-        # Sums of as many terms as there are rows, each of which is rounded.
-        assert max(map(error, results, expected)) < rows * torch.finfo(dtype).eps
+    # Roundings of sums of as many terms as there are rows grow like the root of their number. In 16 bits the sums are
+    # wider, and inputs, output, its gradient and the results are rounded once each.
+    roundings = 4 if dtype == torch.bfloat16 else rows**0.5
+    assert max(map(error, results, expected)) < roundings * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)

@@ -137,12 +137,13 @@ chunks=2        8     6.00   5.02  10.89""",
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ulysses_holds_less_if_its_gradients_are_large(ranks: int):
+@pytest.mark.parametrize(("ranks", "kv_heads", "size"), [(2, 8, 9.02), (4, 8, 9.02), (2, 2, 6.02), (4, 2, 7.02)])
+def test_ulysses_holds_less_if_its_gradients_are_large(ranks: int, kv_heads: int, size: float):
     """In a backward: output, residual and three gradients, and one more: a gradient that is on its way. Above, they are
     packed into one message."""
     rows = 2**21 // (4 * HEADS * DIM)
-    assert of_ranks(ranks, strategy=Ulysses(), mask=Causal(), length=rows * ranks, layout=contiguous)[2] == 9.02
+    options = {"mask": Causal(), "length": rows * ranks, "layout": contiguous, "kv_heads": kv_heads}
+    assert of_ranks(ranks, strategy=Ulysses(), **options)[2] == size
 
 
 def test_what_strategies_hold_in_16_bits():
