@@ -62,7 +62,7 @@ class PerRowStrategy(Strategy):
 
 
 def strategy_on(strategy: Strategy, ranks: int, mask: Mask) -> Strategy:
-    """What runs on this number of ranks: for each row of the batch if ``mask`` differs between rows."""
+    """``strategy`` as it runs on ``ranks`` ranks: for each row of the batch if ``mask`` differs between rows."""
     strategy = strategy.on(ranks)
     per_row = isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy)
     return PerRowStrategy(strategy) if per_row else strategy
