@@ -96,7 +96,7 @@ _MOVED = {
 # What it had, and what to write instead.
 _REMOVED = {
     "HeadTailLoadBalancer": "head_tail(seq_length, world_size) is the layout",
-    "PTRRLoadBalancer": "by_work(length, world_size, mask=FlexMask(block_mask)) is the layout",
+    "PTRRLoadBalancer": "by_work(length, world_size, mask=FlexMask.per_row(block_mask)) is the layout",
     "PerDocumentHeadTailLoadBalancer": "per_document_head_tail(length, world_size, documents=lengths) is the layout",
     "EveryCall": "leave agreement= out: it is the default",
     "GradientCheck": "write checks=Checks(only_warn=..., local=...) for gradient_check=GradientCheck(...)",

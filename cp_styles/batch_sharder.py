@@ -411,6 +411,11 @@ class BatchSharder:
 
     def _layout_for(self, length: int) -> SequenceLayout:
         if isinstance(self._layout, SequenceLayout):
+            if length > self._layout.length:
+                raise ValueError(
+                    f"{self._name}: the layout cuts {self._layout.length} positions, the batch has {length} tokens: "
+                    "give layout=head_tail, or a layout that is long enough for every batch"
+                )
             return self._layout
         return layout_made_by(self._layout, length, self._group.size())
 

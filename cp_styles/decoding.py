@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, plain
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
@@ -37,7 +37,7 @@ from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
-from cp_styles.layout import SequenceLayout
+from cp_styles.layout import SequenceLayout, refuse_other_cut
 from cp_styles.mask import Causal, Full, Mask, PerRow, check_plain_mask
 from cp_styles.troubleshooting import see
 
@@ -91,6 +91,10 @@ class KVCache:
                     f"{self._ranks} {layout.lengths} positions: pass [B, G, M, D] of this rank's part of the prompt"
                 )
             )
+        try:
+            refuse_other_cut("KVCache", (k_BGMD, v_BGME), layout, plain(layout))
+        except ValueError as error:
+            self._refuse(error)
         self.prompt = layout
         self._own = layout.positions(self._rank, "cpu")
         self.length = layout.length

@@ -21,6 +21,7 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.mask import Mask, work_from
+from cp_styles.troubleshooting import see
 
 Chunk: TypeAlias = tuple[int, int]
 """A half-open range ``(start, stop)`` of global positions."""
@@ -255,6 +256,20 @@ def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
         if cut is not None:
             pairs.append((value, cut))
     return pairs
+
+
+def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, shown: str) -> None:
+    """Raise ValueError for a tensor that another layout of as many positions has cut for as many ranks.
+
+    Lengths do not show this, because most layouts give equal ones. ``shown`` stands for ``layout`` in the message.
+    """
+    for tensor, cut in cuts_of(tensors):
+        if cut != layout and (cut.length, cut.ranks) == (layout.length, layout.ranks):
+            raise ValueError(
+                f"{name}: an input of shape {tuple(tensor.shape)} was cut with another layout than this call uses "
+                f"({shown}); give both the same one, by layout= or by a SequenceScope around both"
+                f"{see('A tensor that was cut with another layout')}"
+            )
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:

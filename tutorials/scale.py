@@ -24,7 +24,6 @@ from cp_styles import (
     Ulysses,
     contiguous,
     head_tail,
-    imbalance,
     per_document_head_tail,
 )
 from cp_styles.explain import Explanation, Shapes
@@ -88,11 +87,11 @@ def rows(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[tuple[str, ...]]:
     yield "sequence", "ranks", "mask, layout", "strategy", "imbalance", "sent, MiB", "peak, MiB"
     for length, ranks in sizes:
         for what, (mask, layout) in cases(length, ranks).items():
-            balance = imbalance(layout, mask)
             for name, strategy in strategies(ranks).items():
                 if ranks > 256 and what.startswith("causal") and name.startswith("All"):
                     continue  # the keys of all ranks take 30 GiB
                 found = made(strategy, layout, mask)
+                balance = found.imbalance_with(layout)
                 sizes_MiB = (x / 2**20 for x in (found.sent("forward") + found.sent("backward"), found.peak_memory))
                 known = f"{length // K:,}K", f"{ranks:,}", what, f"`{name}`", f"{balance:.3f}"
                 yield *known, *(f"{size:,.0f}" for size in sizes_MiB)

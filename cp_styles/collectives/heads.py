@@ -39,6 +39,8 @@ def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
     Raises:
         ValueError: ``count`` does not divide ``query_heads``.
     """
+    if query_heads == count == 0:  # of a rank that has no head to cut further
+        return ((0, 0),) * ranks
     if count < 1 or query_heads % count:
         raise ValueError(
             f"{query_heads} query heads cannot share {count} key/value heads: the second number must divide the first "
@@ -121,7 +123,9 @@ def seq_to_heads(
                     f"one message needs one dtype and the same sizes in dim {seq} and in front of dim {head}: "
                     f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in listed]}"
                 )
-        check_local(rows_of(layout, peers), listed[0], seq, peers)
+        rows = rows_of(layout, peers)
+        for x in listed:
+            check_local(rows, x, seq, peers)
         same: dict[str, Any] = {"layout": layout, "async_op": async_op}
         for index, (facts, _) in enumerate(described):
             same |= {f"{name} of tensor {index}": fact for name, fact in facts.items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.collectives.peers import Peers
-from cp_styles.layout import SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of
+from cp_styles.layout import SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of, refuse_other_cut
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ def contiguous_rows(sizes: Sequence[int]) -> Rows:
 
 
 def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:
-    """Raise ValueError unless ``x`` has the size of this rank's part of ``rows``."""
+    """Raise ValueError unless ``x`` has the size of this rank's part of ``rows``, or if another layout has cut it."""
+    if rows is not None:
+        refuse_other_cut("cp_styles.collectives", (x,), rows.layout, f"{rows.layout.length} positions")
     if rows is not None and x.shape[dim] != rows.local(peers.rank):
         raise ValueError(
             f"the layout gives rank {peers.rank} {rows.local(peers.rank)} positions, but dim {dim} of its tensor "

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import GroupState, state_of, states
+from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.troubleshooting import see
@@ -181,11 +181,11 @@ def start_status(
                 "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
         return partial(StatusRows, assumed(mine))
-    started = _StartedMeeting(mine, problem, meeting, name, axis, group, state, path)
+    started = _StartedMeeting(mine, problem, meeting, name, axis, group, path)
     if problem is not None:
         started()
     try:
-        started.gathered = start_numbers(mine, group, state)
+        started.gathered = start_numbers(mine, group)
     except BaseException as error:  # the others wait for this rank's row
         break_off(group, error)
         raise
@@ -206,14 +206,13 @@ class _StartedMeeting:
     name: str
     axis: str
     group: dist.ProcessGroup
-    state: GroupState
     path: str
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
     def __call__(self) -> StatusRows:
         try:
             with named_range("agreement:", self.name):
-                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group, self.state))())
+                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
         except BaseException as error:  # the others may have this rank's row, and count on it
             break_off(self.group, error)
             if isinstance(error, RuntimeError):

@@ -232,14 +232,13 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
     first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
     [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
     """
-    return start_numbers(numbers, group, unbroken(group))()
+    unbroken(group)
+    return start_numbers(numbers, group)()
 
 
-def start_numbers(
-    numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState
-) -> Callable[[], Sequence[Sequence[int]]]:
-    """Start :func:`gather_numbers` over a group with this state, which is :func:`unbroken`. The result waits for the
-    other ranks, and returns the rows.
+def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
+    """Start :func:`gather_numbers` over a group that is :func:`unbroken`. The result waits for the other ranks, and
+    returns the rows.
 
     Raises:
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.

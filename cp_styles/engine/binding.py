@@ -37,6 +37,7 @@ from cp_styles.layout import (
     cuts_of,
     is_deterministic,
     layout_made_by,
+    refuse_other_cut,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, digest
 from cp_styles.strategies import Attention, Strategy, strategy_on
@@ -138,7 +139,7 @@ class Binding:
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
             raise ValueError(
                 f"{self.name}: the layout cuts the sequence for {self.layout.ranks} ranks, mesh axis {self.axis!r} has "
-                f"{self.group.size()}"
+                f"{self.group.size()}: make it for the ranks that share the sequence, or give a balancer (head_tail)"
             )
 
     def layout_for(self, length: int) -> SequenceLayout:
@@ -270,15 +271,8 @@ class Binding:
                         f"{see('A tensor that was cut with another layout')}"
                     )
                 continue
-            if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
-                continue  # a tensor of another sequence; lengths of inputs are compared elsewhere
-            if cut != self.layout_for(cut.length):
-                raise ValueError(
-                    f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
-                    f"attention uses ({plain(self.layout)}); cut and attend with the same layout: layout= of the "
-                    "style, or a SequenceScope around both"
-                    f"{see('A tensor that was cut with another layout')}"
-                )
+            layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout_for(cut.length)
+            refuse_other_cut(self.name, (tensor,), layout, plain(self.layout))
 
     def facts(self) -> dict[str, Any]:
         """The configuration that ranks compare, by name."""
@@ -397,7 +391,8 @@ class AgreedCall:
 class _Call:
     """One attention on which the ranks agree: what this rank says of it, and what follows from the rows of all ranks.
 
-    See :meth:`Binding.agree` for the fields. It holds no function of its own making: see _Started in agreement.py.
+    See :meth:`Binding.agree` for the fields. It holds no function of its own making, as _StartedMeeting in
+    agreement.py does not.
     """
 
     binding: Binding

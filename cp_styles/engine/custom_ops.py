@@ -225,8 +225,9 @@ def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested:
         raise NotImplementedError(
-            f"{name}: {label} is a nested tensor: pack the documents into one sequence, tensors [1, H, S, D] under a "
-            "SequenceScope(layout, mask=Documents(lengths))"
+            f"{name}: {label} is a nested tensor: pack the documents into one sequence, tensors [1, H, S, D]. Give a "
+            "function layout= and mask=Documents(lengths), and open a SequenceScope(layout, mask=Documents(lengths)) "
+            "around a module"
         )
 
 
@@ -300,8 +301,6 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
 def _save(ctx, inputs, output) -> None:
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _, learned, wants_lse = inputs
     out, residual, call, lse = output
-    if not wants_lse:
-        ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
     reads_inputs = True
@@ -317,13 +316,17 @@ def _save(ctx, inputs, output) -> None:
     # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
-    ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned)
+    # Without them ``lse``, which is empty or small, tells that the gradients depend on what requires grad.
+    origin = None if reads_inputs else lse
+    if reads_inputs and not wants_lse:
+        ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned, origin)
 
 
 @never_compiled
 @first_derivatives_only
 def _differentiate(ctx, grad, _residual, _call, grad_lse):
-    q, k, v, out, residual, sink, attn_mask, dense, call, learned = ctx.saved_tensors
+    q, k, v, out, residual, sink, attn_mask, dense, call, learned, _ = ctx.saved_tensors
     if grad is None and grad_lse is None:
         return (None,) * 13
     if ctx.shapes:

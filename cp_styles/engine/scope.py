@@ -65,7 +65,10 @@ class SequenceScope:
         if not isinstance(mask, Mask):
             raise TypeError(f"mask must be a Mask object such as Documents(lengths), got {mask!r}")
         if mask.length not in (None, layout.length):
-            raise ValueError(f"the mask is for {mask.length} positions, the layout cuts {layout.length}")
+            raise ValueError(
+                f"SequenceScope: the mask is for {mask.length} positions, the layout cuts {layout.length}: make both "
+                "for the whole sequence of this batch, with its padding"
+            )
         self.layout = layout
         self.mask = mask
         self.mesh_axis = mesh_axis

@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.rehearse import Shapes
 from cp_styles.explain.report import explained
 from cp_styles.explain.states import StateShapes
-from cp_styles.explain.text import nbytes, seconds, table
+from cp_styles.explain.text import listed, nbytes, seconds, table
 from cp_styles.layout import striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     else:
         model = f"heads {heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
-        print(f"predicted for one attention; figures from: {hardware.source}"[:_WIDTH])
+        print(textwrap.fill(f"predicted for one attention; figures from: {hardware.source}", _WIDTH))
         print("\n".join(ranking(choices)))
     if best is None:
         print("no choice fits: see the reasons above", file=sys.stderr)
@@ -211,8 +212,8 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
     while max(map(len, lines)) > _WIDTH:  # JSON has all columns
         rows = [row[:-1] for row in rows]
         lines = list(table(rows))
-    problems = dict.fromkeys(f"  {short(choice.strategy)}: {choice.problem}" for choice in choices if choice.problem)
-    return [*lines, *(line[:_WIDTH] for line in problems)]
+    problems = dict.fromkeys((short(choice.strategy), choice.problem) for choice in choices if choice.problem)
+    return [*lines, *listed(problems)]
 
 
 def short(strategy: Strategy) -> str:

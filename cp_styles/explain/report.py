@@ -202,8 +202,12 @@ class Explanation:
         """
         if self.layout != self.kv_layout:
             return None
+        return self.imbalance_with(self.layout)
+
+    def imbalance_with(self, layout: SequenceLayout) -> float:
+        """The same with another layout for as many ranks."""
         exchange = self.strategy.size_on(self.ranks) if isinstance(self.strategy, Ulysses) else 1
-        return imbalance(joined(self.layout, exchange), self.mask)
+        return imbalance(joined(layout, exchange), self.mask)
 
     def __str__(self) -> str:
         return text_of(self)
@@ -369,12 +373,12 @@ def _spread(ranks: int, most: int) -> list[int]:
 def _other_layouts(explanation: Explanation) -> Iterator[tuple[str, str]]:
     if explanation.layout != explanation.kv_layout:
         return
-    current = imbalance(explanation.layout, explanation.mask)
+    current = explanation.imbalance_with(explanation.layout)
     for name, balancer in layouts_for(explanation.mask).items():
         layout = layout_made_by(balancer, explanation.layout.length, explanation.ranks)
         if layout == explanation.layout:
             continue
-        other = imbalance(layout, explanation.mask)
+        other = explanation.imbalance_with(layout)
         verdict = "balances better" if other < current - 0.005 else "no better" if other < current + 0.005 else "worse"
         yield f"layout {name}", f"imbalance {other:.3f} instead of {current:.3f}: {verdict}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cp_styles.explain.rehearsal_group import Transfer
@@ -80,8 +80,8 @@ def _sections(explanation: Any) -> Iterator[list[str]]:
         yield _steps(explanation, explanation.busiest, phase)
     yield _peers(explanation)
     yield _memory(explanation)
-    yield ["kernels", *_listed(explanation.kernels)]
-    yield ["considered", *_listed(explanation.considered)]
+    yield ["kernels", *listed(explanation.kernels)]
+    yield ["considered", *listed(explanation.considered)]
 
 
 def _ranks(explanation: Any) -> Iterator[list[str]]:
@@ -97,7 +97,7 @@ def _ranks(explanation: Any) -> Iterator[list[str]]:
 def _heat(explanation: Any) -> list[str]:
     rows, columns, lines = explanation.heatmap
     what = "rank" if columns[0][1] - columns[0][0] == 1 else f"{columns[0][1] - columns[0][0]} ranks"
-    head = f"mask by owner: a row for a rank's queries, a column for the keys of a {what}; # all + some . nothing"
+    head = f"mask by owner: rows of queries, columns of a {what}'s keys; # all + some . nothing"
     width = len(str(rows[-1]))
     cells = ["".join("." if not x else "#" if x == 1 else "+" for x in line) for line in lines]
     return [head, *(f"  {rank:>{width}} {line}" for rank, line in zip(rows, cells, strict=True))]
@@ -170,6 +170,6 @@ def _memory(explanation: Any) -> list[str]:
     return [f"memory of rank {rank} at its peaks, and between forward and backward", *table(rows)]
 
 
-def _listed(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
+def listed(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
     for name, what in entries:
         yield from textwrap.wrap(f"{name}: {what}", _WIDTH - 2, initial_indent="  ", subsequent_indent="      ")

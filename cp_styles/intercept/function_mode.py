@@ -277,7 +277,7 @@ class AttentionCalls(RerunMode):
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. With ``score_mod`` it runs as
         flex_attention does; if ``mask`` is a PerRow, for one row of the batch after the other. ``refuse`` raises for
         errors that only this rank may see. Communication and errors are those of
-        :func:`~cp_styles.functions.context_attention`.
+        :func:`~cp_styles.functions.attention.context_attention`.
         """
         self.tally.calls += 1
 

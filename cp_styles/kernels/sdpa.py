@@ -327,7 +327,7 @@ class CpuFlashKernel(SdpaKernel):
                 sums[1][:, :, keys].add_(of_keys[1])
             sums, stop = sums or of_keys, rows.start
             del dq, of_keys  # before the next ones are made
-        return torch.cat(dqs, 2), *sums
+        return torch.cat([dq.transpose(1, 2) for dq in dqs], 1).transpose(1, 2), *sums
 
 
 def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:

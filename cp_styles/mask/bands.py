@@ -180,6 +180,7 @@ class Documents(Mask):
         Raises:
             ValueError: an id returns after another id. A document with a gap is not a band; use :class:`Dense`.
         """
+        ids_S = torch.as_tensor(ids_S)
         if ids_S.ndim == 2:
             return PerRow(tuple(cls.from_ids(row) for row in ids_S))
         if ids_S.ndim != 1:
@@ -198,6 +199,7 @@ class Documents(Mask):
         Raises:
             ValueError: positions do not count up by one inside a document, or do not begin with 0.
         """
+        positions_S = torch.as_tensor(positions_S)
         if positions_S.ndim == 2:
             return PerRow(tuple(cls.from_positions(row) for row in positions_S))
         if positions_S.ndim != 1 or (positions_S.numel() and int(positions_S[0]) != 0):

@@ -57,8 +57,8 @@ class Dense(Mask):
         object.__setattr__(self, "_version", version_of(self.tensor))
         if self.tensor.requires_grad:
             raise NotImplementedError(
-                "the gradient of an attention bias is not computed under context parallelism: detach() the mask, or "
-                "run the module that learns it without AttentionContextParallel"
+                "the gradient of an attention bias is not computed under context parallelism: use "
+                "flex_attention with a score_mod that reads the table, or detach() the mask"
                 f"{see('A learned attention bias')}"
             )
 

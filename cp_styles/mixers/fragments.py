@@ -23,7 +23,15 @@ from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.run import listener
 from cp_styles.engine.scope import ScopeHistory
-from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
+from cp_styles.layout import (
+    Balancer,
+    Chunk,
+    SequenceLayout,
+    cuts_of,
+    head_tail,
+    layout_made_by,
+    refuse_other_cut,
+)
 from cp_styles.mask import All, Documents, Mask, PerRow
 from cp_styles.troubleshooting import see
 
@@ -303,6 +311,9 @@ class CutSequence:
             length = tensors[0].shape[dim]
             if any(x.shape[dim] != length for x in tensors):
                 raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
+            for x, cut in cuts_of(tensors):
+                if cut.ranks == peers.size:
+                    refuse_other_cut(name, (x,), layout_for(cut.length), plain(layout))
             of_rank = None if fixed is None else (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1])
             if fixed is not None and of_rank != (peers.size, (length,)):
                 raise ValueError(

@@ -196,5 +196,7 @@ class ResidualPlaces:
         """Views of the tensors in a residual, in the order of the specs."""
         views = []
         for (start, stop), (shape, dtype) in zip(self._places, self.specs, strict=True):
-            views.append(residual[start:stop].view(dtype).view(shape))
+            # Hooks of saved tensors may return an empty one with strides that cannot be viewed.
+            part = residual[start:stop].view(dtype) if stop > start else residual.new_empty(0, dtype=dtype)
+            views.append(part.view(shape))
         return views

@@ -172,7 +172,10 @@ class Ulysses(Strategy):
         """
         size = ranks if self.size is None else self.size
         if ranks % size:
-            raise ValueError(f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis")
+            raise ValueError(
+                f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis: give a size that does, "
+                "or leave it out for all of them"
+            )
         return size
 
 
@@ -213,7 +216,7 @@ def _geometry(
     keys = None
     if kv_cut != q_cut:  # cross-attention
         keys = head_exchange(peers, (heads, kv_heads), kv_cut, seq_dim=2, head_dim=1)
-    share, geometries = heads // kv_heads, []
+    share, geometries = heads // max(kv_heads, 1), []
     for columns, kv_columns in zip(*_chunked(exchange.columns[0], exchange.columns[1], share, chunks), strict=True):
         queries = exchange._replace(columns=(columns,))
         exchanges = (exchange._replace(columns=(columns, kv_columns, kv_columns)),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_styles._compat import applied_by_plan, graph_task_id, never_compile_alone
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.subclassing import BoundToThisRun, refuse_pickling
+from cp_styles.styles.parallelize import matches
 from cp_styles.troubleshooting import see
 
 
@@ -67,8 +67,8 @@ class AppliedPlan:
         for path, module in modules:
             if type(module) in plain:
                 plain[type(module)].append(path)
-            matches = any(_matches(path, pattern) for pattern in self._patterns)
-            if matches and not any(isinstance(child, BoundToThisRun) for child in module.modules()):
+            planned = any(matches(path, pattern) for pattern in self._patterns)
+            if planned and not any(isinstance(child, BoundToThisRun) for child in module.modules()):
                 self._refuse(root, path, module)
         for cls, paths in plain.items():
             if len(paths) > self._plain[cls]:
@@ -100,8 +100,3 @@ def _without_style(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 path = f"{prefix}{name}"
                 yield path, child
                 waiting.append((f"{path}.", child))
-
-
-def _matches(path: str, pattern: str) -> bool:
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch, names, patterns))

@@ -500,7 +500,10 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
     length = positions.shape[-1] if positions.ndim else 0
     if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
-    counted, in_order = torch.arange(first, first + length, device=positions.device), binding.group.rank() * length
+    rank, counted = binding.group.rank(), torch.arange(first, first + length, device=positions.device)
+    start = int(positions.flatten()[0]) - first if positions.numel() else 0
+    # Where the ranks do not divide a sequence, ranks before this one may hold one token more than it.
+    in_order = start if rank * length <= start <= rank * (length + 1) else rank * length
     from_0 = bool((positions == counted).all()) or _rows_begin_at_0(positions)
     if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not (
         from_0 or bool((positions == counted + in_order).all())

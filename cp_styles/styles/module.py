@@ -6,7 +6,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -28,6 +27,7 @@ from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.guards import Forwards, TokenGuard, scaled_by_masks, way_of
+from cp_styles.styles.parallelize import matches
 
 _STATE = "_context_parallel_calls"
 _State: TypeAlias = tuple[AttentionCalls, AttentionCalls, TokenGuard, Forwards, str]
@@ -142,10 +142,13 @@ class ModuleContextParallel(ContextParallelStyle):
                 "logit for each query head, or leave sink out"
             )
         names = {child: path for path, child in module.named_modules()}
-        matches = {part: {child for child, path in names.items() if fnmatchcase(path, part)} for part in self.trusted}
-        if unmatched := [pattern for pattern, children in matches.items() if not children]:
-            raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
-        trusted = set[nn.Module]().union(*matches.values())
+        named = {part: {child for child, path in names.items() if matches(path, part)} for part in self.trusted}
+        if unmatched := [pattern for pattern, children in named.items() if not children]:
+            raise ValueError(
+                f"{type(module).__name__}: trusted={unmatched} names no module of it: print the names with "
+                "module.named_modules(); each part between dots may hold * and ?"
+            )
+        trusted = set[nn.Module]().union(*named.values())
         if self.check_inputs:  # which refuses mask tokens, so what these mix is 0
             trusted.update(scaled_by_masks(module))
             if RANGES_ARE_NOT_TRACED:

@@ -44,7 +44,8 @@ def parallelize_module(
         parallelize_module(model, mesh, plan)
     """
     if isinstance(parallelize_plan, Mapping):
-        unmatched = [path for path in parallelize_plan if not _matches(module, path)]
+        paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+        unmatched = [pattern for pattern in parallelize_plan if not any(matches(path, pattern) for path in paths)]
         if unmatched:
             names = [name for name, _ in module.named_modules() if name]
             near = {path: get_close_matches(path, names, 3, 0.3) for path in unmatched}
@@ -60,9 +61,7 @@ def parallelize_module(
     return torch_parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
 
 
-def _matches(module: nn.Module, path: str) -> bool:
-    """Whether torch would find a module: each part of the path is a pattern for names of children."""
-    modules = [module]
-    for part in path.split(".") if path else ():
-        modules = [child for parent in modules for name, child in parent.named_children() if fnmatch(name, part)]
-    return bool(modules)
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern of a plan names the module of this path: ``*`` and ``?`` stand for no dot."""
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch, names, patterns))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_styles import Causal, Ring, Ulysses, striped
+from cp_styles import Causal, Ring, Ulysses, contiguous, striped
 from cp_styles import __main__ as command
 from cp_styles.explain import explain, report
 from cp_styles.explain.command import main
@@ -90,7 +90,16 @@ def test_strategies_with_very_many_tiles_are_named_slow_instead_of_rehearsed(mon
 def test_a_strategy_that_cannot_run_says_why(capsys):
     with pytest.raises(SystemExit):
         main([*SHORT, "--strategy", "ulysses:3"])
-    assert "Ulysses(size=3) does not divide the 4 ranks" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Ulysses(size=3) does not divide the 4 ranks" in shown
+    assert "leave it out for all of them" in " ".join(shown.split())  # the remedy too, and in short lines
+    assert max(map(len, shown.splitlines())) < 100
+
+
+def test_ranks_that_exchange_heads_need_no_other_layout():
+    made = explain(256, layout=contiguous(256, 4), strategy=Ulysses(), mask=Causal(), ranks=4, heads=8, head_dim=64)
+    assert made.layout_imbalance == 1.0
+    assert dict(made.considered)["layout head_tail"] == "imbalance 1.000 instead of 1.000: no better"
 
 
 @pytest.mark.parametrize(

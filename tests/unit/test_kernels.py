@@ -104,6 +104,7 @@ def test_the_backward_of_a_causal_tile_of_some_hundred_rows_is_in_ranges(
     inputs, cotangent = [x.to(dtype) for x in inputs], cotangent.to(dtype)
     with OpCount(CPU_FLASH.name) as calls:
         results = run(CPU_FLASH, inputs, cotangent, causal=True, scale=scale)
+    assert all(x.stride(1) < x.stride(2) for x in results[-3:])  # gradients are [B, L, H, D] in memory
     assert calls.count == 1 + ranges
     # Roundings of sums of as many terms as there are rows grow like the root of their number. In 16 bits the sums are
     # wider, and inputs, output, its gradient and the results are rounded once each.

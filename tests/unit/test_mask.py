@@ -129,8 +129,10 @@ def test_the_three_ways_to_say_documents_agree(lengths: list[int]):
     expected = Documents(lengths)
     assert Documents.from_cu_seqlens(ends) == expected
     assert Documents.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32)) == expected
-    assert Documents.from_ids(torch.arange(len(lengths)).repeat_interleave(sizes)) == expected
-    assert Documents.from_positions(torch.cat([torch.arange(size) for size in lengths])) == expected
+    ids = torch.arange(len(lengths)).repeat_interleave(sizes)
+    positions = torch.cat([torch.arange(size) for size in lengths])
+    assert Documents.from_ids(ids) == Documents.from_ids(ids.tolist()) == expected
+    assert Documents.from_positions(positions) == Documents.from_positions(positions.tolist()) == expected
     assert expected.length == sum(lengths)
 
 

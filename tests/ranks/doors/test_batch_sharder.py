@@ -359,6 +359,8 @@ def test_rows_in_another_order_are_other_samples():
 def test_a_layout_for_another_number_of_ranks():
     text = refusal_of(lambda _: {"input_ids": TOKENS}, layout=head_tail(LENGTH, 4))
     assert "the layout cuts the sequence for 4 ranks, mesh axis 'cp' has 2" in text
+    longer = refusal_of(lambda _: {"input_ids": TOKENS}, layout=head_tail(LENGTH - 2, 2))
+    assert f"the layout cuts {LENGTH - 2} positions, the batch has {LENGTH} tokens: give layout=head_tail" in longer
 
 
 @pytest.mark.parametrize("options", [{}, {"shift": False}])

@@ -14,6 +14,9 @@ from cp_styles import (
     contiguous,
     head_tail,
 )
+from cp_styles.collectives import gather, seq_to_heads
+from cp_styles.decoding import KVCache
+from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import Core
 
@@ -47,7 +50,36 @@ def test_another_cut_is_refused_on_every_rank(door, odd):
     errors = run_ranks(body, RANKS, return_errors=True)
     assert all(isinstance(error, ValueError) for error in errors)
     spoken = errors if odd is None else [errors[odd]]
-    assert all("was cut with another layout than the attention uses (head_tail)" in str(error) for error in spoken)
+    assert all("was cut with another layout than this call uses (head_tail)" in str(error) for error in spoken)
+
+
+OTHERS = {
+    "a convolution": lambda rank, q, k, v, group: context_causal_conv1d(
+        lambda x: x, q, group, width=3, dim=2, layout=head_tail
+    ),
+    "roll": lambda rank, q, k, v, group: context_roll(q, 1, 2, group, layout=head_tail),
+    "gather": lambda rank, q, k, v, group: gather(q, 2, group, reduce_gradients=False, layout=head_tail(LENGTH, RANKS)),
+    "by heads": lambda rank, q, k, v, group: seq_to_heads(
+        (k.clone(), v), group, seq_dim=2, head_dim=1, layout=head_tail(LENGTH, RANKS)
+    ),
+    "a cache": lambda rank, q, k, v, group: KVCache(group, head_tail(LENGTH, RANKS), k, v),
+}
+
+
+@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("layout", [contiguous, head_tail])
+def test_other_functions_refuse_another_cut(call, layout):
+    whole = [torch.cat((x, x[:, :1]), 1) for x in inputs()]  # 3 heads
+
+    def body(rank):
+        q, k, v = (layout(LENGTH, RANKS).shard(x, 2, rank) for x in whole)
+        call(rank, q, k, v, dist.group.WORLD)
+
+    errors = run_ranks(body, RANKS, return_errors=True)
+    if layout is head_tail:
+        assert errors == [None] * RANKS
+    else:
+        assert all("was cut with another layout than this call uses" in str(error) for error in errors), errors
 
 
 @pytest.mark.parametrize("door", [functional, styled])

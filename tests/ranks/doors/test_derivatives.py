@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cp_styles import Dense, context_attention, contiguous
+from cp_styles import Dense, Ring, Ulysses, context_attention, contiguous
+from cp_styles.strategies import Strategy
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attention_inputs, randn
 from tests.ranks.attention_case import cp_mesh, on_every_rank
-from tests.ranks.each_door import DOORS, LENGTH
+from tests.ranks.each_door import DOORS, LENGTH, door
 
 
 def on_ranks(ranks: int, attend: Callable[..., None]) -> str:
@@ -45,10 +46,14 @@ def penalty(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tenso
 SECOND = re.compile(r"second derivatives|derivative for aten::_scaled_dot_product_\w+_backward is not implemented")
 
 
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()])  # Ulysses saves neither query nor key
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("door", DOORS)
-def test_second_derivatives(door: str, square: bool):
-    text = on_ranks(2, lambda mesh, *tensors: penalty(lambda *x: DOORS[door](mesh, *x), *tensors, square))
+@pytest.mark.parametrize("name", DOORS)
+def test_second_derivatives(name: str, square: bool, strategy: Strategy):
+    def attend(mesh, *tensors):
+        penalty(door(name, mesh, layout=contiguous(LENGTH, 2), strategy=strategy), *tensors, square)
+
+    text = on_ranks(2, attend)
     assert len(SECOND.findall(text)) >= 2, text
 
 
@@ -57,10 +62,10 @@ def test_a_first_derivative_that_keeps_its_graph(mesh, rank: int):
     """create_graph=True alone changes nothing: not the gradients, and not those of what came before the attention."""
     inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
     layout = contiguous(LENGTH, 2)
-    for name, door in DOORS.items():
+    for name, attend in DOORS.items():
         leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
         found = [
-            torch.autograd.grad(door(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
+            torch.autograd.grad(attend(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
             for graph in (False, True)
         ]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name

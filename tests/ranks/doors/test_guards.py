@@ -164,7 +164,8 @@ def test_who_knows_better_names_the_module():
     model = Model(ShortConvolution(), ShortConvolution()).double()
     run_ranks(lambda rank: on(rank, model, X, trusted=["layers.*"]), RANKS)
     refused(model, X, words=r"layers\.1 \(ShortConvolution\)", trusted=["layers.0"])
-    refused(model, X, words=r"trusted=\['layer'\] names no module", trusted=["layer"])
+    for pattern in ("layer", "*.conv"):  # as in a plan, * stands for no dot
+        refused(model, X, words=rf"trusted=\['{re.escape(pattern)}'\] names no module", trusted=[pattern])
 
 
 class Positioned(Model):
@@ -217,6 +218,9 @@ def test_positions():
     message = "are 6 to 11 on this rank, as torch.chunk cuts, but its part of the layout begins at 3"
     assert message in errors_of(chunked, layout=head_tail)
     run_ranks(lambda rank: chunked(rank, contiguous), RANKS)
+    for cut in (torch.Tensor.chunk, torch.Tensor.tensor_split):
+        assert "as torch.chunk cuts" in errors_of(chunked, layout=head_tail, cut=cut, length=LENGTH - 1)
+        run_ranks(lambda rank, cut=cut: chunked(rank, contiguous, cut, LENGTH - 1), RANKS)
     # Of 5 tokens the second rank has those at 2 and 3, as torch.chunk gives it of 4.
     shards = lambda x, ranks, dim: [head_tail(5, ranks).shard(x, dim, rank) for rank in range(ranks)]  # noqa: E731
     run_ranks(lambda rank: chunked(rank, head_tail, shards, 5), RANKS)

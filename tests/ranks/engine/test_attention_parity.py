@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,23 @@ def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.Mon
         with torch.no_grad():
             out = context_attention(*part, cp_mesh(4), sink_H=sink_H, **options)
         return error(out, layout.shard(expected, 2, rank), whole=expected)
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+@pytest.mark.parametrize("strategy", [Ulysses(size=2, inner=Ulysses()), Ulysses()], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_without_a_head(strategy, packed: bool):
+    """One head on 4 ranks, on one level and on two. ``packed``: what autograd saves goes through numpy."""
+    case = Problem(length=12, heads=1, kv_heads=1)
+
+    def through_numpy(saved: torch.Tensor) -> Any:
+        return saved.numpy(force=True).copy() if packed else saved
+
+    def on(rank: int) -> float:
+        attend = partial(context_attention, group=cp_mesh(4), mask=Causal(), strategy=strategy, layout=contiguous)
+        with torch.autograd.graph.saved_tensors_hooks(through_numpy, torch.as_tensor):
+            return max(run_attention(attend, case, rank, 4, layout=contiguous))
 
     assert max(run_ranks(on, 4)) < EXACT
 

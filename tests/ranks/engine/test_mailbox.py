@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, in_process_store
 from cp_styles.comm.mailbox import WIDTH, Mailbox
-from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers, unbroken
+from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import on_every_rank
 
@@ -63,7 +63,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one(rank: int):
     """Each rank leaves others; nothing waits for a rank that has left, and what it got is forgotten."""
     group = everybody()
     for gather in range(30):
-        finish = start_numbers(row(rank, gather), group, unbroken(group))
+        finish = start_numbers(row(rank, gather), group)
         if gather % RANKS != rank:
             assert finish() == rows_of(gather)
         del finish
@@ -125,7 +125,7 @@ def test_a_row_is_read_after_its_rank_has_ended():
         group = everybody()
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
         if rank == 1:
-            start_numbers(row(rank, 1), group, unbroken(group))
+            start_numbers(row(rank, 1), group)
             del group
             dist.destroy_process_group()
             store.set("ended", "")
@@ -167,7 +167,7 @@ def test_rows_belong_to_no_mode(rank: int):
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
     rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
     assert rows._version >= 0
-    assert start_numbers(row(rank, 2), group, unbroken(group))() == rows_of(2)  # it has waited for ``rows`` too
+    assert start_numbers(row(rank, 2), group)() == rows_of(2)  # it has waited for ``rows`` too
     assert rows.tolist() == rows_of(1)
 
 
