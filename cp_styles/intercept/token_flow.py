@@ -54,6 +54,7 @@ from cp_styles.intercept.token_rules import (
     in_order,
     over,
     plain_name,
+    varies,
 )
 from cp_styles.layout import cut_with
 from cp_styles.troubleshooting import see
@@ -78,7 +79,7 @@ class _Caller(NamedTuple):
 
 
 class TokenProblem(NamedTuple):
-    """What is wrong with a value: ``kind`` is "mixed", "counted", "moved", "some", "beside" or "pooled"."""
+    """What is wrong with a value: ``kind`` is "mixed", "counted", "moved", "some", "across", "beside" or "pooled"."""
 
     kind: str
     where: Origin
@@ -116,6 +117,7 @@ class TokenFlow(TorchDispatchMode):
         self._files: dict[str, _Kind] = {}
         self._modules: list[str] = []
         self._lengths: set[int] = set()  # of the sequences whose tokens are followed
+        self._surely = looks_at_readers  # it is known which dim of the inputs was cut, and not guessed by their shapes
         self._batch: int | None = None  # the size of the first dim of what has this rank's tokens along another one
         self._paused = 0
         self._attended = False
@@ -165,6 +167,7 @@ class TokenFlow(TorchDispatchMode):
         with _unnoticed(), suppress(Exception):
             for tensor, dim in tensors:
                 tokens = None if dim is None else in_order(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
+                self._surely |= cut_with(tensor) is not None
                 if dim is not None:
                     self._lengths.add(tensor.shape[dim])
                     self._batch = tensor.shape[0] if dim % tensor.ndim else self._batch
@@ -178,9 +181,13 @@ class TokenFlow(TorchDispatchMode):
         storage = self._storages.get(_key(tensor))
         label = None if storage is None else storage.get(tensor)
         if (label is None or label.blank) and (cut := cut_with(tensor)) is not None:
-            if self.length is None and self._group is not None and self._group.rank() < cut.ranks:
-                self.length = cut.lengths[self._group.rank()]
-            dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
+            length = self.length
+            if self._group is not None and self._group.rank() < cut.ranks:
+                length = cut.lengths[self._group.rank()]
+                self.length = self.length or length
+                self._lengths.add(length)  # another sequence than that of the first one perhaps
+                self._surely = True
+            dims = [dim for dim, size in enumerate(tensor.shape) if size == length]
             return Label(in_order(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
         if label is not None:
             return label
@@ -331,7 +338,8 @@ class TokenFlow(TorchDispatchMode):
         results = results or written
         labels = labels if isinstance(labels, list) else [labels] * len(results)
         for tensor, label in zip(results, labels, strict=False):
-            set_label(tensor, self._without_positions(tensor, label))
+            label = self._without_positions(tensor, label)
+            set_label(tensor, self._with_choice(call, tensor, label) if self._looks_at_readers else label)
         if len(self._storages) > _MOST_STORAGES:
             for ref in [ref for ref in self._storages if ref.expired()]:
                 del self._storages[ref]
@@ -358,6 +366,21 @@ class TokenFlow(TorchDispatchMode):
         numbers = tensor.flatten().cpu().long()
         return CLEAN if any(torch.equal(numbers, positions) for positions in self._possible_positions()) else label
 
+    def _with_choice(self, call: OpCall, x: torch.Tensor, label: Label) -> Label:
+        """The label of a result, with the call if a module takes a token of each sequence by it."""
+        if label.tokens is None or self._has_tokens(label, x):
+            return label if label.chosen is None else replace(label, chosen=None)
+        of_all, others = call.pairs[0], call.pairs[1:]
+        if call.name not in _CHOOSING or not x.shape[:1] == of_all[0].shape[:1] == (self._batch,):
+            return label
+        # Rows by a mask are those of this rank whose labels count, say.
+        by_mask = any(index.dtype == torch.bool or of_index.unknown for index, of_index in others)
+        running = running_modules()
+        asked_for = any(kwargs.get("logits_to_keep") for *_, kwargs in running)
+        if by_mask or asked_for or len(running) <= self._around or not self._has_tokens(of_all[1], of_all[0]):
+            return label
+        return replace(label, chosen=call.where(call.name))
+
     @cached_property
     def _likely_positions(self) -> torch.Tensor | None:
         return next(self._possible_positions(), None)
@@ -369,13 +392,16 @@ class TokenFlow(TorchDispatchMode):
 
     def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int = -2, *, joint: bool = False) -> str | None:
         """What is wrong with the inputs of an attention or a mixer, whose tokens are along ``dim``, in words."""
+        problem = self._problem_before(tuple(tensors), dim, joint=joint)
+        return None if problem is None else self.words(problem)
+
+    def _problem_before(self, tensors: Sequence[torch.Tensor], dim: int, *, joint: bool) -> TokenProblem | None:
         if self._paused:
             return None
-        tensors = tuple(tensors)
         self.length = tensors[0].shape[dim] if self.length is None else self.length
         with _unnoticed():
             problems = [self._problem(x, dim % x.ndim) or (None if joint else self._beside(x, dim)) for x in tensors]
-        return next((self.words(problem) for problem in problems if problem is not None), None)
+        return next((problem for problem in problems if problem is not None), None)
 
     def _beside(self, x: torch.Tensor, dim: int) -> TokenProblem | None:
         tokens, more = self.label_of(x).tokens, x.shape[dim] - (self.length or x.shape[dim])
@@ -413,8 +439,11 @@ class TokenFlow(TorchDispatchMode):
             return next((problem for problem in problems if problem is not None), None)
 
     def _pooled(self, x: torch.Tensor) -> TokenProblem | None:
-        """What is wrong with a result that has a row for each sequence, and no tokens."""
+        """What is wrong with a result that has a row for each sequence, and no tokens; or a loss made of such rows."""
         label = self.label_of(x)
+        chosen = label.chosen  # by a slice perhaps for one chunk of a loss, which are added up
+        if chosen is not None and (label.mixed is None or chosen.words not in ("select", "slice")):
+            return TokenProblem("pooled", chosen._replace(words=""))
         if not x.ndim or x.shape[0] != self._batch:
             return None
         if label.mixed is not None:
@@ -443,6 +472,11 @@ class TokenFlow(TorchDispatchMode):
             # A multiple: of frames that were cut, each may have several patches.
             whole = bool(self.length) and x.shape[dim] % self.length == 0
             along = label.spread or whole or (tokens is not None and tokens.shape[dim] > 1)
+            asked = self._surely and label.mixed is None and tokens is not None
+            if asked and varies(tokens) and not over(tokens, [dim])[1]:
+                if dim == x.ndim - 2 and over(tokens, [-1])[1]:
+                    return TokenProblem("mixed", Origin("the product of query and key", "", self._running))
+                return TokenProblem("across", Origin("", "", self._running))
         if not along:
             return None
         if label.mixed is not None:
@@ -498,12 +532,19 @@ class TokenFlow(TorchDispatchMode):
                 f"cp_styles.mixers{see('Labels inside a model')}"
             )
         if problem.kind == "pooled":
-            how = f"made by {words}{at} of several of them" if words else "which it has chosen"
+            how = f"made by {words}{at} of several of them" if words else f"which it has chosen{at}"
             return (
                 f"{module} returns results that are not one for each of this rank's {self.length} tokens, but {how}: "
                 "it has pooled them, and the result is another one on each rank. Gather the hidden states of all ranks "
                 "(cp_styles.collectives.gather with reduce_gradients=True), pool or choose of those, and divide the "
                 f"loss by the number of ranks{see('A classifier that pools tokens')}"
+            )
+        if problem.kind == "across":
+            return (
+                f"{module} calls attention, or another mixer, along a dim that is not that of this rank's {self.length}"
+                " tokens, and would join it over the ranks. Apply ModuleContextParallel to the modules alone whose "
+                "attention is along the sequence, also in place of a context_parallel block; others stay as they are"
+                f"{see('Attention that is not along the sequence')}"
             )
         if problem.kind == "beside":
             return (
@@ -600,7 +641,7 @@ class _Storage:
         labels = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
         flags: dict[str, Any] = {
             name: next((x for part in labels if (x := getattr(part, name)) is not None), None)
-            for name in ("source", "mixed", "counted")
+            for name in ("source", "mixed", "counted", "chosen")
         }
         flags["spread"] = any(part.spread for part in labels)
         if self._flat is not None and self._flat_itemsize == tensor.element_size():
@@ -689,6 +730,7 @@ _NAMESPACES_OF_TORCH = frozenset(
         "cp_styles",
     )
 )
+_CHOOSING = frozenset(("select", "slice", "index", "gather", "index_select"))
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _MOST_STORAGES = 1 << 14

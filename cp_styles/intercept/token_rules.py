@@ -41,6 +41,7 @@ class Label:
         spread: what several tokens were mixed into was elements of tokens again, as in a recurrence, whatever they have
             become. A sum for a loss, or a mean, is none.
         counted: the call that made places, where tokens and their places have come together. None: they have not.
+        chosen: the call in a module that took a token of each sequence, and left the others. None: there was none.
         unknown: it was made by something that has no rule.
     """
 
@@ -51,6 +52,7 @@ class Label:
     mixed: Any = None
     spread: bool = False
     counted: Any = None
+    chosen: Any = None
     unknown: bool = False
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
@@ -237,8 +239,10 @@ class OpCall:
         if tokens is None and places is None and mixed is None and counted is None:
             return UNKNOWN if unknown or any(label.unknown for label in inputs) else CLEAN
         source = None if places is None else source
+        chosen = next((label.chosen for label in inputs if label.chosen is not None), None)
         spread = any(label.spread for label in inputs) or (mixed is not None and varies(tokens))
-        return Label(tokens, places, source, mixed=mixed, spread=spread, counted=counted, unknown=unknown)
+        flags = {"mixed": mixed, "spread": spread, "counted": counted, "chosen": chosen, "unknown": unknown}
+        return Label(tokens, places, source, **flags)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
         return self.label_of(self.args[0]).moved(move)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -485,6 +486,38 @@ def test_an_attention_over_some_of_the_tokens():
     with flow:
         flow.seed([(X, 1), (shorter := X[:, :4].clone(), 1)])  # another sequence
         assert flow.mixed_before([shorter[:, None] * 1]) is None
+
+
+BY_TOKEN = X.reshape(BATCH * LENGTH, 1, 4, 2)
+DIMS_OF_AN_ATTENTION: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None]] = {
+    "tokens": (lambda x: heads(x), None),
+    "features of a token": (lambda x: x.reshape(BY_TOKEN.shape), "across"),
+    "the same beside a learned one": (lambda x: F.pad(x.reshape(BY_TOKEN.shape), (0, 0, 1, 0)), "across"),
+    "heads of a token": (lambda x: x.unflatten(-1, (2, 4)), "across"),
+    "as many features of a token as tokens": (lambda x: x[..., :LENGTH, None].expand(-1, -1, -1, 2), "across"),
+    "channels": (lambda x: x.mT.unsqueeze(1), "mixed"),
+    "as many channels as tokens": (lambda x: x.mT[:, None, :LENGTH], "mixed"),
+    "one token": (lambda x: x[:, None, :1], None),
+    "frames, one patch after another": (lambda x: x.view(BATCH, LENGTH, 2, 4).transpose(1, 2), None),
+    "frames whose patches are sequences": (lambda x: x.view(BATCH, LENGTH, 2, 4).mT.reshape(-1, 1, LENGTH, 2), None),
+    "no tokens": (lambda x: TABLE[:BATCH, None, None], None),
+}
+
+
+@pytest.mark.parametrize("name", DIMS_OF_AN_ATTENTION)
+def test_attention_along_another_dim_than_that_of_the_tokens(name: str):
+    function, kind = DIMS_OF_AN_ATTENTION[name]
+    flow = TokenFlow(LENGTH, looks_at_readers=True)
+    with flow:
+        flow.seed([(X, 1)])
+        words = flow.mixed_before([function(X)])
+    assert ("along a dim that is not that of" in str(words)) == (kind == "across"), words
+    assert ("the product of query and key computes values from" in str(words)) == (kind == "mixed"), words
+    assert (words is None) == (kind is None), words
+    flow = TokenFlow(LENGTH)  # where the dim of the tokens is a guess, it may be that of a batch
+    with flow:
+        flow.seed([(X, 1)])
+        assert not re.search("along a dim that is|the product of", str(flow.mixed_before([function(X)])))
 
 
 def test_rows_beside_the_tokens_of_an_attention():

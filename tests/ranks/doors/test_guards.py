@@ -255,6 +255,105 @@ def test_a_classifier_that_pools():
     assert max(run_ranks(exact, RANKS)) < EXACT
 
 
+class OfFeatures(nn.Module):
+    """Attention among the features of each token, as TabTransformer has it beside that among rows."""
+
+    def forward(self, x):
+        y = x.reshape(-1, 1, 4, WIDTH // 4)
+        return F.scaled_dot_product_attention(y, y, y).reshape(x.shape)
+
+
+class OfPatches(Attention):
+    """Among the patches of each frame of [B, T, N, D]."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view(x.shape)
+
+
+class OfFrames(Attention):
+    def forward(self, x):
+        y = super().forward(x.transpose(1, 2).flatten(0, 1))
+        return y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+
+class Factorized(Model):
+    def __init__(self) -> None:
+        super().__init__(OfPatches())
+        self.attention = OfFrames()
+
+
+class OfChannels(nn.Module):
+    def forward(self, x):
+        y = x.mT.unsqueeze(1)
+        return F.scaled_dot_product_attention(y, y, y).squeeze(1).mT
+
+
+FRAMES = randn(2, 2, LENGTH, 3, WIDTH)
+
+
+@pytest.mark.parametrize(("model", "x"), [(Model(OfFeatures()), X), (Factorized(), FRAMES)])
+def test_an_attention_that_is_not_along_the_sequence(model: nn.Module, x: torch.Tensor):
+    """Refused through both doors, and exact as the error says."""
+    model = copy.deepcopy(model).double()
+    layout = contiguous(LENGTH, RANKS)
+
+    def wrong(rank: int, door: str) -> Any:
+        mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
+        if door == "block":
+            part = x.clone()
+            with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1], layout=contiguous):
+                return mine(part)
+        return parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))(layout.shard(x, 1, rank))
+
+    for door in ("style", "block"):
+        words = errors_of(wrong, door=door)
+        assert words.count("along a dim that is not that of this rank's 6 tokens") == RANKS, words
+        assert words.count("Apply ModuleContextParallel to the modules alone whose attention is along") == RANKS, words
+
+    def right(rank: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
+        checked(mine, mesh, {"attention": ModuleContextParallel(layout=contiguous)})
+        out = mine(layout.shard(x, 1, rank))
+        out.square().sum().backward()
+        sum_gradients(mine, mesh)
+        return out.detach(), [p.grad for p in mine.parameters()]
+
+    one = copy.deepcopy(model)
+    wanted = one(x)
+    wanted.square().sum().backward()
+    results = run_ranks(right, RANKS)
+    assert error(layout.unshard([out for out, _ in results], 1), wanted.detach()) < EXACT
+    assert all(
+        error(a, b.grad) < EXACT
+        for _, gradients in results
+        for a, b in zip(gradients, one.parameters(), strict=True)
+        if b.grad is not None
+    )
+
+
+class RowsFirst(Model):
+    """Takes [L, B, D], as torch's own layers do by default."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_a_model_whose_batch_comes_second():
+    """Of inputs that do not say how they were cut, the dim of the tokens is a guess."""
+    model, layout = RowsFirst().double(), contiguous(LENGTH, RANKS)
+
+    def act(rank: int) -> torch.Tensor:
+        mine = parallelize_module(copy.deepcopy(model), cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+        return mine(layout.shard(X, 1, rank).transpose(0, 1).contiguous()).detach()
+
+    assert error(layout.unshard(run_ranks(act, RANKS), 0), model(X.transpose(0, 1)).detach()) < EXACT
+
+
+def test_an_attention_between_channels():
+    """It sums over this rank's tokens: no other style would help."""
+    refused(Model(OfChannels()).double(), X, words=r"layers\.0 \(OfChannels\) carries .* the product of query and key")
+
+
 class WithOwnSum(Attention):
     """Centres its input, by the sum over the tokens of all ranks."""
 

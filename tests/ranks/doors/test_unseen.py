@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import ModuleContextParallel, SequenceLayout, contiguous, head_tail
+from cp_styles.collectives import gather
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
@@ -342,3 +344,87 @@ def test_behind_the_last_attention_of_a_block(how: str, gradients: bool, blocks:
     assert all(isinstance(each, NotImplementedError) for each in errors)
     assert words in str(errors[1])
     assert entered == [last, last]
+
+
+class Choosing(Last):
+    """A classifier: ``choose`` gives one row for each sequence. ``all_of`` gathers the hidden states."""
+
+    def __init__(self, act, choose, *, has_loss: bool = False) -> None:
+        super().__init__(act)
+        self.choose, self.has_loss = choose, has_loss
+
+    def forward(self, x, all_of=lambda x: x, logits_to_keep=0):
+        logits = self.choose(all_of(super().forward(x)))
+        return F.cross_entropy(logits, CLASSES) if self.has_loss else logits
+
+
+CLASSES = torch.arange(2)
+CHOICES = {
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1:].flatten(1),
+    "largest": lambda x: x[CLASSES, x.sum(-1).argmax(1)],
+    "gathered": lambda x: x.gather(1, x.sum(-1).argmax(1)[:, None, None].expand(-1, 1, 4))[:, 0],
+}
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_a_classifier_that_chooses_a_token_in_a_block(how: str):
+    """Refused, with the loss in the model and behind it, and exact as the error says."""
+    whole = randn(0, 2, 8, 4)
+
+    def on(rank: int, has_loss: bool = False, remedy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        mesh, x, weight = cp_mesh(2), whole.clone(), randn(1, 4, 4).requires_grad_()
+        all_of = partial(gather, dim=1, group=mesh, layout=head_tail(8, 2), reduce_gradients=True)
+        model = Choosing(lambda x: x @ weight, CHOICES[how], has_loss=has_loss)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            out = model(x, all_of) if remedy else model(x)
+            loss = (out if has_loss else F.cross_entropy(out, CLASSES)) / mesh.size()
+            loss.backward()
+        dist.all_reduce(weight.grad)
+        return loss.detach() * mesh.size(), weight.grad
+
+    for has_loss in (False, True):
+        errors = run_ranks(partial(on, has_loss=has_loss), 2, timeout_seconds=20, return_errors=True)
+        for each in errors:
+            assert re.search(r"but which it has chosen at \S+test_unseen.py:\d+: it has pooled them", str(each)), errors
+    weight = randn(1, 4, 4).requires_grad_()
+    wanted = F.cross_entropy(Choosing(lambda x: x @ weight, CHOICES[how])(whole), CLASSES)
+    wanted.backward()
+    for loss, gradient in run_ranks(partial(on, remedy=True), 2, timeout_seconds=20):
+        assert error(loss, wanted.detach()) < EXACT
+        assert error(gradient, weight.grad) < EXACT
+
+
+def of_chunks(size: int, head, x: torch.Tensor) -> torch.Tensor:
+    return sum(head(x[:, at : at + size]).square().sum() for at in range(0, x.shape[1], size))
+
+
+class Row(nn.Module):
+    def forward(self, x):
+        return x[:, 0]
+
+
+NO_CHOICES = {
+    "row by row": lambda model, x: of_chunks(1, nn.Identity(), model(x)),
+    "a head for each chunk": lambda model, x: of_chunks(3, nn.Sequential(nn.Tanh()), model(x)),
+    "a row that is printed": lambda model, x: float(model(x)[:, -1].square().sum()),
+    "logits that are asked for": lambda model, x: Choosing(torch.tanh, CHOICES["last"])(x, logits_to_keep=1).sum(),
+    "chunks in the model": lambda model, x: Choosing(torch.tanh, lambda x: of_chunks(3, torch.tanh, x))(x).sum(),
+    "rows in the model": lambda model, x: Choosing(torch.tanh, lambda x: of_chunks(1, torch.tanh, x))(x).sum(),
+    "rows whose labels count": lambda model, x: Choosing(torch.tanh, lambda x: x[MASK])(x).square().sum(),
+    "stacked again": lambda model, x: Choosing(
+        torch.tanh, lambda x: torch.stack([x[:, token].sin() for token in range(4)], 1)
+    )(x)[:, 0].sum(),
+    "no batch": lambda model, x: Choosing(torch.tanh, lambda x: x.flatten(0, 1)[:2])(x).square().sum(),
+    "a row of a row": lambda model, x: Row()(model(x)[:, :1]).square().sum(),
+    "features": lambda model, x: Choosing(torch.tanh, lambda x: x[..., :2])(x).square().sum(),
+}
+MASK = torch.tensor([[False, True, False, False], [False, False, False, True]])
+
+
+@pytest.mark.parametrize("how", NO_CHOICES)
+@on_every_rank(2, timeout_seconds=20)
+def test_rows_of_tokens_that_are_no_classifier(mesh, rank: int, how: str):
+    x = randn(0, 2, 8, 4)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        NO_CHOICES[how](Last(torch.tanh), x)
