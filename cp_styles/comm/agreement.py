@@ -306,7 +306,7 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
         text += f" (call {index} of its module's forward)"
     if which and meeting in _OF_BACKWARDS:
         text += f" (call {which} over these ranks)"
-    elif len({other.place // _INDICES for other in rows}) > 1:
+    elif which and len({other.place // _INDICES for other in rows}) > 1:
         text += f" in module {which:08x}"
     if again:
         text += " again, in a backward"
