@@ -189,7 +189,7 @@ class SequenceLayout:
                 f"layout for {tensor.shape[dim]} positions"
             )
         part = self.part(tensor, dim, rank)
-        mark_cut(part, self)
+        mark_cut(part, (self, dim % tensor.ndim))
         return part
 
     def part(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
@@ -243,19 +243,15 @@ def holds(dtype: torch.dtype, value: float) -> bool:
     return bounds[0] <= value <= bounds[1] and value == int(value)
 
 
-def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
-    """The layout with which :meth:`SequenceLayout.shard` made this tensor object. None for tensors computed from it."""
-    return getattr(tensor, "_cp_styles_layout", None)
+def cut_with(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
+    """With what :meth:`SequenceLayout.shard` made this tensor object, and along which dim. None for tensors computed
+    from it."""
+    return getattr(tensor, "_cp_styles_cut", None)
 
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
-    """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
-    pairs = []  # by a loop, because most calls ask it, and have none
-    for value in values:
-        cut = getattr(value, "_cp_styles_layout", None)
-        if cut is not None:
-            pairs.append((value, cut))
-    return pairs
+    """The tensors among ``values`` that a layout has cut, each with its layout."""
+    return [(value, cut[0]) for value in values if (cut := cut_with(value)) is not None]
 
 
 def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, shown: str) -> None:
@@ -272,12 +268,12 @@ def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, 
             )
 
 
-def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
-    """Make :func:`cut_with` return ``layout`` for this tensor object."""
-    if layout is not None:
-        tensor._cp_styles_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+def mark_cut(tensor: torch.Tensor, cut: tuple[SequenceLayout, int] | None) -> None:
+    """Make :func:`cut_with` return ``cut`` for this tensor object."""
+    if cut is not None:
+        tensor._cp_styles_cut = cut  # pyright: ignore[reportAttributeAccessIssue]
     elif cut_with(tensor) is not None:
-        del tensor._cp_styles_layout  # pyright: ignore[reportAttributeAccessIssue]
+        del tensor._cp_styles_cut  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]

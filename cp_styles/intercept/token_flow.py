@@ -99,6 +99,9 @@ class TokenFlow(TorchDispatchMode):
         looks_at_readers: where there is no module whose outputs are given to :meth:`problem_of_outputs`: what code
             outside of all modules reads is such an output, as logits are that a loss reads, and what nothing has read
             at the end.
+        axis: the dim of the tokens in inputs that no layout has cut.
+        beside: a flow of the same inputs with another ``axis``, which is not entered; and it may have one. The first
+            attention shows which of them is right, and only that is followed on.
     """
 
     supports_higher_order_operators = True
@@ -110,12 +113,16 @@ class TokenFlow(TorchDispatchMode):
         *,
         group: dist.ProcessGroup | None = None,
         looks_at_readers: bool = False,
+        axis: int = 1,
+        beside: TokenFlow | None = None,
     ) -> None:
         super().__init__()
+        self.axis, self._guessed = axis, beside is not None
+        self.others: Sequence[TokenFlow] = () if beside is None else (beside, *beside.others)
         self.length, self._positions, self._group, self._looks_at_readers = length, positions, group, looks_at_readers
         self._storages: dict[StorageWeakRef, _Storage] = {}
         self._files: dict[str, _Kind] = {}
-        self._modules: list[str] = []
+        self._modules: list[str] = [] if beside is None else beside._modules
         self._lengths: set[int] = set()  # of the sequences whose tokens are followed
         self._surely = looks_at_readers  # it is known which dim of the inputs was cut, and not guessed by their shapes
         self._batch: int | None = None  # the size of the first dim of what has this rank's tokens along another one
@@ -160,6 +167,21 @@ class TokenFlow(TorchDispatchMode):
         finally:
             self._paused -= 1
 
+    def _choose(self, tensors: Sequence[torch.Tensor], dim: int) -> None:
+        """Go on as the flow that has its tokens along ``dim`` in the first attention: if there is one, unmixed."""
+        if self.others:
+
+            def doubt(flow: TokenFlow) -> int:
+                labels = [flow.label_of(x) for x in tensors]
+                tracks = [(label.mixed, label.tokens) for label in labels if varies(label.tokens)]
+                along = [mixed for mixed, tokens in tracks if tokens is not None and tokens.shape[dim] > 1]
+                return int(None not in along) if along or any(label.spread for label in labels) else 2
+
+            right = min((self, *self.others), key=doubt)
+            self.others, self._guessed = (), doubt(right) > 0
+            vars(self).update({name: getattr(right, name) for name in _OF_ONE_READING})
+        self.length = tensors[0].shape[dim] if self.length is None else self.length
+
     # What tensors hold.
 
     def seed(self, tensors: Iterable[tuple[torch.Tensor, int | None]]) -> None:
@@ -170,7 +192,8 @@ class TokenFlow(TorchDispatchMode):
                 self._surely |= cut_with(tensor) is not None
                 if dim is not None:
                     self._lengths.add(tensor.shape[dim])
-                    self._batch = tensor.shape[0] if dim % tensor.ndim else self._batch
+                    rows = self._batch if tensor.ndim < 2 + tensor.is_floating_point() else tensor.shape[1]
+                    self._batch = tensor.shape[0] if dim % tensor.ndim else rows
                 self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
 
     def label_of(self, tensor: torch.Tensor) -> Label:
@@ -181,14 +204,14 @@ class TokenFlow(TorchDispatchMode):
         storage = self._storages.get(_key(tensor))
         label = None if storage is None else storage.get(tensor)
         if (label is None or label.blank) and (cut := cut_with(tensor)) is not None:
-            length = self.length
-            if self._group is not None and self._group.rank() < cut.ranks:
-                length = cut.lengths[self._group.rank()]
+            (layout, dim), length = cut, self.length
+            if self._group is not None and self._group.rank() < layout.ranks:
+                length = layout.lengths[self._group.rank()]
                 self.length = self.length or length
                 self._lengths.add(length)  # another sequence than that of the first one perhaps
                 self._surely = True
-            dims = [dim for dim, size in enumerate(tensor.shape) if size == length]
-            return Label(in_order(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
+            fits = tensor.shape[dim : dim + 1] == (length,)
+            return Label(in_order(tensor.shape[dim], tensor.ndim, dim)) if fits else UNKNOWN
         if label is not None:
             return label
         if tensor.grad_fn is not None:  # a compiled graph has computed it, which was not seen
@@ -241,13 +264,14 @@ class TokenFlow(TorchDispatchMode):
         with without_function_modes() if func.namespace == "aten" else nullcontext():
             out = func(*args, **kwargs)
         with _unnoticed():
-            try:
-                if followed:
-                    self._follow(func, args, kwargs, out, caller.frame)
-                else:
-                    self._lose(func, args, kwargs, out)
-            except Exception:  # of any kind: the model must not notice
-                self._lose(func, args, kwargs, out)
+            for flow in (self, *self.others):
+                try:
+                    if followed:
+                        flow._follow(func, args, kwargs, out, caller.frame)
+                    else:
+                        flow._lose(func, args, kwargs, out)
+                except Exception:  # of any kind: the model must not notice
+                    flow._lose(func, args, kwargs, out)
         if reads:
             self._look_at_reading(func, out)
         if self._looks_at_readers:
@@ -398,8 +422,8 @@ class TokenFlow(TorchDispatchMode):
     def _problem_before(self, tensors: Sequence[torch.Tensor], dim: int, *, joint: bool) -> TokenProblem | None:
         if self._paused:
             return None
-        self.length = tensors[0].shape[dim] if self.length is None else self.length
         with _unnoticed():
+            self._choose(tensors, dim)
             problems = [self._problem(x, dim % x.ndim) or (None if joint else self._beside(x, dim)) for x in tensors]
         return next((problem for problem in problems if problem is not None), None)
 
@@ -571,6 +595,7 @@ class TokenFlow(TorchDispatchMode):
             )
         else:
             how = f"{words}{at} computes values from several of this rank's {self.length} tokens"
+        other_dim = _OF_ANOTHER_DIM.format(self.axis) if self._guessed else ""
         return (
             f"{module} carries values from token to token without an attention call: {how}. A recurrence, a "
             "convolution along the sequence, linear attention, attention in plain operations, or a norm over tokens "
@@ -578,7 +603,7 @@ class TokenFlow(TorchDispatchMode):
             'attention (models of transformers do with attn_implementation="sdpa" or register_attention()), '
             "the functions of cp_styles.mixers for recurrences and causal convolutions whose kernel is a function, "
             "keep other such layers out of the model, or name the module in trusted= of the style if what "
-            f"it mixes is whole on each rank{see('A layer that mixes tokens')}"
+            f"it mixes is whole on each rank{other_dim}{see('A layer that mixes tokens')}"
         )
 
 
@@ -713,6 +738,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+_OF_ONE_READING = ("length", "axis", "_positions", "_likely_positions", "_storages", "_lengths", "_batch", "_unseen")
+_OF_ANOTHER_DIM = (
+    ". If the tokens of the model's inputs are not along dim {} of each, cut all inputs by layout.shard(x, dim, rank) "
+    "and pass what it returns, which remembers the dim"
+)
 _NO_SUBCLASS = (
     "cp_styles: the first forward, or the first context_parallel block, runs under a TorchDispatchMode, which follows "
     "its tokens. Under any such mode torch cannot make an object of a subclass of Tensor by its constructor, as "

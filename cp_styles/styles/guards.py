@@ -69,7 +69,8 @@ class TokenGuard:
                     return forward(*args, **kwargs)
                 with flow.paused():
                     output = forward(*args, **kwargs)
-                flow.seed(_dims_of_tokens(output, flow.length))
+                for each in (flow, *flow.others):
+                    each.seed(_dims_of_tokens(output, each.length, each.axis))
                 return output
             around = flow is not None
             flow = flow or self._flow(module, calls, args, kwargs)
@@ -99,13 +100,18 @@ class TokenGuard:
             past = getattr(past, "self_attention_cache", past)
             if isinstance(past, LayerCaches) and past.prefilled:
                 return None  # new tokens, the same on all ranks
-        length = _part_of(binding, calls.inputs) or _part_of(binding, inputs)
-        if length == 1:
-            return None
-        positions = partial(possible_positions, binding) if self._counts else None
-        positions = positions if counting_is_wrong(binding, length) else None
-        flow = TokenFlow(length, positions, group=binding.group)
-        flow.seed(_dims_of_tokens([*inputs.values(), *args[len(inputs) :]], length, inputs))
+        given, heads = _tensors_in([*inputs.values(), *args[len(inputs) :]]), [inputs.get(name) for name in _HEADS]
+        readings, flow = dict[Any, Any](), None
+        for axis in _AXES:
+            length = _part_of(binding, calls.inputs, axis) or _part_of(binding, inputs, axis)
+            seeds = list(_dims_of_tokens(given, length, axis, heads))
+            if length != 1:
+                readings.setdefault((length, *(dim for _, dim in seeds)), (axis, seeds))
+        for (length, *_), (axis, seeds) in reversed(readings.items()):
+            counted = self._counts and counting_is_wrong(binding, length)
+            positions = partial(possible_positions, binding) if counted else None
+            flow = TokenFlow(length, positions, group=binding.group, axis=axis, beside=flow)
+            flow.seed(seeds)
         return flow
 
 
@@ -119,39 +125,55 @@ def way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return id(module), module.training, *positional, *named
 
 
-def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
-    """This rank's number of tokens, as the inputs of a model show it. None if they do not."""
-    tensors = tensors_in(list(inputs.values()))
+# Inputs that a layout has cut remember the dim. Of others it may be any of these: [B, L], [L, B] and [B, C, L].
+_AXES = (1, 0, -1)
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Those in nested structures; if there are none, those that plain objects hold."""
+    held = [vars(value) for value in values if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
+    return tensors_in(list(values)) or tensors_in(held)
+
+
+def _part_of(binding: Binding, inputs: Mapping[str, Any], axis: int) -> int | None:
+    """This rank's number of tokens, as the inputs of a model show it if no layout has cut them and ``axis`` is that of
+    the tokens. None if they do not."""
+    tensors = _tensors_in(list(inputs.values()))
     rank = binding.group.rank()
     for cut in (cut_with(x) for x in tensors):
-        if cut is not None and cut.ranks == binding.group.size():
-            return cut.lengths[rank]
-    length = _length(inputs)
+        if cut is not None and cut[0].ranks == binding.group.size():
+            return cut[0].lengths[rank]
+    length = _length(inputs, axis)
     if length is not None:
         return length
     for name, x in inputs.items():
         if isinstance(x, torch.Tensor) and x.ndim == 4 and name in _HEADS:
             return x.shape[2]
-    sizes = [x.shape[1] for x in tensors if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]
-    return sizes[0] if sizes else None
+    dims = max((x.ndim for x in tensors), default=0)
+    known = [x for x in tensors if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]
+    known = known or [x for x in tensors if 0 < x.ndim == dims < 3]  # a series [B, L], tokens [L]
+    return known[0].shape[axis if known[0].ndim > 1 else 0] if known else None
 
 
 _HEADS = ("query", "key", "value", "q", "k", "v")
 
 
 def _dims_of_tokens(
-    values: Any, length: int | None, inputs: Mapping[str, Any] | None = None
+    values: Any, length: int | None, axis: int, heads: Sequence[Any] = ()
 ) -> Iterator[tuple[torch.Tensor, int | None]]:
     # None if it is not clear from a shape. Tensors of four dims may be images, in which one token is many elements.
-    heads = {id(x) for name, x in (inputs or {}).items() if name in _HEADS}
     for x in tensors_in(values) if length is not None else ():
         if x.ndim == 4:
-            yield x, 2 if id(x) in heads and x.shape[2] == length else None
+            dims = [2] if any(x is head for head in heads) else []
+        elif x.ndim < 4 and (cut := cut_with(x)) is not None:
+            dims = [cut[1]]
+        elif x.ndim == 3 and not x.is_floating_point():  # ids beside each other, in front or behind
+            dims = [2, 1] if axis else [0]
         elif x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()):
-            dims = (1, 2) if x.is_floating_point() else (x.ndim - 1, 1)
-            yield x, next((dim for dim in dims[:1] if x.shape[dim] == length), None)
+            dims = [axis]
         else:
-            yield x, next((dim for dim in range(x.ndim) if x.shape[dim] == length), None)
+            dims = [axis, *range(x.ndim)] if x.ndim == 2 else range(x.ndim)
+        yield x, next((dim % x.ndim for dim in dims if x.shape[dim] == length), None)
 
 
 def possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
@@ -676,9 +698,9 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     state.engaged = False
 
 
-def _length(inputs: Mapping[str, Any]) -> int | None:
+def _length(inputs: Mapping[str, Any], axis: int = 1) -> int | None:
     for name in ("input_ids", "inputs_embeds", "hidden_states"):
         value = inputs.get(name)
         if isinstance(value, torch.Tensor) and value.ndim > 1:
-            return value.shape[1]
+            return value.shape[axis]
     return None

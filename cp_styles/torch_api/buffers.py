@@ -44,7 +44,7 @@ class CutBuffer:
 
     def put(self) -> Callable[[], None]:
         """Replace the buffer's data by the part. Call the returned function to restore it."""
-        buffer, layout = self.buffer, cut_with(self.buffer)
+        buffer, before = self.buffer, cut_with(self.buffer)
         with torch.inference_mode(False):  # inference tensors cannot be used for training later
             data = buffer.data
 
@@ -53,10 +53,10 @@ class CutBuffer:
                 with contextlib.suppress(RuntimeError):  # views cannot be detached in place; __exit__ raises for them
                     buffer.detach_()
             set_data(buffer, data)
-            mark_cut(buffer, layout)
+            mark_cut(buffer, before)
 
         set_data(buffer, self.data)
-        mark_cut(buffer, self.layout)
+        mark_cut(buffer, (self.layout, self.dim))
         return undo
 
     def follow_gradient(self) -> None:

@@ -225,8 +225,8 @@ class context_parallel(contextlib.ContextDecorator):
         return facts if self._layout is not None else [*facts, self._default.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
-        layout, rank = cut_with(buffer), self._group.rank()
-        if layout is not None and layout.ranks > 1 and buffer.shape[dim] == layout.lengths[rank % layout.ranks]:
+        cut, rank = cut_with(buffer), self._group.rank()
+        if cut is not None and cut[0].ranks > 1 and buffer.shape[dim] == cut[0].lengths[rank % cut[0].ranks]:
             raise ValueError(
                 f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: it was cut by a block that "
                 "is still open, by a block that did not restore it (no_restore_buffers), or by a layout's shard; leave "

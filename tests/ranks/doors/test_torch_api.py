@@ -118,7 +118,7 @@ def test_buffers_of_all_kinds(mesh, rank: int):
     assert torch.equal(own, base)
     own.add_(1)
     assert torch.equal(views[0], base[:, :length] + 1)  # and views of it they still are
-    assert all(not hasattr(x, "_cp_styles_layout") for x in everything)
+    assert all(not hasattr(x, "_cp_styles_cut") for x in everything)
 
 
 @pytest.mark.parametrize("a_view", [False, True])
