@@ -45,7 +45,7 @@ def context_causal_conv1d(
         width: W, the number of taps.
         dim: the dim of the sequence in ``x`` and in the output.
         layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
-            around the call; without one ``head_tail``.
+            around the call, else of the style or block; without one ``head_tail``.
         documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
             of the scope's mask; without one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import dispatch_modes
+from cp_styles._compat import dispatch_modes, function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import Meeting, StatusRow, StatusRows, compare, plain, short, start_status
@@ -220,7 +220,9 @@ class CutSequence:
                 raise problem
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
-        layout = (head_tail if scope is None else scope.layout) if layout is None else layout
+        around: list[Any] = [mode.unscoped for mode in function_modes() if hasattr(mode, "unscoped")]
+        default = around[-1].layout if around and around[-1].group == process_group else head_tail
+        layout = (default if scope is None else scope.layout) if layout is None else layout
         watch_of(process_group).leave_out(checks.local)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
 

@@ -117,7 +117,8 @@ def context_recurrence(
         group: the ranks that share the sequence: a process group or a 1-D mesh.
         recurrence: how it takes its arguments. Default: that of its name, if it is known.
         layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
-            around the call; without one ``head_tail``. Contiguous parts have the fewest fragments.
+            around the call, else of the style or block; without one ``head_tail``. Contiguous parts have the fewest
+            fragments.
         documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
             ``seq_idx``, or of the scope's mask; without any, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.

@@ -40,7 +40,7 @@ def context_roll(
         group: the ranks that share the sequence: a process group or a 1-D mesh.
         fill: what stands where a value would come from the other end of the document. None: that value.
         layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
-            around the call; without one ``head_tail``.
+            around the call, else of the style or block; without one ``head_tail``.
         documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
             one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.

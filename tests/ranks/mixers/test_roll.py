@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import contiguous, head_tail
+from cp_styles import ModuleContextParallel, contiguous, head_tail, parallelize_module
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers import context_roll
+from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.layouts import layouts
 from tests.oracle import randn
 
@@ -97,3 +101,42 @@ def test_one_number(shifts):
 
     for error in run_ranks(main, 2, return_errors=True):
         assert "shifts=" in str(error), error
+
+
+class Shifted(nn.Module):
+    """Adds to each token the one before it, by a mixer that names no layout."""
+
+    def __init__(self, mixer: str) -> None:
+        super().__init__()
+        self.mixer, self.mesh = mixer, cast(Any, None)
+
+    def shifted(self, x: torch.Tensor) -> torch.Tensor:
+        before = F.pad(x, (0, 0, 1, -1))
+        if self.mesh is None:
+            return before
+        if self.mixer == "roll":
+            return context_roll(x, 1, 1, self.mesh, fill=0.0)
+        return context_causal_conv1d(lambda x: F.pad(x, (0, 0, 1, -1)), x, self.mesh, width=2, dim=1)
+
+    def forward(self, x):
+        q = (x + self.shifted(x))[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+@pytest.mark.parametrize("mixer", ["roll", "convolution"])
+@pytest.mark.parametrize("door", ["style", "block"])
+def test_the_layout_is_that_of_the_style_around_the_call(door: str, mixer: str):
+    layout, x, model = contiguous(12, 2), randn(0, 2, 12, 4), Shifted(mixer)
+    wanted = model(x)
+
+    def on(rank: int) -> torch.Tensor:
+        mine = Shifted(mixer)
+        mine.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        if door == "style":
+            parallelize_module(mine, mine.mesh, ModuleContextParallel(layout=contiguous))
+            return mine(layout.shard(x, 1, rank))
+        buffer = x.clone()
+        with context_parallel(mine.mesh, buffers=[buffer], buffer_seq_dims=[1], layout=contiguous):
+            return mine(buffer)
+
+    torch.testing.assert_close(layout.unshard(run_ranks(on, 2), 1), wanted, rtol=1e-12, atol=1e-12)
