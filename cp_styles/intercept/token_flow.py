@@ -329,6 +329,10 @@ class TokenFlow(TorchDispatchMode):
         name = plain_name(func)
         if name in _METADATA and func._schema.is_mutable:
             return None  # the same elements, and what they are is kept by element
+        if name == "cp_styles::attention":  # in a compiled graph, by a JointLayout perhaps
+            self._problem_of_reader = self._problem_of_reader or self._problem_before(args[:3], -2, joint=True)
+            self._lose(func, args, kwargs, out)
+            return self.attended(out[0], args[:3])
         length = None if self._positions is None else self.length
         written = list(_written(func, args, kwargs))
         for tensor in written:

@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import Ulysses
-from tests.covering import in_parts, sampled
-from tests.ranks.attention_case import EXACT, cp_mesh, run_attention
+from cp_styles.styles import ModuleContextParallel
+from tests.covering import at_night, in_parts, sampled
+from tests.oracle import error, randn
+from tests.ranks.attention_case import EXACT, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
     DOORS,
     PROBLEMS,
@@ -172,3 +175,46 @@ def test_a_compiled_function_that_runs_again_outside_of_its_module(mesh, rank: i
     for attend in (function, layer):
         right = door("module", mesh, Recomputed(attend))
         assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
+
+
+class Layers(nn.Module):
+    """``before``, which is not compiled where its layers are compiled one by one."""
+
+    def __init__(self, before) -> None:
+        super().__init__()
+        self.before, self.layers = before, nn.Sequential(*(Projected(Grouped()) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(self.before(x))
+
+
+TABLE = randn(5, 64, 10)
+BEFORE = {
+    "rolled": (lambda x: x + x.roll(1, 1), "carries values from token to token without an attention call: add at"),
+    "a table": (lambda x: x + TABLE[: x.shape[1]], "takes the first 8 rows of a table of 64 at"),
+    "counted": (lambda x: x + TABLE[torch.arange(x.shape[1])], "makes the numbers 0 to 7 inside at"),
+    "fine": (lambda x: x * 2, None),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["layers, a table", "layers, fine", "model, counted", *at_night("layers, rolled", "model, fine")]
+)
+@on_every_rank(RANKS, timeout_seconds=60.0)
+def test_what_surrounds_attention_in_a_graph(mesh, rank: int, case: str):
+    """The first forward follows tokens through graphs that call operators one by one; in a whole model that is traced,
+    where it counts them."""
+    which, before = case.split(", ")
+    act, words = BEFORE[before]
+    x, layout, model = randn(0, 1, 16, 10), head_tail(16, RANKS), Layers(act)
+    wanted = model(x).detach()
+    parallelize_module(model, mesh, ModuleContextParallel())
+    if which == "layers":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    run = torch.compile(model, backend="aot_eager") if which == "model" else model
+    if words is not None:
+        with pytest.raises(NotImplementedError, match=words):
+            run(layout.shard(x, 1, rank))
+        return
+    assert error(run(layout.shard(x, 1, rank)).detach(), layout.shard(wanted, 1, rank)) < EXACT
