@@ -221,7 +221,8 @@ class CutSequence:
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         around: list[Any] = [mode.unscoped for mode in function_modes() if hasattr(mode, "unscoped")]
-        default = around[-1].layout if around and around[-1].group == process_group else head_tail
+        of_style = bool(around) and around[-1].group == process_group
+        default: SequenceLayout | Balancer = around[-1].layout if of_style else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         watch_of(process_group).leave_out(checks.local)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
