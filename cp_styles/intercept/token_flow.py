@@ -45,12 +45,12 @@ from cp_styles._compat import (
 from cp_styles.intercept.token_rules import (
     CLEAN,
     MEMORY,
-    MOST,
     UNKNOWN,
     Label,
+    LaidOut,
+    NoRuleError,
     OpCall,
     Track,
-    by_values,
     in_order,
     over,
     plain_name,
@@ -366,7 +366,7 @@ class TokenFlow(TorchDispatchMode):
         results = results or written
         labels = labels if isinstance(labels, list) else [labels] * len(results)
         for tensor, label in zip(results, labels, strict=False):
-            label = self._without_positions(tensor, label)
+            label = _fitted(self._without_positions(tensor, label), tensor, call.lost)
             set_label(tensor, self._with_choice(call, tensor, label) if self._looks_at_readers else label)
         if len(self._storages) > _MOST_STORAGES:
             for ref in [ref for ref in self._storages if ref.expired()]:
@@ -586,11 +586,13 @@ class TokenFlow(TorchDispatchMode):
         elif problem.kind == "moved":
             how = "what it gives to an attention, or returns, is not in the order of the tokens"
         elif outside:
+            which = "which is no operator of torch's own (Triton, or another library's)"
+            which = "of which there is no rule" if words.startswith("aten::") else which
             how = (
-                f"values{at} were computed by {words or 'a kernel'}, which is no operator of torch's own (Triton, or "
-                "another library's): what it makes of tokens is not known. Name the module in trusted= if it works on "
-                "each token alone, as norms and activations do (rotary ones too, if they are given this rank's "
-                "positions; with an offset in their place, layout=contiguous and layout.positions(rank)[0]); or"
+                f"values{at} were computed by {words or 'a kernel'}, {which}: what it makes of tokens is not known. "
+                "Name the module in trusted= if it works on each token alone, as norms and activations do (rotary ones "
+                "too, if they are given this rank's positions; with an offset in their place, layout=contiguous and "
+                "layout.positions(rank)[0]); or"
             )
         elif "attention" in words:
             how = (
@@ -624,6 +626,7 @@ class _Storage:
         self.maker, self.zeros = maker, zeros  # the call, until an operator writes to the memory
         self._labels: dict[Any, Label] = {}
         self._flat: Label | None = None  # of all elements, after some of them were changed
+        self._tracks: dict[str, LaidOut] = {}
         self._flat_itemsize = 0
 
     def get(self, tensor: torch.Tensor) -> Label | None:
@@ -632,8 +635,11 @@ class _Storage:
         place = _place(tensor)
         label = self._labels.get(place)
         if label is None and (self._labels or self._flat is not None):
-            flat = self._laid_out(tensor)
-            label = flat.moved(lambda track: by_values(track.as_strided(*place[:3]).clone()))
+            try:
+                flat, tracks = self._laid_out(tensor)
+                label = replace(flat, **{name: track.read(*place[:3]) for name, track in tracks.items()})
+            except NoRuleError:
+                label = _LOST_WRITE
             self._labels[place] = label
         return label
 
@@ -649,24 +655,19 @@ class _Storage:
             old = list(self._labels.values())
             if label is CLEAN and self._flat is None and all(one is CLEAN for one in old):
                 return
-            flat = self._laid_out(tensor, label)
-            tracks: dict[str, Track] = {}
-            for name in ("tokens", "places"):
-                new, whole = getattr(label, name), getattr(flat, name)
-                if (new is None and whole is None) or flat.unknown:
-                    continue
-                if whole is None:
-                    whole = torch.full([_elements(tensor)], -1, dtype=torch.int32, device="cpu")
-                part = whole.as_strided(*place[:3])
-                part.copy_(torch.full([], -1, device="cpu") if new is None else new.expand(tensor.shape))
-                tracks[name] = whole
-            self._flat = replace(flat, **tracks)
+            try:
+                self._flat, self._tracks = self._laid_out(tensor, label)
+                for name in ("tokens", "places") if not self._flat.unknown else ():
+                    if (new := getattr(label, name)) is not None or name in self._tracks:
+                        self._tracks.setdefault(name, LaidOut(_elements(tensor))).write(*place[:3], new)
+            except NoRuleError:
+                self._flat, self._tracks = _LOST_WRITE, {}
             self._labels = {}
         else:
-            self._flat, self._labels = None, {place: label}
+            self._flat, self._tracks, self._labels = None, {}, {place: label}
 
-    def _laid_out(self, tensor: torch.Tensor, also: Label = CLEAN) -> Label:
-        """The label of all elements; its tracks belong to this object."""
+    def _laid_out(self, tensor: torch.Tensor, also: Label = CLEAN) -> tuple[Label, dict[str, LaidOut]]:
+        """The label of all elements, without tracks; and these, which belong to this object."""
         labels = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
         flags: dict[str, Any] = {
             name: next((x for part in labels if (x := getattr(part, name)) is not None), None)
@@ -674,27 +675,22 @@ class _Storage:
         }
         flags["spread"] = any(part.spread for part in labels)
         if self._flat is not None and self._flat_itemsize == tensor.element_size():
-            return replace(self._flat, **flags, unknown=self._flat.unknown or also.unknown)
+            return replace(self._flat, **flags, unknown=self._flat.unknown or also.unknown), self._tracks
         sizes = {place: label for place, label in self._labels.items() if place[3] == tensor.element_size()}
-        if (self._labels and not sizes) or _elements(tensor) > MOST or self._flat is not None:
-            return Label(**flags, unknown=True)
+        if (self._labels and not sizes) or self._flat is not None:
+            if "tokens" in self._tracks or any(label.tokens is not None for label in labels):
+                raise NoRuleError
+            return Label(**flags, unknown=True), {}
         self._flat_itemsize = tensor.element_size()
         if not sizes:
-            return Label(**flags, unknown=also.unknown)
+            return Label(**flags, unknown=also.unknown), {}
         place, label = max(sizes.items(), key=lambda entry: prod(entry[0][0]))
-
-        def lay(track: Track) -> Track:
-            if track is None:
-                return None
-            whole = torch.full([_elements(tensor)], -1, dtype=torch.int32, device="cpu")
-            shape, strides, offset, _ = place
-            once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]  # of what is expanded
-            part = track.expand(shape)[tuple(slice(size) for size in once)]
-            whole.as_strided(once, strides, offset).copy_(part)
-            return whole
-
-        unknown = label.unknown or also.unknown
-        return Label(tokens=lay(label.tokens), places=lay(label.places), **flags, unknown=unknown)
+        tracks = {}
+        for name in ("tokens", "places"):
+            if (track := getattr(label, name)) is not None:
+                tracks[name] = LaidOut(_elements(tensor))
+                tracks[name].write(*place[:3], track)
+        return Label(**flags, unknown=label.unknown or also.unknown), tracks
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int, int]:
@@ -716,7 +712,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _fitted(label: Label, tensor: torch.Tensor) -> Label:
+def _fitted(label: Label, tensor: torch.Tensor, otherwise: Callable[[], Label] = lambda: UNKNOWN) -> Label:
     """With tracks of as many dims as the tensor has; not known if they do not fit."""
 
     def fit(track: torch.Tensor) -> torch.Tensor:
@@ -730,7 +726,8 @@ def _fitted(label: Label, tensor: torch.Tensor) -> Label:
     try:
         return replace(label.moved(fit), right=label.right)
     except (ValueError, RuntimeError):
-        return Label(mixed=label.mixed, spread=label.spread, counted=label.counted, unknown=True)
+        mixed = label.mixed or otherwise().mixed
+        return Label(mixed=mixed, spread=label.spread, counted=label.counted, unknown=True)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -747,6 +744,8 @@ _OF_ANOTHER_DIM = (
     ". If the tokens of the model's inputs are not along dim {} of each, cut all inputs by layout.shard(x, dim, rank) "
     "and pass what it returns, which remembers the dim"
 )
+# Of memory of which so small parts were written that it is not known any more what it holds.
+_LOST_WRITE = Label(mixed=Origin("aten::copy_", "", "", outside=True))
 _NO_SUBCLASS = (
     "cp_styles: the first forward, or the first context_parallel block, runs under a TorchDispatchMode, which follows "
     "its tokens. Under any such mode torch cannot make an object of a subclass of Tensor by its constructor, as "

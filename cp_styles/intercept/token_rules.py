@@ -5,7 +5,7 @@ elements along it are alike. An element is the index of a token, or -1 for none,
 track without any token. So a track is as small as [1, L, 1], whatever is beside the tokens.
 
 Rules are chosen by the name of the operator, or by what torch says of it (pointwise). What has no rule is run once more
-with one token changed, if it is small; else its result is not known. Neither is ever an error.
+with one token changed, on as much of it as is small. Else its result counts as mixed, if it was given several tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from cp_styles._compat import tensors_in, tree_map
 
 Track = torch.Tensor | None
-MOST = 1 << 22
-"""Elements of the largest track, and of the largest arguments with which an op is run once more."""
+MOST = 1 << 24
+"""Elements of the largest track, after what is alike has been left out, and of what an op is run on once more."""
 _MIXTURES = 1 << 25
 """From here on, numbers are those of elements of several tokens."""
 
@@ -151,6 +151,71 @@ def _small(*shape: int) -> None:
         raise NoRuleError
 
 
+class LaidOut:
+    """A track of all elements of a memory, in dims that its views have: of rows of features, one for each row."""
+
+    def __init__(self, elements: int) -> None:
+        self._sizes = [elements]
+        self._track = torch.full([1], -1, dtype=torch.int32, device="cpu")
+
+    def read(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        index, dims = self._index(shape, strides, offset)
+        whole = self._track.expand([size if dim in dims else -1 for dim, size in enumerate(self._sizes)])
+        return by_values(whole[index])
+
+    def write(self, shape: Sequence[int], strides: Sequence[int], offset: int, new: Track) -> None:
+        new = torch.full([1] * len(shape), -1, dtype=torch.int32, device="cpu") if new is None else new
+        for size, stride in zip(shape, strides, strict=True):
+            self._split(stride)
+            self._split(size * stride)
+        index, dims = self._index(shape, strides, offset, new)
+        sizes = [size if dim in dims else 1 for dim, size in enumerate(self._sizes)]
+        if prod(sizes) > MOST:
+            if bool((self.read(shape, strides, offset) == new).all()):
+                return
+            raise NoRuleError
+        grows = list(self._track.shape) != sizes
+        whole = self._track.expand(sizes).clone() if grows else self._track
+        whole[index] = new
+        self._track = by_values(whole) if grows else whole
+
+    def _split(self, at: int) -> None:
+        """Divide the dim in which elements at this distance are, so that there is a dim of this step."""
+        step = 1
+        for dim in reversed(range(len(self._sizes))):
+            size, inner = self._sizes[dim], at // step
+            if step < at < step * size and at % step == 0 and size % inner == 0:
+                self._sizes[dim : dim + 1] = [size // inner, inner]
+                alike = self._track.shape[dim] == 1
+                self._track = self._track.unflatten(dim, (1, 1) if alike else (size // inner, inner))
+                return
+            step *= size
+
+    def _index(self, shape: Sequence[int], strides: Sequence[int], offset: int, new: Track = None) -> Any:
+        """Where the elements of a view are, and along which dims of the memory that has to be known: the track varies
+        there, or will when ``new`` is written. Dims of the view that are along no such one get size 1."""
+        steps = [prod(self._sizes[dim + 1 :]) for dim in range(len(self._sizes))]
+        ways = [torch.arange(n if s else 1, device="cpu") * s for n, s in zip(shape, strides, strict=True)]
+        spans = list(zip(steps, self._sizes, strict=True))
+        along = [[len(((offset + way) // step % size).unique()) for step, size in spans] for way in ways]
+        taken = [prod(counts[dim] for counts in along) for dim in range(len(steps))]
+        dims = {dim for dim, size in enumerate(self._track.shape) if size > 1}
+        odd = any(prod(counts) != len(way) for counts, way in zip(along, ways, strict=True))
+        if odd or any(count > size for count, size in zip(taken, self._sizes, strict=True)):  # across dims, or overlaps
+            dims, along = {*range(len(steps))}, [[2] * len(steps)] * len(shape)
+        elif new is not None:
+            varying = [counts for counts, size in zip(along, new.shape, strict=True) if size > 1]
+            for dim, size in enumerate(self._sizes):
+                if taken[dim] < size or any(counts[dim] > 1 for counts in varying):
+                    dims.add(dim)
+        where = torch.full([1] * len(shape), offset, device="cpu")
+        for axis, (counts, way) in enumerate(zip(along, ways, strict=True)):
+            if any(counts[dim] > 1 for dim in dims):
+                _small(where.numel() * len(way))
+                where = where + way.view([-1 if at == axis else 1 for at in range(len(shape))])
+        return tuple(where // step % (size if dim in dims else 1) for dim, (step, size) in enumerate(spans)), dims
+
+
 def plain_name(func: Any) -> str:
     """The name of an operator, the same for its variants in place, with ``out=``, and that copy. That of another
     library's begins with its namespace."""
@@ -170,7 +235,7 @@ class OpCall:
         kwargs: dict[str, Any],
         out: Any,
         label_of: Callable[[torch.Tensor], Label],
-        where: Callable[[str], Any],
+        where: Callable[..., Any],
         length: int | None,
         positions: torch.Tensor | None,
     ) -> None:
@@ -195,8 +260,20 @@ class OpCall:
                 rule = _attention
             label = (rule or _tried)(self)
             return label if isinstance(label, list) else self.with_right_values(label)
-        except (NoRuleError, IndexError, RuntimeError, TypeError, ValueError):
-            return self.join(None, None, False, unknown=True)
+        except Exception:  # of any kind: the model must not notice
+            return self.lost()
+
+    def lost(self) -> Label:
+        """Of an operator without a rule. What it makes of several tokens may be mixed, and stays so."""
+        tokens, meet = None, False
+        for label in self.inputs:
+            one, differ = over(label.tokens, range(0 if label.tokens is None else label.tokens.ndim))
+            tokens, also = together(tokens, None if one is None else one.reshape([]))
+            meet |= differ or also
+        if not meet:
+            return self.join(tokens, None, False, unknown=True)
+        where = self.where(str(self.func._schema.name), outside=True)
+        return self.join(None, None, False, inputs=[*self.inputs, Label(mixed=where)])
 
     @property
     def is_attention(self) -> bool:
@@ -357,16 +434,19 @@ def _view_of_shape(call: OpCall) -> Label:
     blocks = _blocks(old, new)
 
     def reshaped(track: torch.Tensor) -> torch.Tensor:
-        sizes, result = list(track.shape), []
+        kept, sizes, result = [], [], []
         for a, b in blocks:
-            if any(track.shape[dim] > 1 for dim in a):
-                for dim in a:
-                    sizes[dim] = old[dim]
-                result += [new[dim] for dim in b]
-            else:
+            last = max((dim for dim in a if track.shape[dim] > 1), default=-1)
+            if last < 0:
                 result += [1] * len(b)
+                continue
+            alike = prod(old[dim] for dim in a if dim > last)
+            n = next(n for n in range(len(b) + 1) if alike % prod(new[dim] for dim in b[n:]) == 0)
+            kept += [*(track.shape[dim] for dim in a if dim <= last), 1]
+            sizes += [*(old[dim] for dim in a if dim <= last), alike // prod(new[dim] for dim in b[n:])]
+            result += [*(new[dim] for dim in b[:n]), *[1] * (len(b) - n)]
         _small(*sizes)
-        return track.expand(sizes).reshape(result)
+        return track.reshape(kept).expand(sizes).reshape(result)
 
     return call.label_of(x).moved(lambda track: by_values(reshaped(track)))
 
@@ -461,36 +541,14 @@ def _pad(call: OpCall) -> Label:
     padded = [x.ndim - 1 - index for index in range(len(pads) // 2) if pads[2 * index] or pads[2 * index + 1]]
 
     def move(track: torch.Tensor) -> torch.Tensor:
-        whole = _along(track, x.shape, padded)
+        # What is beside the features of a token counts as made of it.
+        dims = [dim for dim in padded if track.shape[dim] > 1 or x.shape[dim] == 1]
+        own = [pad if x.ndim - 1 - index // 2 in dims else 0 for index, pad in enumerate(pads)]
+        whole = _along(track, x.shape, dims)
         _small(*whole.shape)
-        return torch.constant_pad_nd(whole, pads, -1)
+        return torch.constant_pad_nd(whole, own, -1)
 
     return call.label_of(x).moved(move)
-
-
-def _tokens_of_index(call: OpCall, index: torch.Tensor, before: int, after: int) -> Label:
-    """Of what is taken out of a table by an index that was made from tokens, or from places."""
-    if call.label_of(call.args[0]).unknown:
-        return UNKNOWN
-    label = call.label_of(index)
-    return label.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
-
-
-def _index_select(call: OpCall) -> Label:
-    x, dim, index = call.args[0], call.args[1] % max(call.args[0].ndim, 1), call.args[2]
-    label = call.label_of(x)
-    if label.blank:
-        return _tokens_of_index(call, index, dim, x.ndim - 1 - dim)
-    rows = index.cpu()
-    taken = label.moved(lambda track: track if track.shape[dim] == 1 else by_values(track.index_select(dim, rows)))
-    chosen = call.label_of(index).moved(lambda track: track.reshape([-1] + [1] * (x.ndim - 1 - dim)))
-    return call.merged([taken, *_chosen(label, dim, chosen)])
-
-
-def _embedding(call: OpCall) -> Label:
-    if not call.label_of(call.args[0]).blank:
-        raise NoRuleError
-    return _tokens_of_index(call, call.args[1], 0, 1)
 
 
 def _gather(call: OpCall) -> Label:
@@ -503,8 +561,9 @@ def _gather(call: OpCall) -> Label:
     def move(track: torch.Tensor) -> torch.Tensor:
         if track.shape[dim] == 1:
             return _narrowed(track, index.shape)
-        _small(*index.shape)
-        return by_values(track.expand(x.shape).gather(dim, index.cpu()))
+        rows, sizes = _rows(x, dim, index, track)
+        sizes[dim] = x.shape[dim]
+        return by_values(_narrowed(track, sizes).expand(sizes).gather(dim, rows))
 
     return call.merged([label.moved(move), *_chosen(label, dim, call.label_of(index))])
 
@@ -514,6 +573,19 @@ def _chosen(label: Label, dim: int, index: Label) -> list[Label]:
     # An order of tokens, applied to tokens, adds nothing, unless it leaves out those that others of this rank surpass.
     differ = any(track is not None and track.shape[dim] > 1 for track in (label.tokens, label.places))
     return [index] if not differ or getattr(index.mixed, "words", "") == "topk" else []
+
+
+def _rows(x: torch.Tensor, dim: int, index: torch.Tensor, *tracks: Track) -> tuple[torch.Tensor, list[int]]:
+    """An index into ``x`` along a dim, on the host and with size 1 in the others where it and the tracks are alike; and
+    in which dims it has that size, as 1, or that of ``index``."""
+    rows = by_values(compressed(index))
+    sizes = list(index.shape)
+    for other, size in enumerate(index.shape):
+        alike = rows.shape[other] == 1 and all(track is None or track.shape[other] == 1 for track in tracks)
+        if other != dim and alike and size == x.shape[other]:
+            sizes[other] = 1
+    _small(*sizes)
+    return rows.cpu().expand(sizes), sizes
 
 
 def _narrowed(track: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -537,6 +609,10 @@ def _places_in(x: torch.Tensor, indices: Sequence[Any]) -> tuple[list[Any], list
 
 def _index(call: OpCall) -> Label:
     x, indices = call.args[0], call.args[1]
+    if call.name == "index_select":
+        indices = [*[None] * (indices % max(x.ndim, 1)), call.args[2]]
+    elif isinstance(indices, torch.Tensor):  # a mask for each element, or rows of a table
+        indices = [indices.expand(x.shape) if call.name == "masked_select" else indices]
     label = call.label_of(x)
     selectors, dims, before = _places_in(x, indices)
     tensors = [index for index in indices if index is not None]
@@ -566,8 +642,10 @@ def _index_put(call: OpCall) -> Label:
     adds = bool(call.argument("accumulate", False))
     base, new = call.label_of(x), call.label_of(values)
     if base.blank and new.blank:
-        return UNKNOWN  # where they are put may depend on tokens
+        raise NoRuleError
     selectors, dims, _ = _places_in(x, indices)
+    if new == CLEAN and prod(x.shape[dim] for dim in dims) > MOST:  # constants count as what they have replaced
+        return base
     tokens, meet = _put(x.shape, base.tokens, new.tokens, tuple(selectors), dims, adds)
     return call.join(tokens, None, meet, inputs=[base, new])
 
@@ -594,35 +672,25 @@ def _put(
     return by_values(whole), meet
 
 
-def _index_add(call: OpCall) -> Label:
-    x, dim, index, source = call.args[:4]
-    dim %= max(x.ndim, 1)
-    base, new = call.label_of(x), call.label_of(source)
-    if base.blank and new.blank:
-        return UNKNOWN
-    rows = (*[slice(None)] * dim, index.cpu().long())
-    put = None if new.tokens is None else _along(new.tokens, source.shape, (dim,))
-    tokens, meet = _put(x.shape, base.tokens, put, rows, (dim,), call.name == "index_add")
-    return call.join(tokens, None, meet, inputs=[base, new])
-
-
 def _scatter(call: OpCall) -> Label:
     x, dim, index = call.args[:3]
     dim %= max(x.ndim, 1)
-    source = call.argument("src")
+    source = call.argument("src", call.argument("source"))
+    if call.name.startswith("index"):
+        index = index.reshape([-1] + [1] * (x.ndim - 1 - dim)).expand_as(source)
     labels = [call.label_of(y) for y in (x, index, source) if isinstance(y, torch.Tensor)]
     if all(track is None or track.shape[dim] == 1 for label in labels for track in (label.tokens, label.places)):
         return call.merged(labels)
-    _small(*x.shape)
-    _small(*index.shape)
     base, new = labels[0], labels[2] if len(labels) > 2 else CLEAN
     if base.blank and new.blank:
-        return UNKNOWN
-    cells = [in_order(size, x.ndim, at).long() for at, size in enumerate(index.shape)]
-    cells[dim] = index.cpu()
+        raise NoRuleError  # where they are put may depend on tokens
+    rows, sizes = _rows(x, dim, index, base.tokens, new.tokens)
+    cells = [in_order(size, x.ndim, at).long() for at, size in enumerate(sizes)]
+    cells[dim] = rows
     adds = "add" in call.name or "reduce" in call.name
-    put = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape)
-    tokens, meet = _put(x.shape, base.tokens, put, tuple(cells), range(x.ndim), adds)
+    put = None if new.tokens is None else _narrowed(new.tokens, sizes).expand(sizes)
+    whole = [1 if sizes[at] == 1 < index.shape[at] else size for at, size in enumerate(x.shape)]
+    tokens, meet = _put(whole, base.tokens, put, tuple(cells), range(x.ndim), adds)
     return call.join(tokens, None, meet, inputs=[base, new])
 
 
@@ -700,19 +768,6 @@ def _times(left: Track, right: Track, vector: bool) -> tuple[Track, bool]:
     return (left if differ else track), meet or meet_right or differ
 
 
-def _distances(call: OpCall) -> Label:
-    left, right = call.label_of(call.args[0]), call.label_of(call.args[1])
-    tokens, meet = _times(left.tokens, None if right.tokens is None else right.tokens.mT, False)
-    return call.join(tokens, None, meet, inputs=[left, right])
-
-
-def _grouped_product(call: OpCall) -> Label:
-    a = call.args[0]
-    if a.ndim != 2:
-        return _product(call)
-    return call.reduced(call.label_of(a), [-1], keep=False)
-
-
 def _attention(call: OpCall) -> Label:
     q, k, v = (call.label_of(x) for x in call.args[:3])
     rows, _ = over(q.tokens, [-1])
@@ -773,52 +828,58 @@ def _recurrence(call: OpCall) -> list[Label]:
     ]
 
 
-def _tried(call: OpCall) -> Label:
-    # The op alone, once more, on arguments with one token changed: which elements change? It is below autograd and
-    # modules, so nothing notices it. Only small operators of torch's own, which change nothing and draw no numbers.
-    func, schema = call.func, call.func._schema
-    if (
-        not schema.name.startswith("aten::")
-        or schema.is_mutable
-        or torch.Tag.nondeterministic_seeded in func.tags
-        or not isinstance(call.out, torch.Tensor | list | tuple)
-        or sum(x.numel() for x in call.tensors) > MOST
-    ):
+def _tried(call: OpCall) -> list[Label]:
+    # The op alone, on arguments with one token changed: which elements change? It is below autograd and modules, so
+    # nothing notices it. Only operators of torch's own, which change nothing and draw no numbers.
+    func, tokens = call.func, None
+    for label in call.inputs:
+        tokens, meet = together(tokens, label.tokens)
+        if meet:
+            raise NoRuleError
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    if tokens is None or func.namespace != "aten" or func._schema.is_mutable or seeded:
         raise NoRuleError
-    changed = [x for x, label in call.pairs if label.tokens is not None and x.is_floating_point()]
-    outs = tensors_in(call.out)
-    if len(changed) != 1 or not outs or not outs[0].is_floating_point():
-        raise NoRuleError
-    x, out = changed[0], outs[0]
-    tokens = call.label_of(x).tokens
-    assert tokens is not None
     token = int(tokens.max()) // 2
-    other = torch.where((tokens == token).to(x.device), x + x.abs() + 1, x)
-    args, kwargs = tree_map(lambda y: other if y is x else y, (call.args, call.kwargs))
-    again = tensors_in(func(*args, **kwargs))[0]
-    differ = ((again != out) & ~(again.isnan() & out.isnan())).cpu()
-    if out.ndim != x.ndim:
+
+    def run(change: bool) -> list[torch.Tensor]:
+        def argument(x: Any) -> Any:
+            track = call.label_of(x).tokens if isinstance(x, torch.Tensor) else None
+            if track is None:
+                return x
+            for dim, size in enumerate(x.shape):  # of sequences and features that are alike, some are enough
+                if track.shape[dim] == 1 and x.numel() > 2 * MOST:
+                    x = x.narrow(dim, 0, max(1, size * 2 * MOST // x.numel()))
+            other = x + x.abs() + 1 if x.is_floating_point() else x.amax() - x if x.dtype != torch.bool else ~x
+            return torch.where((track == token).to(x.device), other, x) if change else x
+
+        return tensors_in(func(*tree_map(argument, call.args), **tree_map(argument, call.kwargs)))
+
+    labels = [_seen(call, tokens, token, *pair) for pair in zip(run(False), run(True), strict=True)]
+    if all(label.blank for label in labels):  # numbers that show nothing prove nothing
         raise NoRuleError
-    if out.shape == x.shape:
-        return call.join(tokens, None, bool((differ & (tokens != token)).any()))
-    track = tokens
-    for dim in range(out.ndim):
-        size = out.shape[dim]
-        if track.shape[dim] > 1 and size != x.shape[dim]:
-            rows = torch.arange(size, device="cpu") * x.shape[dim] // size
-            track = track.index_select(dim, rows)
-    lines = differ.sum(tuple(d for d in range(out.ndim) if track.shape[d] == 1)) if track.numel() > 1 else differ
-    return call.join(track, None, int((lines > 0).sum()) > 1)
+    return labels
 
 
-def _masked_select(call: OpCall) -> Label:
-    x, mask = call.args
-
-    def move(track: torch.Tensor) -> torch.Tensor:
-        _small(*x.shape)
-        return by_values(track.expand(x.shape)[mask.expand(x.shape).cpu()])
-
-    return call.label_of(x).moved(move)
+def _seen(call: OpCall, tokens: torch.Tensor, token: int, out: torch.Tensor, again: torch.Tensor) -> Label:
+    """Of a result, from what has changed in it with one token of those of the arguments."""
+    differ = ((again != out) & ~(again.isnan() & out.isnan())).cpu()
+    if not bool(differ.any()):
+        return UNKNOWN
+    dims = [dim for dim, size in enumerate(tokens.shape) if size > 1]
+    tracks = [tokens] if tokens.ndim == out.ndim and all(out.shape[dim] == tokens.shape[dim] for dim in dims) else []
+    if len(dims) == 1:
+        same = [dim for dim in range(out.ndim) if out.shape[dim] == tokens.numel()]
+        tracks += [tokens.view([-1 if axis == dim else 1 for axis in range(out.ndim)]) for dim in same]
+    for track in tracks:
+        if not bool((differ & (track != token)).any()):
+            return call.join(track, None, False)
+    if tracks or tokens.ndim != out.ndim:
+        return call.join(tracks[0] if tracks else None, None, True)
+    for dim in dims:  # more or fewer of them, as in pooling
+        rows = torch.arange(out.shape[dim], device="cpu") * tokens.shape[dim] // out.shape[dim]
+        tokens = tokens.index_select(dim, rows)
+    lines = differ.sum([dim for dim in range(out.ndim) if dim not in dims])
+    return call.join(tokens, None, int((lines > 0).sum()) > 1)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -826,7 +887,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 _MADE = _names(
-    """zeros ones full empty empty_strided rand randn randint randperm normal eye scalar_tensor zeros_like ones_like
+    """zeros ones full empty empty_strided rand randn randint randperm eye scalar_tensor zeros_like ones_like
     full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty new_empty_strided zero
     uniform exponential random log_normal cauchy geometric _efficientzerotensor resize tril_indices triu_indices
     logspace hann_window"""
@@ -839,11 +900,12 @@ _COUNTING = _names("arange linspace slice cumsum cumprod logcumsumexp")
 
 _NAMES: dict[Callable[[OpCall], Any], str] = {
     _pointwise: """clone _to contiguous lift lift_fresh native_dropout dropout tril triu masked_fill bernoulli
-        nan_to_num real imag _conj conj resolve_conj resolve_neg _neg_view where to""",
+        complex polar abs bucketize searchsorted poisson rrelu rrelu_with_noise
+        __and__ __or__ __xor__ __lshift__ __rshift__ floor_divide
+        dequantize nan_to_num real imag _conj conj resolve_conj resolve_neg _neg_view where to""",
     _view: """transpose t permute unsqueeze squeeze expand select diagonal unfold split split_with_sizes unbind
         chunk alias detach movedim swapaxes swapdims narrow unsafe_split unsafe_chunk unsafe_split_with_sizes""",
     _view_of_shape: "view _unsafe_view reshape flatten unflatten _reshape_alias view_as",
-    _masked_select: "masked_select",
     _slice: "slice",
     _range: "arange linspace",
     _roll: "roll",
@@ -851,31 +913,30 @@ _NAMES: dict[Callable[[OpCall], Any], str] = {
     _cat: "cat concat",
     _stack: "stack",
     _pad: "constant_pad_nd",
-    _index_select: "index_select",
-    _embedding: "embedding",
     _gather: "gather",
-    _index: "index _unsafe_index",
+    _index: "index _unsafe_index index_select embedding masked_select",
     _index_put: "index_put _index_put_impl",
-    _index_add: "index_add index_copy",
-    _scatter: "scatter scatter_add scatter_reduce",
+    _scatter: "scatter scatter_add scatter_reduce index_add index_copy",
     _reduce: """sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm var std var_mean
-        std_mean median nanmedian nansum nanmean kthvalue mode count_nonzero""",
+        std_mean aminmax median nanmedian nansum nanmean kthvalue mode count_nonzero""",
     _along_dim: """_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
         sort topk argsort glu _fft_r2c _fft_c2c _fft_c2r""",
-    _product: "mm bmm addmm baddbmm mv addmv dot vdot matmul _int_mm _scaled_mm",
-    _distances: "_cdist_forward _euclidean_dist",
-    _grouped_product: "_grouped_mm _scaled_grouped_mm transformers::grouped_mm_fallback",
+    _product: """mm bmm addmm baddbmm mv addmv dot vdot matmul _int_mm _scaled_mm
+        _grouped_mm _scaled_grouped_mm transformers::grouped_mm_fallback""",
     _loss_of_classes: "nll_loss_forward nll_loss2d_forward",
     _norm: "native_layer_norm _fused_rms_norm native_group_norm",
     _batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
         _batch_norm_with_update cudnn_batch_norm miopen_batch_norm batch_norm""",
     _convolution: "convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution",
     _recurrence: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn",
-    lambda call: UNKNOWN: "nonzero unique _unique2 bincount histc _local_scalar_dense",
+    OpCall.lost: "unique _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount histc",
+    lambda call: UNKNOWN: "nonzero _local_scalar_dense",
+    lambda call: call.merged([call.label_of(x) for x in tensors_in([*map(call.argument, ("mean", "std"))])]): "normal",
     lambda call: call.label_of(call.args[1]): "copy",
     lambda call: call.label_of(call.args[1]) if isinstance(call.args[1], torch.Tensor) else CLEAN: "fill",
     lambda call: call.merged([call.label_of(x) for x in call.args[:2]]): "masked_scatter",
-    lambda call: call.reduced(call.label_of(call.args[0]), [-1], keep=False): "linear",
+    lambda call: call.merged([call.label_of(x) for x in tensors_in([call.args[0], call.args[3]])]): "index_fill",
+    lambda call: call.reduced(call.label_of(call.args[0]), [-1], keep=False): "linear multinomial",
     lambda call: call.moved(lambda track: track.unsqueeze(-1)): "view_as_real",
     lambda call: call.moved(lambda track: _last_alike(track).squeeze(-1)): "view_as_complex",
     lambda call: call.moved(lambda track: track.flip(call.args[1])): "flip",

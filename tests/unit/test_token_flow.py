@@ -169,6 +169,7 @@ def by_vmap(x):
     return torch.vmap(lambda row: row @ W - row.mean())(x.flatten(0, 1)).view_as(x)
 
 
+BILINEAR = layer(nn.Bilinear(WIDTH, WIDTH, WIDTH))
 CONVOLUTION = {size: layer(nn.Conv1d(WIDTH, WIDTH, size, padding=size // 2)) for size in (1, 3)}
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # By token.
@@ -208,6 +209,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "checkpointed": lambda x: checkpoint(layer(nn.Linear(WIDTH, WIDTH)), x, use_reentrant=False),
     "fourier of features": lambda x: torch.fft.rfft(x, dim=-1).abs(),
     "a norm in eval": lambda x: layer(nn.BatchNorm1d(WIDTH)).eval()(x.mT).mT,
+    "complex numbers of two": lambda x: torch.view_as_real(torch.complex(x, x @ W)).flatten(2),
+    "bilinear of a token": lambda x: BILINEAR(x, x),
+    "buckets": lambda x: F.embedding(torch.bucketize(x[..., 0], TOKEN.double()), TABLE),
     # From token to token. Classes by ids that were shifted in here are those of other tokens.
     "log-probabilities of the next": lambda x: x.log_softmax(-1).gather(-1, following(x)[..., None]),
     "the same of the next by indices": lambda x: x[torch.arange(BATCH)[:, None], TOKEN, following(x)][..., None],
@@ -215,6 +219,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "its sum": lambda x: F.cross_entropy(x[:, 1:].flatten(0, 1), classes(x)[:, :-1].flatten(), reduction="sum") + x,
     "embeddings of the next": lambda x: F.embedding(following(x), TABLE),
     "a hash of two ids": lambda x: F.embedding((classes(x) * 7 ^ F.pad(classes(x), (1, -1))) % 64, TABLE) + x,
+    "mean of complex numbers": lambda x: x + torch.complex(x, x).mean(1, keepdim=True).real,
+    "mean of bilinear": lambda x: x + BILINEAR(x, x).mean(1, keepdim=True),
+    "mean of buckets": lambda x: x + torch.bucketize(x, TOKEN.double()).double().mean(1, keepdim=True),
+    "mean of magnitudes in place": lambda x: x + (x * 1).abs_().mean(1, keepdim=True),
+    "bag of ids": lambda x: x + F.embedding_bag(classes(x), TABLE)[:, None],
+    "place among those that differ": lambda x: x + TABLE[classes(x).unique(return_inverse=True)[1]],
+    "how often": lambda x: x * classes(x).flatten().bincount(minlength=WIDTH)[classes(x)][..., None],
+    "singular values": lambda x: x + torch.linalg.svdvals(x)[:, :1, None],
     "centred": lambda x: x - x.mean(1, keepdim=True),
     "softmax of tokens": lambda x: x.softmax(1),
     "cumulative tokens": lambda x: x.cumsum(1),
@@ -541,3 +553,53 @@ def test_a_large_result_takes_no_memory():
     assert logits.shape == (BATCH, LENGTH, 50_000)
     assert tokens is not None
     assert tokens.shape == (1, LENGTH, 1)
+
+
+def shifted_into_zeros(x):
+    before = torch.zeros_like(x)
+    before[:, 1:] = x[:, :-1]
+    return x + before
+
+
+def neighbours(x):
+    return (torch.arange(x.shape[1]) - 1).clamp(min=0)[None, :, None].expand(x.shape)
+
+
+def summed_by_pair(x):
+    pairs = (torch.arange(x.shape[1]) // 2)[None, :, None].expand(x.shape)
+    return torch.zeros_like(x).scatter_add(1, pairs, x).gather(1, pairs)
+
+
+def every_other_feature_in_place(x):
+    out = torch.empty_like(x)
+    out[..., ::2], out[..., 1::2] = x[..., ::2] * 2, x[..., 1::2]
+    out[..., :64] *= 3
+    return out
+
+
+LARGE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "shifted into zeros": (shifted_into_zeros, True),
+    "gathered": (lambda x: x + x.gather(1, neighbours(x)), True),
+    "taken": (lambda x: x + x.take_along_dim(neighbours(x)[..., :1], 1), True),
+    "summed by pair": (summed_by_pair, True),
+    "mean pooling": (lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT, True),
+    "max pooling": (lambda x: F.max_pool1d(x.mT, 3, 1, 1).mT, True),
+    "interpolated": (lambda x: F.interpolate(F.avg_pool1d(x.mT, 2), size=x.shape[1]).mT, True),
+    "every other feature in place": (every_other_feature_in_place, False),
+    "gathered where it is": (lambda x: x.gather(1, torch.arange(x.shape[1])[None, :, None].expand(x.shape)), False),
+    "negative ones removed": (lambda x: x.clone().masked_fill_(x < 0, 0.0), False),
+    "blocks of features": (lambda x: (x.view(-1, 32) * 2).view_as(x), False),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_tensor_is_followed_as_a_small_one(name: str):
+    """What is kept is as small as the tokens are many, and so is what is looked at."""
+    function, wrong = LARGE[name]
+    for length, width in ((24, 64), (2100, 1024)):
+        x, flow = torch.randn(2, length, width), TokenFlow(length)
+        with torch.no_grad(), flow:
+            flow.seed([(x, 1)])
+            out = function(x)
+            assert (flow.mixed_before([out.unsqueeze(1)]) is not None) == wrong, length
+            assert flow.label_of(out).tokens is None or flow.label_of(out).tokens.shape == (1, length, 1) or wrong
