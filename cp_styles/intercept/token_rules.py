@@ -676,10 +676,11 @@ def _scatter(call: OpCall) -> Label:
     x, dim, index = call.args[:3]
     dim %= max(x.ndim, 1)
     source = call.argument("src", call.argument("source"))
-    if call.name.startswith("index"):
-        index = index.reshape([-1] + [1] * (x.ndim - 1 - dim)).expand_as(source)
     labels = [call.label_of(y) for y in (x, index, source) if isinstance(y, torch.Tensor)]
-    if all(track is None or track.shape[dim] == 1 for label in labels for track in (label.tokens, label.places)):
+    tracks = [track for label in labels for track in (label.tokens, label.places)]
+    if call.name.startswith("index"):  # of whole rows, and one row may be all that there is
+        index = index.reshape([-1] + [1] * (x.ndim - 1 - dim)).expand_as(source)
+    elif all(track is None or track.shape[dim] == 1 for track in tracks):
         return call.merged(labels)
     base, new = labels[0], labels[2] if len(labels) > 2 else CLEAN
     if base.blank and new.blank:

@@ -91,6 +91,13 @@ def experts_by_index(x):
     return out.view_as(x)
 
 
+def an_expert_of_one_token(x):
+    flat, out = x.flatten(0, 1), torch.zeros(BATCH * LENGTH, WIDTH, dtype=x.dtype)
+    for rows in (torch.arange(1), torch.arange(1, 2), torch.arange(2, BATCH * LENGTH)):
+        out.index_add_(0, rows, flat[rows] @ W)
+    return out.view_as(x)
+
+
 def experts_sorted(x):
     flat = x.flatten(0, 1)
     order = top_one(flat).argsort(stable=True)
@@ -185,6 +192,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gated": lambda x: F.glu(torch.cat((x, x @ W), -1), -1),
     "heads and back": lambda x: joined(heads(x) * 2),
     "experts by index": experts_by_index,
+    "an expert of one token": an_expert_of_one_token,
     "experts sorted": experts_sorted,
     "experts by mask": experts_by_mask,
     "two experts each": experts_two_each,
