@@ -428,25 +428,37 @@ def _range(call: OpCall) -> Label:
 def _view_of_shape(call: OpCall) -> Label:
     """Of reshapes: dims that are alike stay so, and only blocks of dims with tokens are laid out."""
     x, out = call.args[0], call.out
+    if not x.numel():
+        return UNKNOWN
     if x.dtype != out.dtype:  # view(dtype): the last dim is cut otherwise
         return call.label_of(x).moved(lambda track: _last_alike(track))
     old, new = list(x.shape), list(out.shape)
     blocks = _blocks(old, new)
 
     def reshaped(track: torch.Tensor) -> torch.Tensor:
-        kept, sizes, result = [], [], []
+        at = 0  # where the dims of a block begin
         for a, b in blocks:
-            last = max((dim for dim in a if track.shape[dim] > 1), default=-1)
-            if last < 0:
-                result += [1] * len(b)
-                continue
-            alike = prod(old[dim] for dim in a if dim > last)
-            n = next(n for n in range(len(b) + 1) if alike % prod(new[dim] for dim in b[n:]) == 0)
-            kept += [*(track.shape[dim] for dim in a if dim <= last), 1]
-            sizes += [*(old[dim] for dim in a if dim <= last), alike // prod(new[dim] for dim in b[n:])]
-            result += [*(new[dim] for dim in b[:n]), *[1] * (len(b) - n)]
-        _small(*sizes)
-        return track.reshape(kept).expand(sizes).reshape(result)
+            sizes = [old[dim] for dim in a]
+            varying = max((n for n, size in enumerate(track.shape[at : at + len(a)], 1) if size > 1), default=0)
+            before, behind = list(track.shape[:at]), list(track.shape[at + len(a) :])
+            rows, alike = prod(sizes[:varying]), prod(sizes[varying:])
+            _small(*before, rows, *behind)
+            track = track.expand([*before, *sizes[:varying], *[1] * (len(a) - varying), *behind])
+            track, n = track.reshape([*before, rows, *behind]), 0
+            while varying and alike % (inner := prod(new[dim] for dim in b[n:])):
+                # The rows of one token, such as its heads, are alike. So they need not be laid out with their elements.
+                count, odd = divmod(inner, alike)
+                runs = None if odd or rows % count else track.unflatten(at, (-1, count))
+                if runs is not None and bool((runs == runs.narrow(at + 1, 0, 1)).all()):
+                    track, rows, alike = runs.select(at + 1, 0), rows // count, inner
+                else:
+                    n += 1
+            outer = [new[dim] for dim in b[:n]] if varying else []
+            _small(*before, *outer, *behind)
+            track = track.unsqueeze(at + 1).expand([*before, rows, prod(outer) // rows if varying else 1, *behind])
+            track = track.reshape([*before, *outer, *[1] * (len(b) - len(outer)), *behind])
+            at += len(b)
+        return track
 
     return call.label_of(x).moved(lambda track: by_values(reshaped(track)))
 

@@ -541,8 +541,8 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
         raise ValueError(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
             f"sequence begins at {first + begin}: {remedy}. "
-            "If these are documents that each begin at 0, say so with "
-            "a SequenceScope(layout, mask=Documents(...)) around the call"
+            "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If all "
+            "ranks have them whole, as a text beside a cut image, apply the style to the other attentions alone"
             f"{see('Positions that count from 0')}"
         )
     if not from_0 and parts and not any(torch.equal(part + first, counted.cpu() + in_order) for part in parts):
