@@ -251,7 +251,12 @@ def cut_with(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with its layout."""
-    return [(value, cut[0]) for value in values if (cut := cut_with(value)) is not None]
+    pairs = []  # by a loop, which torch.compile can trace
+    for value in values:
+        cut = cut_with(value)
+        if cut is not None:
+            pairs.append((value, cut[0]))
+    return pairs
 
 
 def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, shown: str) -> None:

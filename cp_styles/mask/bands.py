@@ -180,12 +180,12 @@ class Documents(Mask):
         Raises:
             ValueError: an id returns after another id. A document with a gap is not a band; use :class:`Dense`.
         """
-        ids_S = torch.as_tensor(ids_S)
+        ids_S = torch.as_tensor(ids_S, device="cpu")
         if ids_S.ndim == 2:
             return PerRow(tuple(cls.from_ids(row) for row in ids_S))
         if ids_S.ndim != 1:
             raise ValueError(f"document ids must be [S] or [B, S], got shape {tuple(ids_S.shape)}")
-        values, lengths = torch.unique_consecutive(ids_S.cpu(), return_counts=True)
+        values, lengths = torch.unique_consecutive(ids_S, return_counts=True)
         if values.unique().numel() != values.numel():
             raise ValueError("a document id returns after another document; give it an id of its own, or use Dense")
         return cls(tuple(lengths.tolist()))
@@ -199,12 +199,12 @@ class Documents(Mask):
         Raises:
             ValueError: positions do not count up by one inside a document, or do not begin with 0.
         """
-        positions_S = torch.as_tensor(positions_S)
+        positions_S = torch.as_tensor(positions_S, device="cpu")
         if positions_S.ndim == 2:
             return PerRow(tuple(cls.from_positions(row) for row in positions_S))
         if positions_S.ndim != 1 or (positions_S.numel() and int(positions_S[0]) != 0):
             raise ValueError(f"positions must be [S] or [B, S] and start with 0, got shape {tuple(positions_S.shape)}")
-        positions = positions_S.cpu().long()
+        positions = positions_S.long()
         starts = torch.nonzero(positions == 0).flatten()
         lengths = torch.diff(starts, append=torch.tensor([positions.numel()], device="cpu"))
         expected = torch.arange(positions.numel(), device="cpu") - torch.repeat_interleave(starts, lengths)
