@@ -146,9 +146,10 @@ def contiguous_rows(sizes: Sequence[int]) -> Rows:
 
 def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:
     """Raise ValueError unless ``x`` has the size of this rank's part of ``rows``, or if another layout has cut it."""
-    if rows is not None:
-        refuse_other_cut("cp_styles.collectives", (x,), rows.layout, f"{rows.layout.length} positions")
-    if rows is not None and x.shape[dim] != rows.local(peers.rank):
+    if rows is None:
+        return
+    refuse_other_cut("cp_styles.collectives", (x,), rows.layout, f"{rows.layout.length} positions")
+    if x.shape[dim] != rows.local(peers.rank):
         raise ValueError(
             f"the layout gives rank {peers.rank} {rows.local(peers.rank)} positions, but dim {dim} of its tensor "
             f"of shape {tuple(x.shape)} has {x.shape[dim]}: build the layout for this sequence, or pass the right dim"

@@ -302,7 +302,7 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _, learned, wants_lse = inputs
     out, residual, call, lse = output
     ctx.set_materialize_grads(False)
-    ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
+    ctx.config, ctx.is_causal, ctx.scale, ctx.keep, ctx.wants_lse = config, is_causal, scale, keep, wants_lse
     reads_inputs = True
     if config.startswith(_LIVE) and keep:
         ctx.call = call
@@ -316,17 +316,15 @@ def _save(ctx, inputs, output) -> None:
     # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
-    # Without them ``lse``, which is empty or small, tells that the gradients depend on what requires grad.
-    origin = None if reads_inputs else lse
-    if reads_inputs and not wants_lse:
-        ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned, origin)
+    # By ``lse``, which is empty unless it is asked for, first_derivatives_only sees what the gradients depend on.
+    ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned, lse)
 
 
 @never_compiled
 @first_derivatives_only
 def _differentiate(ctx, grad, _residual, _call, grad_lse):
     q, k, v, out, residual, sink, attn_mask, dense, call, learned, _ = ctx.saved_tensors
+    grad_lse = grad_lse if ctx.wants_lse else None  # else it is that of no elements
     if grad is None and grad_lse is None:
         return (None,) * 13
     if ctx.shapes:

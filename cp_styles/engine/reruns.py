@@ -16,14 +16,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import function_modes, leave_function_mode, running_reruns, saved_tensors_hooks_on_top
+from cp_styles.engine.binding import Binding
 
 
 class RerunMode(TorchFunctionMode):
     """A mode for the calls of one module or block, and for those of their recomputations."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, unscoped: Binding) -> None:
         super().__init__()
-        self._name = name
+        self._name, self.unscoped = name, unscoped
         # Of each time that it is entered: the place among the modes of the thread, and the checkpoints around it. These
         # run again what enters the mode by itself.
         self._entered: list[tuple[int, set[int]]] = []

@@ -71,9 +71,8 @@ class AttentionCalls(RerunMode):
         counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
         ``joint``: some tokens are whole on every rank; the binding's layout is then that of their shares.
         """
-        super().__init__(name)
-        self._joint, self._joint_calls = joint, 0
-        self._scoped, self.unscoped = scoped, scoped.unscoped
+        super().__init__(name, scoped.unscoped)
+        self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
         self.tally = self.unscoped.tally if tally is None else tally

@@ -21,6 +21,7 @@ from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.run import listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.layout import (
@@ -220,9 +221,8 @@ class CutSequence:
                 raise problem
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
-        around: list[Any] = [mode.unscoped for mode in function_modes() if hasattr(mode, "unscoped")]
-        of_style = bool(around) and around[-1].group == process_group
-        default: SequenceLayout | Balancer = around[-1].layout if of_style else head_tail
+        around = [mode.unscoped for mode in function_modes() if isinstance(mode, RerunMode)]
+        default = around[-1].layout if around and around[-1].group == process_group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         watch_of(process_group).leave_out(checks.local)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
