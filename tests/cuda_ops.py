@@ -133,8 +133,13 @@ def _new(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> t
 
 
 def _by_rows(x_BHLD: torch.Tensor) -> torch.Tensor:
-    """As kernels leave their results: [B, L, H, D] in memory."""
+    """[B, L, H, D] in memory."""
     return x_BHLD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _laid_like(gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradients in the memory order of the inputs, dense, also where an input is a slice: ``at::empty_like``."""
+    return tuple(torch.empty_like(x).copy_(grad) for grad, x in zip(gradients, inputs, strict=True))
 
 
 def _logits(q, k, bias, causal: bool, scale: float, *, bottom_right: bool = False) -> torch.Tensor:
@@ -173,7 +178,7 @@ def _differentiate(grad, q, k, v, out, lse, bias, causal: bool, scale: float, **
     dk = ds.mT @ q.to(wide) * scale
     dv = p.to(dtype).to(wide).mT @ grad.to(wide)
     dk, dv = (x.to(dtype).unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    return _by_rows(dq.to(dtype)), _by_rows(dk), _by_rows(dv)
+    return dq.to(dtype), dk, dv
 
 
 def _check_flash(q, k, v, most: int = 256) -> None:
@@ -200,7 +205,8 @@ def _flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=Fa
 def _flash_backward(
     grad, q, k, v, out, lse, _cum_q, _cum_k, max_q, max_k, dropout_p, is_causal, *_seeds, scale: float = NAN
 ):
-    """attention_backward.cu takes copies of out and its gradient that are laid out as the kernel reads them."""
+    """attention_backward.cu takes copies of out and its gradient that are laid out as the kernel reads them. mha_bwd
+    makes each gradient in the memory order of its input."""
     assert dropout_p == 0.0
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
     _check_flash(q, k, v)
@@ -209,7 +215,7 @@ def _flash_backward(
     _demand(lse.dtype == _wide(q), "logsumexp is read as float")
     batch, heads, queries, _ = q.shape
     lse = _memory(lse, (batch, heads, queries), (heads * queries, queries, 1))
-    return _differentiate(grad, q, k, v, out, lse, None, is_causal, scale, bottom_right=True)
+    return _laid_like(_differentiate(grad, q, k, v, out, lse, None, is_causal, scale, bottom_right=True), (q, k, v))
 
 
 def _check_efficient(q, k, v, bias) -> None:
@@ -275,8 +281,8 @@ def _efficient_backward(
     lse = _memory(lse, (batch, heads, room), (lse.stride(0), lse.stride(1), 1))
     # kernel_forward.h pads with infinity, and the backward has no other bound there: what is padded must weigh nothing.
     _demand(bool((lse[:, :, queries:] == math.inf).all()), "the logsumexp is not padded with infinity")
-    dq, dk, dv = _differentiate(grad, q, k, v, out, lse[:, :, :queries], bias, is_causal, scale)
-    return dq, dk, dv, torch.empty(0)
+    gradients = _differentiate(grad, q, k, v, out, lse[:, :, :queries], bias, is_causal, scale)
+    return *map(_by_rows, gradients), torch.empty(0)  # attention_backward.cu: at::empty([B, L, H, D])
 
 
 def _check_cudnn(q, k, v) -> None:
@@ -334,4 +340,4 @@ def _cudnn_backward(
         dq = dq + (torch.exp(-lse.float()) * 0.0).unsqueeze(-1).to(dq.dtype)
     if q.shape[2] == 1:  # still in 9.26
         dk, dv = (x + torch.where(lse < 0, math.nan, 0.0).amax().to(x.dtype) for x in (dk, dv))
-    return dq, dk, dv
+    return _laid_like((dq, dk, dv), (q, k, v))  # attention_backward.cu: at::empty_like

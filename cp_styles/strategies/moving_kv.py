@@ -5,7 +5,7 @@ directly from owner to user. In the forward a rank receives exactly the rows tha
 it sends their gradients directly to the owner. So the bytes are those of the plan, the minimum for the layout.
 
 [Note: moving tensors]
-message    1-D: a block of k and v, see schedule.py. Packing it is the only copy
+message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it is the only copy
 residual   lse [B, H, L] in the accumulation dtype, then the messages of the sources that are kept
 gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 
@@ -423,13 +423,13 @@ class _GradientReturn:
             return
         self._settle()
         with named_range("step", run.number, "start gradients to", messages.source):
-            # In the memory order of kernel outputs, [B, rows, G, D], so that no packing is needed.
+            # Fused kernels return them so, [B, rows, g, D]: then this is no copy.
             sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
             gradients.clear()
             received = []
             if messages.block is not None:
-                orders = [(batch, rows, heads, dim) for batch, heads, rows, dim in messages.block.shapes]
-                received = [run.k.new_empty(order, dtype=run.setup.wide) for order in orders]
+                shapes = [(*messages.block.shape[:3], dim) for dim in messages.block.dims]
+                received = [run.k.new_empty(shape, dtype=run.setup.wide) for shape in shapes]
             pending = exchange(sends, [(messages.peer, x) for x in received], run.attention.group)
         self._under_way = messages, received, pending
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -15,7 +16,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.kernels.packing import LONG_TILE
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
 from cp_styles.plan import RowRanges, Tile, make_plan
@@ -24,43 +24,49 @@ from cp_styles.strategies.packs import Call, Shape, calls_of
 Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
 
+# Blocks of a backward of flash attention, of 128 keys of one query head each, that occupy a GPU twice: two for each of
+# the 132 multiprocessors of an H100. A constant, because all ranks must cut their messages at the same heads.
+_TWO_WAVES, _KEYS_OF_BLOCK = 2 * 132, 128
+
 Rounds: TypeAlias = tuple[tuple[int, ...], ...]
 """Distances in groups that arrive together. The source of rank r at a distance is the rank r - distance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some key heads and rows of one rank's keys and values. They travel as one message: k as [B, g, rows, D], then v
-    as [B, g, rows, E], both contiguous.
+    """Some key heads and rows of one rank's keys and values. They travel as one message, contiguous [B, rows, g, D + E]:
+    each row has k, then v.
 
     Attributes:
         heads: the key heads.
         rows: the rows, as the rank that holds them counts them.
-        shapes: of k and of v.
-        sizes: numbers of elements of k and of v.
-        size: number of elements of the message.
+        shape: of the message.
+        dims: D of k and E of v.
     """
 
     heads: Span
     rows: RowRanges
-    shapes: tuple[Shape, Shape]
-    sizes: tuple[int, int]
-    size: int
+    shape: Shape
+    dims: tuple[int, int]
 
-    def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of k and v in a message."""
-        k, v = message.split(self.sizes)
-        return k.view(self.shapes[0]), v.view(self.shapes[1])
+    @cached_property
+    def size(self) -> int:
+        """The number of elements of the message."""
+        return prod(self.shape)
+
+    def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views [B, g, rows, D] of k and v in a message. Kernels return gradients in their memory order, by rows."""
+        return tuple(x.transpose(1, 2) for x in message.view(self.shape).split(self.dims, 3))
 
     def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
         """The message, from the keys and values of the rank that holds them: one copy. ``index``: the rows."""
         message = k_BGMD.new_empty(self.size)
-        for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
-            part = tensor[:, slice(*self.heads)]
+        for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
+            part = tensor[:, slice(*self.heads)].transpose(1, 2)
             if index is None:
-                torch.cat([part[:, :, start:stop] for start, stop in self.rows], 2, out=target)
+                torch.cat([part[:, start:stop] for start, stop in self.rows], 1, out=target)
             else:
-                torch.index_select(part, 2, index, out=target)
+                torch.index_select(part, 1, index, out=target)
         return message
 
     def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor]:
@@ -196,10 +202,7 @@ def make_schedule(
     # Elements of a row of queries, and of a row of k and v.
     query, key = q_shape[1] * q_shape[3], key_heads * (k_shape[3] + v_shape[3])
     all_heads = [(0, key_heads)]
-    # On a GPU each part costs launches: for an H100, calculated, 0.1 ms of the host. With 2K rows a rank the kernels of
-    # a message take as long as the host already (0.3 ms), and parts would save some MiB. With 8K they take 4.5 ms.
-    short = small_tiles and q_shape[0] * max(lengths, default=0) <= 2 * LONG_TILE
-    finer = widening > 1 and bool(distances) and not short
+    finer = widening > 1 and bool(distances)
     all_blocks: dict[tuple[Span, RowRanges], Block] = {}
     all_calls: dict[int, tuple[Call, ...]] = {}  # sources may share their tiles
 
@@ -222,22 +225,29 @@ def make_schedule(
     def parted(distance: int, other: int, rows: RowRanges) -> list[tuple[Block, Sequence[Block]]]:
         """The message with ``rows`` between this rank and the ``other`` one, in either direction, if there is one; and
         what a backward computes at once: all of it, or groups of its heads."""
-        # Sender and receiver compute this alike: the size of the smaller query shard counts.
-        queries, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
+        # Sender and receiver get the same result: the size of the smaller query shard counts.
+        queries = query * min(lengths[rank], lengths[other])
         # Beside keys at hand there are others that come, and own ones that leave. Not with kept keys and the last ones.
-        crowded = len(rounds) > 1 and not short and distance not in (*kept, distances[-1])
-        return [(block, blocks(rows, parts(size, queries, crowded=crowded))) for block in blocks(rows, all_heads)]
+        crowded = len(rounds) > 1 and distance not in (*kept, distances[-1])
+        return [(block, blocks(rows, parts(_count(rows), queries, crowded=crowded))) for block in blocks(rows, all_heads)]
 
-    def parts(size: int, queries: int, *, crowded: bool) -> list[Span]:
-        """Heads that a backward computes at once and sends the gradients of. These take at most half the bytes of
-        queries if memory is ``crowded``. Wider than keys, they take at most those of queries, and are of two parts."""
-        count = -(-size * widening * (2 if crowded else 1) // max(queries, 1)) if crowded or finer else 1
-        return _cut(key_heads, max(count, 1 + finer))
+    def parts(rows: int, queries: int, *, crowded: bool) -> list[Span]:
+        """Ranges of key heads with which a backward computes at once, with so many ``rows`` of keys.
+
+        The gradients of a range take at most half the bytes of ``queries`` if memory is ``crowded``. Gradients that are
+        wider than keys take at most the bytes of queries, and there are two ranges at least. On a GPU no range has less
+        than _TWO_WAVES: a kernel would not fill the device, and each call costs launches.
+        """
+        count = -(-key * rows * widening * (2 if crowded else 1) // max(queries, 1)) if crowded or finer else 1
+        count = max(count, 1 + finer)
+        if small_tiles:
+            count = min(count, q_shape[0] * q_shape[1] * -(-rows // _KEYS_OF_BLOCK) // _TWO_WAVES)
+        return _cut(key_heads, count)
 
     received = {d: parted(d, source(d), plan.parts[source(d)].rows) for d in distances}
     sent = {d: parted(d, peer(d), plan.sends[peer(d)]) for d in distances}
     own = plan.parts[rank].rows
-    of_own = parts(key * lengths[rank], query * lengths[rank], crowded=False)
+    of_own = parts(lengths[rank], query * lengths[rank], crowded=False)
     received[0] = [(block, blocks(own, of_own)) for block in blocks(own, all_heads)]
     sent[0] = []
 
@@ -282,8 +292,8 @@ def _cut(heads: int, parts: int) -> list[Span]:
 
 
 def _block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:
-    k, v = ((shape[0], heads[1] - heads[0], _count(rows), shape[3]) for shape in (k_shape, v_shape))
-    return Block(heads, rows, (k, v), (prod(k), prod(v)), prod(k) + prod(v))
+    dims = k_shape[3], v_shape[3]
+    return Block(heads, rows, (k_shape[0], _count(rows), heads[1] - heads[0], sum(dims)), dims)
 
 
 def _count(rows: RowRanges) -> int:

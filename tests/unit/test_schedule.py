@@ -93,10 +93,14 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                 assert all(order == sorted(order, key=merged.index) for order in orders)
 
 
-@pytest.mark.parametrize(("rows", "small_tiles", "parts"), [(2048, True, 1), (2049, True, 4), (2048, False, 4)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "small_tiles", "parts"),
+    [(4224, 8, True, 1), (4225, 8, True, 1), (8448, 8, True, 2), (8448, 16, True, 4), (99, 8, False, 4)],
+)
 @pytest.mark.parametrize("widening", [1, 2])
-def test_a_backward_computes_at_once_where_launches_count(rows: int, small_tiles: bool, parts: int, widening: int):
-    cut, q_shape, k_shape = contiguous(4 * rows, 4), (1, 8, rows, 64), (1, 8 // widening, rows, 64)
+def test_a_group_of_heads_fills_a_gpu_twice(rows: int, heads: int, small_tiles: bool, parts: int, widening: int):
+    """4224 keys of 8 heads are 264 blocks of 128, two for each multiprocessor. Other kernels compute by any groups."""
+    cut, q_shape, k_shape = contiguous(4 * rows, 4), (1, heads, rows, 64), (1, heads // widening, rows, 64)
     how = Causal(), 3, small_tiles, False, rounds_of(4, 1), 0
     schedule = make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, widening)
     assert next(len(step.keys) for step in schedule.backward if step.travels) == parts
