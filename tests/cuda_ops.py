@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -54,10 +55,12 @@ NAMED_CUDNN = ByTile((CUDNN, FLASH, EFFICIENT, REFERENCE), (CUDNN, EFFICIENT, RE
 
 
 class Seen:
-    """The ops that were called, and cuDNN's plans: what each was built for, and the strides of out and its gradient."""
+    """The ops that were called; how often flash copied out or its gradient; and cuDNN's plans: what each was built for,
+    and the strides of out and its gradient."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.copies = 0
         self.plans: dict[tuple, tuple] = {}
 
 
@@ -69,20 +72,28 @@ class KernelError(RuntimeError):
 def cuda_ops_on_cpu() -> Iterator[Seen]:
     """The ops behind the CUDA kernels, for CPU tensors, on all threads."""
     library, seen = torch.library.Library("aten", "IMPL"), Seen()
+    counting = threading.Lock()  # ranks are threads
 
     def counted(name, function):
         def run(*args, **options):
-            seen.calls[name] += 1
+            with counting:
+                seen.calls[name] += 1
             return function(*args, **options)
 
         return run
+
+    def flash_backward(grad, q, k, v, out, *args, **options):
+        # attention_backward.cu, _flash_attention_backward: contiguous() of [B, L, H, D]
+        with counting:
+            seen.copies += sum(not x.transpose(1, 2).is_contiguous() for x in (grad, out))
+        return _flash_backward(grad, q, k, v, out, *args, **options)
 
     def cudnn_backward(*args, **options):
         return _cudnn_backward(seen.plans, *args, **options)
 
     ops = {
         "_scaled_dot_product_flash_attention": _flash_forward,
-        "_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "_scaled_dot_product_flash_attention_backward": flash_backward,
         "_scaled_dot_product_efficient_attention": _efficient_forward,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         "_scaled_dot_product_cudnn_attention": _cudnn_forward,

@@ -44,6 +44,10 @@ class Kernel(ABC):
     # Whether forward and backward take one more keyword, ``window``. None, or for a tile that is a band, with no bias
     # and not causal: how many keys before and after its own each query sees; -1 for all. Own is key i + M - L.
     windows: ClassVar[bool] = False
+    # Whether the memory of a forward does not grow with the keys: then keys that arrive together are one tile.
+    streams_keys: bool = False
+    # Whether a backward copies grad and out of a tile that are not dense [B, L, H, E] in memory.
+    dense_rows: bool = False
     # Whether it takes long tiles only, so that plans are made for the kernel that gets the others.
     long_tiles: bool = False
     # Whether it takes every tile of an attention that it takes: see takes().
@@ -133,9 +137,9 @@ class OtherBackward(Kernel):
 
     inner: Kernel
 
-    positional, small_tiles, windows, takes_all, content = (  # pyright: ignore[reportAssignmentType]
+    positional, small_tiles, windows, streams_keys, dense_rows, takes_all, content = (  # pyright: ignore
         property(attrgetter(f"inner.{name}"))
-        for name in ("positional", "small_tiles", "windows", "takes_all", "content")
+        for name in ("positional", "small_tiles", "windows", "streams_keys", "dense_rows", "takes_all", "content")
     )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):

@@ -64,6 +64,14 @@ class ByTile(Kernel):
         return self._short.windows
 
     @property
+    def streams_keys(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._short.streams_keys
+
+    @property
+    def dense_rows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._short.dense_rows
+
+    @property
     def _short(self) -> Kernel:
         """The first kernel without a mask that takes short tiles too. Plans are made for it."""
         return next(kernel for kernel in self.plain if not kernel.long_tiles)

@@ -76,6 +76,7 @@ class SdpaKernel(Kernel):
         out_by_rows: the backward reads ``out`` as [B, L, H, E] in memory and ignores its strides.
         out_like_query: the backward may read ``out`` and its gradient with the strides of another call with the same
             query. So both get the memory order of the query.
+        dense_rows: see :class:`Kernel`: torch's attention_backward.cu makes them contiguous, or this class does.
         row_bytes: rows must start, and head dims must end, at multiples of this number of bytes.
         most_dim: the largest head dim of a backward; None for any.
         one_dim: query and value must have one head dim.
@@ -93,6 +94,7 @@ class SdpaKernel(Kernel):
     lse_column: bool = False
     out_by_rows: bool = False
     out_like_query: bool = False
+    dense_rows: bool = False
     row_bytes: int = 1
     most_dim: int | None = None
     one_dim: bool = True
@@ -103,6 +105,10 @@ class SdpaKernel(Kernel):
     @property
     def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.most_dim is None and self.whole_rows == 1
+
+    @property
+    def streams_keys(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.grouped  # else keys are repeated for the query heads
 
     @property
     def forward_op(self) -> torch._ops.OpOverload:
@@ -409,6 +415,7 @@ CUDA_FLASH = VarlenKernel(
     "_scaled_dot_product_flash_attention",
     "cuda",
     _LOW,
+    dense_rows=True,
     row_bytes=16,
     most_dim=256,
     gates=("8.0", "room for the backward"),
@@ -422,6 +429,7 @@ CUDA_EFFICIENT = SdpaKernel(
     grouped=False,  # takes groups from torch 2.15 on
     lse_multiple=32,
     out_by_rows=True,
+    dense_rows=True,
     row_bytes=16,
     one_dim=False,
     gates=("8.0 for bfloat16",),
@@ -438,6 +446,7 @@ CUDA_CUDNN = SdpaKernel(
     _LOW,
     lse_column=True,
     out_like_query=True,
+    dense_rows=True,
     row_bytes=16,
     most_dim=128,
     one_dim=False,

@@ -11,13 +11,14 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 
 [Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
 three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
-come, and the one that is being sent. A forward without a backward computes some heads after the others, whose messages
+come, and the one that is being sent. In the forward of a GPU each is of two sources while messages are small, because a
+tile of two sources is one merge: see _PAIRED in schedule.py. A forward without a backward computes some heads after the others, whose messages
 take at most 16 MiB, down to one key head. While there are three, a backward computes by groups of key heads, and sends
 the gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept
 keys, which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until
 then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always
-computes by groups. (Where launches count, all at once: see schedule.py.) What a kernel wants in float32 is copied for
-one query head of a tile at a time.
+computes by groups. On a GPU, a group fills the device, and the output and its gradient are copied once by the heads of
+groups: see schedule.py and _COPIES. A tile in float32 of inputs in 16 bits has copies of one query head at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -48,6 +49,11 @@ _FEW_RANGES = 4
 
 # Without a backward, no more bytes of keys and values than these arrive together on a rank, if one head has fewer.
 _LONG = 2**24
+
+
+# A backward holds copies of the output and of its gradient, by heads, of at most so many bytes. With 32 heads of 128 in
+# 16 bits, these are 8K rows: from there on kernels take so long that a copy for each tile is no matter.
+_COPIES = 2**27
 
 
 class MovingKV(Strategy):
@@ -118,13 +124,14 @@ class MovingKV(Strategy):
             kernel, q = SplitQueries(kernel), levels.split(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
+        queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
         for step in steps:
             arrived = run.arrived(step)
             # One source after the other, so that the gradients of at most one source wait to be sent.
             for messages in step.gradients:
                 gradients, keys = [], messages.keys
                 if keys is not None:
-                    gradients = run.gradients(kernel, keys, arrived.pop(0), (grad_BHLE, q), (out_BHLE, run.lse), dq_sum)
+                    gradients = run.gradients(kernel, keys, arrived.pop(0), *queries.of(keys.q_heads), dq_sum)
                 returns.send(messages, gradients)
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
@@ -160,7 +167,9 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
-    how, wide = (kernel.small_tiles, kernel.windows, rounds, strategy.keep), accumulation_dtype(q.dtype)
+    joins = q.shape[0] == 1 and kernel.streams_keys and kernel.tile_dtype(q.dtype) == q.dtype  # else tiles are copied
+    how = kernel.small_tiles, kernel.windows, joins, rounds, strategy.keep
+    wide = accumulation_dtype(q.dtype)
     widening = wide.itemsize // q.dtype.itemsize
     schedule = make_schedule(*layouts, mask.pattern, attention.rank, *how, *shapes, widening)
     levels = None
@@ -200,7 +209,6 @@ class _PlanRun:
     ) -> None:
         self.setup, self.attention = setup, attention
         self.q, self.k, self.v = q, k, v
-        self._all_queries = (0, q.shape[1]), (0, q.shape[2])
         # The logsumexp, and the kept messages.
         self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
         self.number = 0  # of the present step
@@ -230,7 +238,7 @@ class _PlanRun:
                 message = received.pop(0)
             elif arrival.kept is not None:
                 message = self._place(arrival)
-            else:  # own keys, which may be packed for other ranks: contiguous, which is good for kernels
+            else:  # own keys, which may be packed for other ranks
                 message = self._packed.get(arrival.block)
             block = arrival.block
             index = self.index(block) if message is None and self.by_index else None
@@ -263,7 +271,7 @@ class _PlanRun:
     ) -> list[torch.Tensor]:
         """dk and dv of some keys. Gradients of queries are added to ``dq``.
 
-        ``before`` and ``after`` are the arguments of the kernel before and after k and v.
+        ``before`` and ``after`` are the arguments of the kernel before and after k and v, with the query heads of keys.
         """
         dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
         with named_range("step", self.number, "gradients with keys of", keys.source):
@@ -306,7 +314,10 @@ class _PlanRun:
                 if block not in self._packed:
                     self._packed[block] = block.packed(self.k, self.v, self.index(block) if self.by_index else None)
                 sends.append((rank, self._packed[block]))
-            receives = list(zip(step.sources, places, strict=True))
+            receives: list[tuple[int, torch.Tensor]] = []
+            for arrival, place in zip(step.arrivals, places, strict=True):
+                sources, sizes = zip(*arrival.messages, strict=True)
+                receives += zip(sources, place.split(sizes), strict=True)
             self._under_way = places, exchange(sends, receives, self.attention.group)
 
     def index(self, block: Block) -> torch.Tensor | None:
@@ -334,11 +345,14 @@ class _PlanRun:
     ) -> tuple[torch.Tensor, ...]:
         """What ``how`` makes of a call's ``heads`` and rows of ``before``, of k and v, and of ``after``.
 
-        Its other arguments are alive only here: an explicit mask is as large as its tile, and so are copies.
+        ``before`` and ``after`` have the query heads of ``keys``. Other arguments of the kernel are alive only here: an
+        explicit mask is as large as its tile, and so are copies.
         """
         pack, q_index, kv_index = self._packed_rows(call)
-        if q_index is not None or (heads[0], call.q) != self._all_queries:
-            part = partial(part_of, heads=heads[0], rows=call.q, index=q_index)
+        first, (_, count, length, *_) = keys.q_heads[0], before[0].shape
+        q_heads = heads[0][0] - first, heads[0][1] - first
+        if q_index is not None or (q_heads, call.q) != ((0, count), (0, length)):
+            part = partial(part_of, heads=q_heads, rows=call.q, index=q_index)
             before, after = tuple(map(part, before)), tuple(map(part, after))
         if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
             k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
@@ -397,6 +411,32 @@ def _masked_bias(
     if heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
         bias = bias.narrow(-3, heads[0], heads[1] - heads[0])
     return bias.to(outside.device).masked_fill(outside, float("-inf"))
+
+
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class _QueriesByHeads:
+    """(grad, query) and (out, logsumexp) of ranges of query heads, for a backward.
+
+    A kernel with ``dense_rows`` would copy grad and out of a range at each of its tiles. So each range is copied once,
+    if the copies are small: see [Note: memory].
+    """
+
+    def __init__(self, kernel: Kernel, before: _Pair, after: _Pair) -> None:
+        self._whole, self._made = (*before, *after), dict[Span, tuple[_Pair, _Pair]]()
+        self._copies = kernel.dense_rows and before[0].nbytes + after[0].nbytes <= _COPIES
+
+    def of(self, heads: Span) -> tuple[_Pair, _Pair]:
+        if heads not in self._made:
+            if any(heads[0] < stop and start < heads[1] for start, stop in self._made):
+                self._made.clear()  # the ranges of another step
+            grad, query, out, lse = (x[:, slice(*heads)] for x in self._whole)
+            if self._copies:
+                grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
+                lse = lse.contiguous()
+            self._made[heads] = (grad, query), (out, lse)
+        return self._made[heads]
 
 
 class _GradientReturn:
@@ -473,8 +513,9 @@ class Ring(MovingKV):
 
     Memory of one attention on one rank, for any number of ranks. Q is the bytes of its queries (or of the output).
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
-    the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
-    of three groups of key heads: one is computed, one is sent, and one arrives. See [Note: memory] in moving_kv.py.
+    the output, three messages, and the result of a tile; on a GPU up to six, of at most 64 MiB each in 16 bits. In the
+    backward: the gradients, three messages, and gradients of three groups of key heads: one is computed, one is sent,
+    and one arrives. See [Note: memory] in moving_kv.py.
     In 16 bits gradients are summed in float32; on CPU tiles are computed in float32, from copies of one head.
     tutorials/costs.md has the bytes.
 

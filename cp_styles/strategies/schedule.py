@@ -18,7 +18,7 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
-from cp_styles.plan import RowRanges, Tile, make_plan
+from cp_styles.plan import Cover, RowRanges, Tile, make_plan
 from cp_styles.strategies.packs import Call, Shape, calls_of
 
 Span: TypeAlias = tuple[int, int]
@@ -28,14 +28,18 @@ Span: TypeAlias = tuple[int, int]
 # the 132 multiprocessors of an H100. A constant, because all ranks must cut their messages at the same heads.
 _TWO_WAVES, _KEYS_OF_BLOCK = 2 * 132, 128
 
+# On a GPU, messages of up to so many elements come in pairs in a forward. The keys of a pair are one tile: half the
+# merges, for three messages more. Longer tiles take so much longer than their merges that memory counts.
+_PAIRED = 2**25
+
 Rounds: TypeAlias = tuple[tuple[int, ...], ...]
 """Distances in groups that arrive together. The source of rank r at a distance is the rank r - distance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some key heads and rows of one rank's keys and values. They travel as one message, contiguous [B, rows, g, D + E]:
-    each row has k, then v.
+    """Some key heads and rows of one rank's keys and values. They travel as one message, [B, rows, g, D + E]: each row
+    has k, then v.
 
     Attributes:
         heads: the key heads.
@@ -76,26 +80,26 @@ class Block:
 
 
 class Arrival(NamedTuple):
-    """Keys of one source: those of a message, or this rank's own.
+    """Keys that are in one tensor: this rank's own, a message, or in a forward the messages of several sources.
 
     Attributes:
-        source: the rank that holds them.
-        block: which heads and rows of the source these are.
+        messages: (source, number of elements) of each message, one after the other in memory.
+        block: the heads and rows, of each source in this order.
         kept: if the message is kept in the residual, which of the kept messages it is.
     """
 
-    source: int
+    messages: tuple[tuple[int, int], ...]
     block: Block
     kept: int | None
 
 
 class Keys(NamedTuple):
-    """Some key heads of one source, with which this rank computes at once, and whose gradients travel together.
+    """Some key heads of an arrival, with which this rank computes at once. Their gradients travel together.
 
     Attributes:
-        source: the rank that holds them.
+        source: the rank that holds them; the first of several.
         arrival: which of the step's arrivals has them.
-        block: which heads and rows of the source these are. The arrival has all heads.
+        block: their heads and rows. The arrival has all heads.
         q_heads: the query heads that attend to them.
         calls: of the kernel, in this order.
     """
@@ -129,9 +133,9 @@ class Step(NamedTuple):
     Attributes:
         number: its number, from 0.
         travels: whether its keys must be sent. Otherwise they are there already.
-        arrivals: the messages with which this rank computes, or its own keys.
-        sources: the rank of each of ``arrivals``.
-        keys: what is computed at once: each of ``arrivals``, or groups of its heads.
+        arrivals: the keys with which this rank computes.
+        sources: the ranks that hold them.
+        keys: the keys with which it computes at once: each of ``arrivals``, or groups of its heads.
         sends: (rank, block): what this rank sends in the same step.
         gradients: the messages of a backward, in an order that is the same on all ranks. A forward has none.
     """
@@ -176,6 +180,7 @@ def make_schedule(
     rank: int,
     small_tiles: bool,
     windows: bool,
+    joins: bool,
     rounds: Rounds,
     keep: int,
     q_shape: Shape,
@@ -187,6 +192,8 @@ def make_schedule(
     the mask.
 
     Args:
+        joins: keys of several sources that arrive together in a forward are one tile, if the same queries attend to all
+            of them. For a batch of one row: messages of more rows are not adjacent in memory.
         rounds: every distance from 1 to the number of ranks - 1 once.
         keep: number of sources whose messages are kept for the backward.
         q_shape: shape of the local query [B, H, L, D].
@@ -229,7 +236,9 @@ def make_schedule(
         queries = query * min(lengths[rank], lengths[other])
         # Beside keys at hand there are others that come, and own ones that leave. Not with kept keys and the last ones.
         crowded = len(rounds) > 1 and distance not in (*kept, distances[-1])
-        return [(block, blocks(rows, parts(_count(rows), queries, crowded=crowded))) for block in blocks(rows, all_heads)]
+        return [
+            (block, blocks(rows, parts(_count(rows), queries, crowded=crowded))) for block in blocks(rows, all_heads)
+        ]
 
     def parts(rows: int, queries: int, *, crowded: bool) -> list[Span]:
         """Ranges of key heads with which a backward computes at once, with so many ``rows`` of keys.
@@ -256,16 +265,23 @@ def make_schedule(
         for d in distances:
             source_keys = []
             for block, parts in received[d]:
-                calls = calls_with(source(d))
+                calls, at = calls_with(source(d)), kept.index(d) if d in kept else None
+                arrival = Arrival(((source(d), block.size),), block, at)
+                if joins and not back and arrivals and (both := _joined(arrivals[-1], arrival, keys[-1].calls, calls)):
+                    messages, rows, calls = both
+                    block = _block(block.heads, rows, k_shape, v_shape)
+                    arrivals[-1], keys[-1] = Arrival(messages, block, None), keys[-1]._replace(block=block, calls=calls)
+                    continue
                 for part in parts if back else [block]:
                     q_heads = part.heads[0] * share, part.heads[1] * share
                     source_keys.append(Keys(source(d), len(arrivals), part, q_heads, calls))
-                arrivals.append(Arrival(source(d), block, kept.index(d) if d in kept else None))
+                arrivals.append(arrival)
             keys += source_keys
             pairs = zip_longest(source_keys, (part for _, parts in sent[d] for part in parts)) if back else ()
             gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
         sends = [(peer(d), block) for d in distances for block, _ in sent[d]]
-        fields = (arrivals, [arrival.source for arrival in arrivals], keys, sends, gradients)
+        sources = [source for arrival in arrivals for source, _ in arrival.messages]
+        fields = (arrivals, sources, keys, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
     # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile. Own keys come
@@ -273,16 +289,39 @@ def make_schedule(
     here, away = ([[d for d in arriving if (d in kept) == still] for arriving in rounds] for still in (True, False))
     order = [(arriving, False) for arriving in here if arriving], [(arriving, True) for arriving in away if arriving]
     own_keys = [((0,), False)]
-    forward = [*own_keys, *((arriving, True) for arriving in rounds)]
+    # All ranks decide by the mean of their keys.
+    paired = joins and small_tiles and key * kv_layout.length <= _PAIRED * ranks
+    forward = [*own_keys, *((arriving, True) for arriving in (_in_pairs(rounds, kept) if paired else rounds))]
     backward = [*order[0], *order[1], *own_keys] if kept else [*own_keys, *order[1]]
     sizes = tuple(sum(block.size for block, _ in received[distance]) for distance in kept)
     forward, backward = (
         tuple(step(number, *arguments, back=back) for number, arguments in enumerate(way))
         for way, back in ((forward, False), (backward, True))
     )
-    calls = [call for planned in forward for keys in planned.keys for call in keys.calls]
+    calls = [call for d in (0, *distances) for _ in received[d] for call in calls_with(source(d))]
     tiles = sum(1 if isinstance(call, Tile) else len(call.lengths[0]) for call in calls)
     return Schedule(forward, backward, sizes, tiles)
+
+
+def _in_pairs(rounds: Rounds, kept: Sequence[int]) -> list[tuple[int, ...]]:
+    """The rounds of one source, two and two, but for those whose messages are kept: these are elsewhere in memory."""
+    alone = [arriving for arriving in rounds if len(arriving) > 1 or arriving[0] in kept]
+    single = [distance for arriving in rounds if arriving not in alone for distance in arriving]
+    return [*alone, *(tuple(single[first : first + 2]) for first in range(0, len(single), 2))]
+
+
+def _joined(
+    before: Arrival, after: Arrival, calls_before: tuple[Call, ...], calls_after: tuple[Call, ...]
+) -> tuple[tuple[tuple[int, int], ...], RowRanges, tuple[Call, ...]] | None:
+    """Messages, rows and calls of two arrivals, if one tile attends to all keys of both: else None."""
+    if (before.kept, after.kept, len(calls_before), len(calls_after)) != (None, None, 1, 1):
+        return None
+    (one,), (other,), rows = calls_before, calls_after, before.block.rows + after.block.rows
+    if one != Tile(other.q, (0, _count(before.block.rows)), Cover.FULL):
+        return None
+    if other != Tile(one.q, (0, _count(after.block.rows)), Cover.FULL):
+        return None
+    return before.messages + after.messages, rows, (Tile(one.q, (0, _count(rows)), Cover.FULL),)
 
 
 def _cut(heads: int, parts: int) -> list[Span]:

@@ -106,7 +106,7 @@ def plan_layers(layout: SequenceLayout, mask: Documents, rank: int = 0) -> None:
     shape = 1, 8, layout.lengths[rank], 64
     rounds = tuple((distance,) for distance in range(1, layout.ranks))
     for layer in (mask & Causal(), mask & SlidingWindow(500)):
-        make_schedule(layout, layout, layer.pattern, rank, False, False, rounds, 1, shape, shape, shape, 1)
+        make_schedule(layout, layout, layer.pattern, rank, False, False, False, rounds, 1, shape, shape, shape, 1)
         make_plan(joined(layout, 2), joined(layout, 2), layer, rank // 2)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
 from cp_styles.mask import Mask
+from cp_styles.plan import Cover
 from cp_styles.strategies.schedule import Schedule, make_schedule
 
 LENGTH = 48
@@ -21,9 +22,9 @@ def rounds_of(ranks: int, width: int) -> tuple[tuple[int, ...], ...]:
 def schedules(layout, mask: Mask, ranks: int, width: int, keep: int, heads: tuple[int, int]) -> list[Schedule]:
     cut, made = layout(LENGTH, ranks), []
     for rank in range(ranks):
-        q_shape, k_shape = ((2, count, cut.lengths[rank], 4) for count in heads)
+        q_shape, k_shape = ((1, count, cut.lengths[rank], 4) for count in heads)
         rounds = rounds_of(ranks, width)
-        how = mask.pattern, rank, False, False, rounds, keep
+        how = mask.pattern, rank, False, False, True, rounds, keep
         made.append(make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, 1))
     return made
 
@@ -48,28 +49,25 @@ def test_messages_of_two_ranks_match_by_order(part: int):
             assert len({len(each) for each in steps}) == 1  # every rank takes every step
             for number, together in enumerate(zip(*steps, strict=True)):
                 assert {(step.number, step.travels) for step in together} == {(number, together[0].travels)}
-                coming = {
-                    (arrival.source, rank): (arrival.block.heads, arrival.block.rows)
-                    for rank, step in enumerate(together)
-                    for arrival in step.arrivals
-                    if arrival.source != rank
-                }
-                going = {
-                    (rank, peer): (block.heads, block.rows)
-                    for rank, step in enumerate(together)
-                    for peer, block in step.sends
-                }
-                assert coming == going
-                # Each arrival is computed at once, or in groups of its heads.
-                for step in together:
-                    for index, (source, block, _) in enumerate(step.arrivals):
+                going = {(rank, peer): block for rank, step in enumerate(together) for peer, block in step.sends}
+                coming = [
+                    (source, rank) for rank, step in enumerate(together) for source in step.sources if source != rank
+                ]
+                assert sorted(coming) == sorted(going)
+                for rank, step in enumerate(together):
+                    for index, (messages, block, _) in enumerate(step.arrivals):
+                        assert block.heads == (0, heads[1])
+                        if (sent := [going[source, rank] for source, _ in messages if source != rank]) or step.travels:
+                            assert [size for _, size in messages] == [each.size for each in sent]
+                            assert block.rows == sum((each.rows for each in sent), ())
+                            assert block.size == sum(each.size for each in sent)
+                        # Each arrival is computed at once, or in groups of its heads.
                         parts = [keys for keys in step.keys if keys.arrival == index]
-                        assert [head for keys in parts for head in range(*keys.block.heads)] == list(
-                            range(*block.heads)
-                        )
+                        assert [head for keys in parts for head in range(*keys.block.heads)] == list(range(heads[1]))
                         for keys in parts:
-                            assert (keys.source, keys.block.rows) == (source, block.rows)
-                            assert block.heads == (0, heads[1])  # whose heads a part's are
+                            assert (keys.source, keys.block.rows) == (messages[0][0], block.rows)
+                        if way == "backward":
+                            assert len(messages) == 1
                 if way == "forward":
                     assert not any(step.gradients for step in together)
                     continue
@@ -87,10 +85,23 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                             back.setdefault((rank, each.peer), []).append((each.block.heads, each.block.rows))
                     orders.append([(rank - each.source) % ranks for each in step.gradients])
                 assert home == back
-                assert home.keys() == coming.keys()
+                assert sorted(home) == sorted(coming)
                 merged = sorted({distance for order in orders for distance in order})
                 assert all(list(dict.fromkeys(order)) == [d for d in merged if d in order] for order in orders)
                 assert all(order == sorted(order, key=merged.index) for order in orders)
+
+
+@pytest.mark.parametrize(("keep", "joined"), [(0, [3, 4]), (1, [1, 2, 4]), (8, [1] * 7)])
+def test_keys_that_arrive_together_are_one_tile(keep: int, joined: list[int]):
+    """On the fourth of 8 ranks, with head-tail: all queries see the heads of three ranks, the last queries all keys of
+    four. Kept messages are where a backward looks for them."""
+    cut, shape = head_tail(8 * 16, 8), (1, 2, 16, 4)
+    how = Causal(), 3, False, False, True, rounds_of(8, 7), keep
+    _, together = make_schedule(cut, cut, *how, shape, shape, shape, 1).forward
+    assert [len(arrival.messages) for arrival in together.arrivals] == joined
+    tiles = [call for keys in together.keys for call in keys.calls]
+    assert all(tile.cover is Cover.FULL and tile.q in ((0, 16), (8, 16)) for tile in tiles)
+    assert sum(tile.kv[1] for tile in tiles) == 3 * 8 + 4 * 16
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,6 @@ def test_messages_of_two_ranks_match_by_order(part: int):
 def test_a_group_of_heads_fills_a_gpu_twice(rows: int, heads: int, small_tiles: bool, parts: int, widening: int):
     """4224 keys of 8 heads are 264 blocks of 128, two for each multiprocessor. Other kernels compute by any groups."""
     cut, q_shape, k_shape = contiguous(4 * rows, 4), (1, heads, rows, 64), (1, heads // widening, rows, 64)
-    how = Causal(), 3, small_tiles, False, rounds_of(4, 1), 0
+    how = Causal(), 3, small_tiles, False, False, rounds_of(4, 1), 0
     schedule = make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, widening)
     assert next(len(step.keys) for step in schedule.backward if step.travels) == parts
