@@ -69,7 +69,7 @@ def strategies(ranks: int) -> dict[str, Strategy]:
 
 def longest(name: str, ranks: int) -> int:
     """Positions that fit: parameters and optimizer cut over all ranks, each layer checkpointed at its input."""
-    rows = 8 * K
+    rows = 16 * K  # more than get copies of the output by heads, of a fixed size
     attention = made(strategies(ranks)[name], head_tail(rows * ranks, ranks), Causal()).peak_memory / rows
     # bfloat16 parameters and gradients, float32 copies and two moments; two gathered layers.
     fixed = 16 * PARAMETERS / ranks + 2 * 2 * PARAMETERS / LAYERS

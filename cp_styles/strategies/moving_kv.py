@@ -11,14 +11,15 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 
 [Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
 three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
-come, and the one that is being sent. In the forward of a GPU each is of two sources while messages are small, because a
-tile of two sources is one merge: see _PAIRED in schedule.py. A forward without a backward computes some heads after the others, whose messages
-take at most 16 MiB, down to one key head. While there are three, a backward computes by groups of key heads, and sends
-the gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept
-keys, which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until
-then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always
-computes by groups. On a GPU, a group fills the device, and the output and its gradient are copied once by the heads of
-groups: see schedule.py and _COPIES. A tile in float32 of inputs in 16 bits has copies of one query head at a time.
+come, and the one that is being sent. In the forward of a GPU each is of two sources while messages are small, because
+the tile of two sources is one merge: see _PAIRED in schedule.py. A forward without a backward computes some heads after
+the others, whose messages take at most 16 MiB, down to one key head. While there are three, a backward computes by
+groups of key heads, and sends the gradients of one group after the other: they take at most half the bytes of queries.
+It computes at once with kept keys, which come first, and with the last ones. Own keys come last, with all heads: their
+results become the sums. Until then sums have the rows of received gradients alone. In 16 bits, where sums are wider
+than keys, a backward always computes by groups. On a GPU, a group fills the device, and the output and its gradient are
+copied once by the heads of groups: see _TWO_WAVES in schedule.py and _COPIES. A tile in float32 of inputs in 16 bits
+has copies of one query head at a time.
 """
 
 from __future__ import annotations

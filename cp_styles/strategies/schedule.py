@@ -305,7 +305,7 @@ def make_schedule(
 
 def _in_pairs(rounds: Rounds, kept: Sequence[int]) -> list[tuple[int, ...]]:
     """The rounds of one source, two and two, but for those whose messages are kept: these are elsewhere in memory."""
-    alone = [arriving for arriving in rounds if len(arriving) > 1 or arriving[0] in kept]
+    alone = [arriving for arriving in rounds if len(arriving) > 1 or not set(arriving).isdisjoint(kept)]
     single = [distance for arriving in rounds if arriving not in alone for distance in arriving]
     return [*alone, *(tuple(single[first : first + 2]) for first in range(0, len(single), 2))]
 
@@ -316,12 +316,11 @@ def _joined(
     """Messages, rows and calls of two arrivals, if one tile attends to all keys of both: else None."""
     if (before.kept, after.kept, len(calls_before), len(calls_after)) != (None, None, 1, 1):
         return None
-    (one,), (other,), rows = calls_before, calls_after, before.block.rows + after.block.rows
-    if one != Tile(other.q, (0, _count(before.block.rows)), Cover.FULL):
+    queries, rows = calls_before[0].q, before.block.rows + after.block.rows
+    whole = [Tile(queries, (0, _count(arrival.block.rows)), Cover.FULL) for arrival in (before, after)]
+    if [*calls_before, *calls_after] != whole:
         return None
-    if other != Tile(one.q, (0, _count(after.block.rows)), Cover.FULL):
-        return None
-    return before.messages + after.messages, rows, (Tile(one.q, (0, _count(rows)), Cover.FULL),)
+    return before.messages + after.messages, rows, (Tile(queries, (0, _count(rows)), Cover.FULL),)
 
 
 def _cut(heads: int, parts: int) -> list[Span]:
