@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,7 +174,8 @@ def exchange(
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them. What the ranks have still to check, ``Operations.check``, is checked first.
+    them. On a GPU the messages are one batch, or several where they are many: see :func:`batches_of`. What the ranks
+    have still to check, ``Operations.check``, is checked first.
     """
     tag = 0
     if group is not None:
@@ -196,18 +198,60 @@ def exchange(
                 peers.append(peer)
                 tensors.append(tensor)
         return PendingTransfers(works, tensors, peers, group)
-    ops = [
-        dist.P2POp(call, tensor, group=group, group_peer=peer, tag=tag)
-        for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
-        for peer, tensor in pairs
-        if tensor.numel()
-    ]
-    peers = [peer for peer, tensor in (*receives, *sends) if tensor.numel()]
-    try:
-        works = dist.batch_isend_irecv(ops) if ops else []
-    except RuntimeError as error:
-        raise transfer_error(error, peers, group) from error
-    return PendingTransfers(works, [op.tensor for op in ops], peers, group)
+    works, peers, tensors = [], [], []
+    for batch in batches_of(sends, receives, dist.get_rank(group), dist.get_world_size(group)):
+        ops = [
+            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, group=group, group_peer=peer, tag=tag)
+            for is_sent, peer, tensor in batch
+        ]
+        peers += [message.peer for message in batch]
+        tensors += [message.tensor for message in batch]
+        try:
+            works += dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise transfer_error(error, peers, group) from error
+    return PendingTransfers(works, tensors, peers, group)
+
+
+MOST_OPERATIONS = 256
+"""No more sends and receives than these are one batch. NCCL splits a larger group into launches by a budget of its own,
+and ranks may split at different operations, so that a send waits for a receive of a later launch. The number is the
+limit that https://github.com/pytorch/pytorch/issues/174288 and its pull request 174942 propose. Not run on a GPU."""
+
+_OF_A_PAIR = 2  # messages from one rank to another that stay in one batch: gradients are two, of keys and of values
+
+
+class Message(NamedTuple):
+    """A message with ``peer``, from it unless ``is_sent``."""
+
+    is_sent: bool
+    peer: int
+    tensor: torch.Tensor
+
+
+def batches_of(
+    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: int
+) -> list[list[Message]]:
+    """The messages of :func:`exchange` that are not empty, in batches of at most :data:`MOST_OPERATIONS` operations."""
+    # A rank's batches run one after the other, so the operations of one batch must not need two batches of a peer. The
+    # batch of a message is a function of what its sender and its receiver both know: how many ranks there are, the
+    # distance from sender to receiver, and how many messages went this way between the two before. So both put it into
+    # the batch of the same number. All messages of batch n are between batches n, and these can end without any batch
+    # of a higher number. Hence all batches end: those of number 0 first, then those of number 1, and so on. How many
+    # messages a rank has in all is not asked, because the answers of two ranks differ.
+    #
+    # The size: a distance has one receiver and one sender for each rank, and a batch has _OF_A_PAIR messages of each.
+    distances = max(MOST_OPERATIONS // (2 * _OF_A_PAIR), 1)
+    batches: dict[tuple[int, int], list[Message]] = {}
+    for is_sent, pairs in ((False, receives), (True, sends)):
+        before: Counter[int] = Counter()
+        for peer, tensor in pairs:
+            if tensor.numel():
+                distance = (peer - rank if is_sent else rank - peer) % ranks
+                number = before[peer] // _OF_A_PAIR, (distance - 1) % ranks // distances
+                before[peer] += 1
+                batches.setdefault(number, []).append(Message(is_sent, peer, tensor))
+    return [batches[number] for number in sorted(batches)]
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:

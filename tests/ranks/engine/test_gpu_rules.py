@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import gloo_beside
+from cp_styles.comm import point_to_point
 from cp_styles.explain.rehearse import Copied, Shapes, kernel_of, rehearse
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
@@ -33,6 +34,7 @@ from tests.oracle import (
     randn,
 )
 from tests.ranks.attention_case import EXACT, Problem, plain
+from tests.unit.test_batches import naive
 
 STRATEGIES = [
     (Ring(), 3),
@@ -400,6 +402,28 @@ def test_batches_that_wait_for_each_other_are_noticed():
                 log.verify()
         else:
             log.verify()
+
+
+MANY = Problem(length=48, batch=1, heads=8, kv_heads=8)
+
+
+@pytest.mark.parametrize("strategy", [AllGather(), AllGather(keep=0), Ulysses()], ids=plain)
+def test_many_messages_are_several_batches(strategy, monkeypatch):
+    """On 8 ranks, with a limit of 4 operations: a batch for each distance."""
+    monkeypatch.setattr(point_to_point, "MOST_OPERATIONS", 4)
+    worst, gpu = on_gpus(MANY, 8, strategy=strategy, mask=Causal(), kernel=ON_GPU)
+    assert worst < EXACT
+    batches = [what[1] for log in gpu.nccl.logs[tuple(range(8))].values() for what in log if what[0] == "batch"]
+    assert max(map(len, batches)) <= 4
+    assert len(batches) >= 8 * 7 * 2
+
+
+@pytest.mark.parametrize("strategy", [AllGather(), Ulysses()], ids=plain)
+def test_batches_that_are_cut_by_place_wait_for_each_other(strategy, monkeypatch):
+    monkeypatch.setattr(point_to_point, "MOST_OPERATIONS", 4)
+    monkeypatch.setattr(point_to_point, "batches_of", naive)
+    with pytest.raises(BreaksRule, match="wait for each other"):
+        on_gpus(MANY, 8, strategy=strategy, mask=Causal(), kernel=ON_GPU)
 
 
 @sampled(1, ranks=[2, 4, 8], mask=[Causal(), Full()], dtype=[torch.bfloat16, torch.float16])

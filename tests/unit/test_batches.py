@@ -1,0 +1,99 @@
+"""Messages of one exchange in batches: each once, few operations in each, and no rank's batch needs two of a peer."""
+
+from collections import defaultdict
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_styles.comm import point_to_point
+from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of
+from tests.gpu_tensors import BreaksRule, Nccl
+
+# For each pair of ranks, sender and receiver, the sizes of its messages in order.
+Table = list[list[list[int]]]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    ranks, most = draw(st.integers(2, 9)), draw(st.integers(0, 5))
+    sizes = st.lists(st.integers(0, 2), max_size=most)
+    return [[draw(sizes) for _ in range(ranks)] for _ in range(ranks)]
+
+
+def batches_of_all(table: Table) -> list[list[list[Message]]]:
+    """Of each rank. The number in a message says which one of the table it is."""
+    numbers, ranks = count(), range(len(table))
+    messages = [[[torch.full((size,), next(numbers)) for size in sizes] for sizes in row] for row in table]
+    found = []
+    for rank in ranks:
+        sends = [(peer, x) for peer in ranks for x in messages[rank][peer]]
+        receives = [(peer, x) for peer in ranks for x in messages[peer][rank]]
+        found.append(batches_of(sends, receives, rank, len(table)))
+    return found
+
+
+def check(batches: list[list[list[Message]]], table: Table, most: int) -> None:
+    ranks, log = range(len(table)), Nccl()
+    sent, received = ([defaultdict(list) for _ in ranks] for _ in range(2))
+    ends: dict[int, dict[bool, tuple[int, int]]] = defaultdict(dict)  # by message: its batch on either side
+    for rank in ranks:
+        log.logs[tuple(ranks)][rank].append(("all-reduce",))
+        for index, batch in enumerate(batches[rank]):
+            assert 0 < len(batch) <= most
+            for is_sent, peer, x in batch:
+                number = int(x[0])
+                (sent if is_sent else received)[rank][peer].append((number, len(x)))
+                assert is_sent not in ends[number]
+                ends[number][is_sent] = rank, index
+            entries = tuple(("send" if is_sent else "recv", peer, len(x)) for is_sent, peer, x in batch)
+            log.logs[tuple(ranks)][rank].append(("batch", entries))
+    for rank in ranks:
+        for peer in ranks:
+            assert [size for _, size in sent[rank][peer]] == [size for size in table[rank][peer] if size]
+            assert sent[rank][peer] == received[peer][rank] == sorted(sent[rank][peer])
+    log.verify()
+    # Batches that messages connect, over any number of ranks, are at most one of each rank.
+    together: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for message in ends.values():
+        joined = set().union(*(together.get(end, {end}) for end in message.values()))
+        together |= dict.fromkeys(joined, joined)
+    for joined in together.values():
+        assert len({rank for rank, _ in joined}) == len(joined)
+
+
+@given(tables(), st.integers(4, 17))
+def test_each_message_is_in_one_batch_and_batches_match(table: Table, most: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(point_to_point, "MOST_OPERATIONS", most)
+        check(batches_of_all(table), table, most)
+
+
+@pytest.mark.parametrize("ranks", [65, 66, 129, 130, 300])
+@pytest.mark.parametrize("messages", [1, 2])
+def test_an_exchange_of_all_ranks(ranks: int, messages: int):
+    """One batch for up to 65 ranks; no more operations than the limit for any number."""
+    for rank in (0, ranks // 2, ranks - 1):
+        pairs = [(peer, torch.ones(1)) for peer in range(ranks) if peer != rank for _ in range(messages)]
+        sizes = [len(batch) for batch in batches_of(pairs, pairs, rank, ranks)]
+        assert sum(sizes) == 2 * len(pairs)
+        assert max(sizes) <= MOST_OPERATIONS == 256
+        assert len(sizes) == -(-(ranks - 1) // 64)
+
+
+def naive(sends, receives, rank: int, ranks: int) -> list[list[Message]]:
+    """What must not be done: each rank's list is cut where the limit is reached."""
+    messages = [Message(False, *pair) for pair in receives] + [Message(True, *pair) for pair in sends]
+    messages = [message for message in messages if message.tensor.numel()]
+    most = point_to_point.MOST_OPERATIONS
+    return [messages[first : first + most] for first in range(0, len(messages), most)]
+
+
+def test_a_cut_by_place_is_noticed(monkeypatch):
+    monkeypatch.setitem(globals(), "batches_of", naive)
+    monkeypatch.setattr(point_to_point, "MOST_OPERATIONS", 4)
+    table = [[[1] if peer != rank else [] for peer in range(8)] for rank in range(8)]
+    with pytest.raises(BreaksRule, match="wait for each other"):
+        check(batches_of_all(table), table, 4)
