@@ -297,10 +297,13 @@ def _efficient_backward(
 
 
 def _check_cudnn(q, k, v) -> None:
-    """sdp_utils.cpp: check_cudnn_tensor_shapes, with the head dims of cuDNN before 9.22."""
+    """sdp_utils.cpp: check_cudnn_tensor_shapes, with the head dims of cuDNN before 9.22. MHA.cpp before pull request
+    175764: the output of an expanded query was laid out so that cuDNN refused it. Here nothing expanded is taken."""
     _demand(q.shape[3] <= 128 and v.shape[3] <= 128, "head_dim should be no more than 128")
     _demand(q.dtype == torch.float64 or not (q.shape[3] % 8 or v.shape[3] % 8), "head_dim should be a multiple of 8")
     _demand(k.shape[2] != 1, "cudnn SDPA does not support key/value sequence length 1")
+    steps = [pair for x in (q, k, v) for pair in zip(x.shape, x.stride(), strict=True)]
+    _demand(not any(size > 1 and not step for size, step in steps), "a stride of 0")
     _rows_of(q, k, v)
 
 

@@ -260,7 +260,11 @@ class SdpaKernel(Kernel):
         step = max(self.row_bytes // tensor.element_size(), 1)
         places = () if step == 1 else (tensor.storage_offset(), *tensor.stride()[:-1])
         aligned = tensor.stride(-1) == 1 and not any(place % step for place in places)
-        return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
+        # Out has the memory order of the query, which is not defined along expanded dims: torch before its pull request
+        # 175764 then made an output that cuDNN refuses. Expanded keys would work, as torch's pull request 191085
+        # reports, but they would have a plan of their own. The copy is as large as the gradients of these keys.
+        dense = not self.out_like_query or tensor.numel() == 0 or 0 not in tensor.stride()
+        return tensor if aligned and dense else tensor.clone(memory_format=torch.contiguous_format)
 
     def _fitted(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
         """The bias expanded to [B, H, L, M], as the ops need it. Expanded dims need no memory."""

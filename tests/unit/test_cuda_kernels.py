@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -68,6 +69,25 @@ def compare(found: list[torch.Tensor], expected: list[torch.Tensor], most: float
 def test_a_tile_is_attention(kernel: Kernel, shape: dict, order: str, ops):
     inputs, cotangent = attention_inputs(**{"length": 12} | shape)
     compare(run(kernel, inputs, cotangent, order=order), expected_attention(inputs, cotangent))
+
+
+@pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
+@pytest.mark.parametrize(
+    ("expanded", "dims"), [*product([(0,), (1, 2), (2,)], [(0,), (1,), (0, 1)]), ((0,), (2,))], ids=str
+)
+def test_expanded_tensors(kernel: Kernel, expanded: tuple[int, ...], dims: tuple[int, ...], ops):
+    """Of query, key and value those of these indices have stride 0 in these dims. cuDNN is given none."""
+    inputs, cotangent = attention_inputs(length=128)
+    for index in expanded:
+        x = inputs[index]
+        for dim in dims:
+            x = x.narrow(dim, 0, 1)
+        inputs[index] = x.expand(inputs[index].shape)
+        assert 0 in inputs[index].stride()
+    options = {"causal": False, "bias": None, "scale": inputs[0].shape[-1] ** -0.5}
+    out, lse = kernel.forward(*inputs, **options)
+    found = [out, *kernel.backward(cotangent, *inputs, out, lse, **options)]
+    compare(found, expected_attention(inputs, cotangent))
 
 
 @pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
