@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cp_styles._compat import without_dispatch_modes
+
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -115,6 +117,8 @@ def _measure(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(_measure(item, objects) for item in (*value, *value.values()))
     if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":  # a copy of a table on the host: see DeviceTables
+            return _TENSOR
         storage = value.untyped_storage()  # views may share it
         objects[storage.data_ptr()] = value, storage.nbytes()
         return _TENSOR
@@ -141,12 +145,21 @@ os.register_at_fork(after_in_child=shared.renew_lock)
 _current: ContextVar[BoundedCache] = ContextVar("bounded_cache", default=shared)
 
 
+@contextmanager
+def as_constants() -> Iterator[None]:
+    """A context for tensors that outlive the call: plain ones, whatever mode the first call is made in. Autograd does
+    not save tensors of inference mode. Fake tensors have no numbers, and a recomputation makes nothing again."""
+    with torch.inference_mode(False), without_dispatch_modes():
+        yield
+
+
 class Remembered(Generic[T]):
     """A pure function of hashable arguments, whose results are in the cache of all such functions.
 
-    Arguments and results may hold numbers, texts and tables of positions on the host. They hold no process group,
-    because a group belongs to one rank and ranks may be threads, and no tensor of a caller. Two threads that need the
-    same result at the same time may both compute it. They get the same object.
+    Arguments and results may hold numbers, texts and tables of positions on the host, which may have copies on devices
+    (``DeviceTables``). They hold no process group, because a group belongs to one rank and ranks may be threads, and no
+    tensor of a caller. Two threads that need the same result at the same time may both compute it. They get the same
+    object.
 
     Attributes:
         made: number of results that were computed, not found in the cache.
@@ -161,7 +174,8 @@ class Remembered(Generic[T]):
 
     def _make(self, *arguments: Hashable) -> T:
         self.made += 1
-        return self._function(*arguments)
+        with as_constants():
+            return self._function(*arguments)
 
 
 def once(key: tuple[Any, tuple[Any, ...]], make: Callable[..., T]) -> T:

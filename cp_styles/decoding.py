@@ -31,7 +31,7 @@ from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refus
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import read_later, tensor_on
+from cp_styles.device_copies import DeviceTables, read_later, tensor_on
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
@@ -96,7 +96,7 @@ class KVCache:
         except ValueError as error:
             self._refuse(error)
         self.prompt = layout
-        self._own = layout.positions(self._rank, "cpu")
+        self._own = DeviceTables(layout.positions(self._rank, "cpu"))
         self.length = layout.length
         self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
         self._held = k_BGMD.shape[2]  # how many rows of these are keys and values; the others are room
@@ -119,11 +119,11 @@ class KVCache:
         """Memory of keys and values on this rank."""
         return sum(x.untyped_storage().nbytes() for x in self._kv)
 
-    def positions(self) -> torch.Tensor:
-        """The global positions of :attr:`keys`: int64 [M] on the host."""
+    def positions(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The global positions of :attr:`keys`: int64 [M] on ``device``."""
         first = self._next_own(self.prompt.length)
-        new = torch.arange(first, max(first, self.length), self._ranks, device="cpu")
-        return torch.cat((self._own, new))[self._freed + self._unused() :]
+        new = torch.arange(first, max(first, self.length), self._ranks, device=device)
+        return torch.cat((*self._own.on(new.device), new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
         """Add the keys and values of the next L positions. Call it alike on all ranks. No communication.
@@ -212,7 +212,7 @@ class KVCache:
         if isinstance(position, int):
             return int(self._below(torch.tensor(position, device="cpu")))
         new = position - self._next_own(self.prompt.length) + self._ranks - 1
-        return torch.searchsorted(self._own, position) + (new // self._ranks).clamp(min=0)
+        return torch.searchsorted(self._own.host[0], position) + (new // self._ranks).clamp(min=0)
 
     def _unused(self) -> int:
         return max(self._below(self._first) - self._freed, 0)
@@ -482,7 +482,7 @@ def _visible(
         first, stop = (tensor_on(q.device, x)[:, None, :, None] for x in (first, stop))
         hidden = (row_M < first) | (row_M >= stop)
     if attn_mask is not None:
-        own = tensor_on(attn_mask.device, cache.positions()[columns])
+        own = cache.positions(attn_mask.device)[columns]
         masked = ~attn_mask.index_select(-1, own)
         hidden = masked if hidden is None else hidden | masked
     if hidden is None:
@@ -510,7 +510,7 @@ def _part(
     options: dict[str, Any] = {"causal": False, "bias": None if bias is None else bias.to(dtype), "scale": scale}
     if tile.positional:
         queries = torch.arange(cache.length - q.shape[2], cache.length, device=q.device)
-        options["where"] = Where(queries, tensor_on(q.device, cache.positions()[columns]), 0)
+        options["where"] = Where(queries, cache.positions(q.device)[columns], 0)
     out, lse = tile.forward(*tensors, **options)
     return out.to(wide), lse.to(wide)
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cp_styles._compat import is_traced
+from cp_styles.bounded_cache import as_constants, remembered
+
 
 def tensor_on(
     device: torch.device, values: int | Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.int64
@@ -17,6 +20,52 @@ def tensor_on(
     """
     source = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return source.to(device, non_blocking=True)
+
+
+class DeviceTables:
+    """Tables of numbers on the host, such as indices, of which each device gets one copy, at the first use.
+
+    A copy takes as much memory on the device as the tables do on the host, as long as this object lives. Threads may
+    share the object.
+
+    Attributes:
+        host: the tables.
+    """
+
+    def __init__(self, *host: torch.Tensor) -> None:
+        self.host = host
+        self._copies: dict[tuple[torch.device, int], tuple[torch.Tensor, ...]] = {}
+
+    def __reduce__(self) -> tuple[type[DeviceTables], tuple[torch.Tensor, ...]]:
+        return DeviceTables, self.host  # pickles and copies get no memory of a device
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The tables on ``device``: the same tensors at each call, which nobody may change."""
+        if device.type == "cpu":
+            return self.host
+        # A graph would read the copy after this object is gone. The copy is then part of the graph, or torch refuses.
+        if captures_graph():
+            return tuple([tensor_on(device, x) for x in self.host])
+        # Nothing orders a copy on one stream and its use, or its end, on another. So each stream has its own.
+        streams = device.type == "cuda" and torch.cuda.is_initialized()
+        key = device, torch.cuda.current_stream(device).cuda_stream if streams else 0
+        if key not in self._copies:
+            with as_constants():
+                made = tuple([tensor_on(device, x) for x in self.host])
+            # A new table, of the latest few streams: another thread may be reading the old one.
+            self._copies = {**dict([*self._copies.items()][-3:]), key: made}
+            return made
+        return self._copies[key]
+
+
+def numbers_on(device: torch.device, values: tuple[int, ...]) -> torch.Tensor:
+    """A few integers on ``device``, as :func:`tensor_on` gives them, copied once for all calls with these values."""
+    return tensor_on(device, values) if is_traced() else _table_of(values).on(device)[0]
+
+
+@remembered
+def _table_of(values: tuple[int, ...]) -> DeviceTables:
+    return DeviceTables(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
 
 def read_later(number: torch.Tensor) -> Callable[[], int]:

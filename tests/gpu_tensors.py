@@ -59,7 +59,7 @@ _may_wait, _counting = threading.local(), threading.local()
 
 @contextlib.contextmanager
 def device_ops() -> Iterator[Counter[str]]:
-    """How often this thread calls each op of device tensors, views among them."""
+    """How often this thread calls each op of device tensors, views among them. "upload": copies from the host."""
     _counting.ops = Counter()
     try:
         yield _counting.ops
@@ -131,6 +131,7 @@ class OnGpu(torch.Tensor):
         if func is aten.copy_.default and isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu):
             if args[1].ndim and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
                 raise Synchronizes("a copy between host and device that blocks")
+            _note_upload(args[1])
         else:
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, torch.Tensor) and not isinstance(x, OnGpu) and x.ndim:
@@ -142,6 +143,11 @@ class OnGpu(torch.Tensor):
         result = func(*inner, **tree_map(_inner, kwargs))
         wrapped = tree_map(lambda x: OnGpu(x) if isinstance(x, torch.Tensor) else x, result)
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _note_upload(source: torch.Tensor) -> None:
+    if hasattr(_counting, "ops") and not isinstance(source, OnGpu):
+        _counting.ops["upload"] += 1
 
 
 def _looks_for_positions(indices: Sequence[torch.Tensor | None], value: Any = None, *_: Any) -> bool:
@@ -393,6 +399,7 @@ def gpus(
                 if not (kwargs.get("non_blocking") or any(x is True for x in rest)):
                     raise Synchronizes("a copy to the device that blocks")
                 kwargs.pop("non_blocking", None)
+                _note_upload(self)
                 return OnGpu(real_to(self.detach(), *rest, **kwargs).clone())
             if not there:
                 rest = [target, *rest]

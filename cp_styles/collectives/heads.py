@@ -11,7 +11,7 @@ from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
-from cp_styles.device_copies import tensor_on
+from cp_styles.device_copies import numbers_on
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])
@@ -235,8 +235,10 @@ def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
 def _pair(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tensor:
     """KV heads arranged so that query head i of this rank uses KV head ``i // (queries / KV heads)``, as in torch."""
     first = queries.start // group
-    wanted = [query // group - first for query in queries]
+    wanted = tuple([query // group - first for query in queries])
     heads = x.shape[head]
-    if not wanted or (len(wanted) % heads == 0 and wanted == [i // (len(wanted) // heads) for i in range(len(wanted))]):
+    if not wanted or (
+        len(wanted) % heads == 0 and wanted == tuple([i // (len(wanted) // heads) for i in range(len(wanted))])
+    ):
         return x
-    return x.index_select(head, tensor_on(x.device, wanted))
+    return x.index_select(head, numbers_on(x.device, wanted))

@@ -119,8 +119,8 @@ class RowShapes(MixerShapes):
         if self.roll is None:
             plans = [rows_before(layout, documents, self.width - 1, rank)[0].sent for rank in ranks]
         else:
-            plans = [rolled(layout, documents, *self.roll, rank).sent for rank in ranks]
-        return [self.row * sum(len(plan[peer]) for peer in ranks if peer != rank) for rank, plan in enumerate(plans)]
+            plans = [rolled(layout, documents, *self.roll, rank)[0].sent for rank in ranks]
+        return [self.row * sum(plan[peer] for peer in ranks if peer != rank) for rank, plan in enumerate(plans)]
 
     def kernels(self, layout, documents, hardware):
         # Rows are put before the fragments, these are laid out in order, convolved, and taken out again.

@@ -17,7 +17,6 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from cp_styles._compat import RecompileLimitHit
-from cp_styles.device_copies import tensor_on
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.flex import FlexKernel, as_called_by_torch
 from cp_styles.kernels.merge import EMPTY_LSE
@@ -72,7 +71,7 @@ class CompiledFlexKernel(FlexKernel):
         """``(out, lse)`` of a tile in torch's kernel. lse is -inf for a query without keys."""
         bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
         variant = getattr(self.score_mod, "__code__", type(self.score_mod)), causal, bias is None
-        head = tensor_on(q.device, where.head)
+        head = torch.full((), where.head, device=q.device)  # a fill, and no copy from the host
         attend = _compiled(*variant, torch.is_grad_enabled())
         return attend(q, k, v, self.score_mod, where.q_L, where.kv_M, head, bias, causal, scale)
 

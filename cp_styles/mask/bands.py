@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cp_styles.device_copies import tensor_on
+from cp_styles.device_copies import DeviceTables
 from cp_styles.mask.algebra import UNBOUNDED, Full, Mask, PerRow
 
 
@@ -134,8 +134,7 @@ class Documents(Mask):
 
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...] | None = None
-    _starts: torch.Tensor = field(init=False, compare=False, repr=False)
-    _ends: torch.Tensor = field(init=False, compare=False, repr=False)
+    _tables: DeviceTables = field(init=False, compare=False, repr=False)  # starts, ends and prefixes
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,8 +148,10 @@ class Documents(Mask):
             ):
                 raise ValueError("prefixes must give one length a document, between 0 and that document's length")
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
-        object.__setattr__(self, "_ends", lengths.cumsum(0))
-        object.__setattr__(self, "_starts", self._ends - lengths)
+        tables = [lengths.cumsum(0) - lengths, lengths.cumsum(0)]
+        if self.prefixes is not None:
+            tables.append(torch.tensor(self.prefixes, dtype=torch.int64, device="cpu"))
+        object.__setattr__(self, "_tables", DeviceTables(*tables))
         object.__setattr__(self, "_hash", hash((self.lengths, self.prefixes)))
 
     def __hash__(self) -> int:
@@ -214,18 +215,16 @@ class Documents(Mask):
 
     @property
     def length(self) -> int:
-        return int(self._ends[-1]) if self.lengths else 0
+        return int(self._tables.host[1][-1]) if self.lengths else 0
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        starts, ends = (tensor_on(q_positions_L.device, edges) for edges in (self._starts, self._ends))
+        starts, ends, *prefixes = self._tables.on(q_positions_L.device)
         index = torch.bucketize(q_positions_L, ends, right=True)
         start, stop = starts[index], ends[index]
         if self.prefixes is not None:
-            prefixes = tensor_on(q_positions_L.device, self.prefixes)
-            stop = torch.maximum(q_positions_L + 1, start + prefixes[index])
+            stop = torch.maximum(q_positions_L + 1, start + prefixes[0][index])
         return start, stop
 
     def breaks(self, length: int) -> torch.Tensor:
-        if self.prefixes is None:
-            return self._ends
-        return torch.cat((self._ends, self._starts + torch.tensor(self.prefixes, dtype=torch.int64, device="cpu")))
+        starts, ends, *prefixes = self._tables.host
+        return torch.cat((ends, starts + prefixes[0])) if prefixes else ends

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import checksum, state_of
-from cp_styles.device_copies import tensor_on
+from cp_styles.device_copies import DeviceTables
 from cp_styles.introspect import captured_tensors
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.troubleshooting import see
@@ -159,7 +159,7 @@ class BlockPattern(Mask):
     grid: BlockGrid | None
     keys: int
     _digest: bytes = field(init=False)
-    _tables: dict[torch.device, tuple[torch.Tensor, ...]] = field(init=False, default_factory=dict)
+    _tables: DeviceTables = field(init=False)
 
     def __post_init__(self) -> None:
         parts = [self.lo, self.hi, self.counts, *([] if self.grid is None else [self.grid.cover])]
@@ -168,6 +168,7 @@ class BlockPattern(Mask):
             part = part.contiguous()
             text.update(ctypes.string_at(part.data_ptr(), part.numel() * part.element_size()))
         object.__setattr__(self, "_digest", text.digest())
+        object.__setattr__(self, "_tables", DeviceTables(self.lo, self.hi, self.counts))
 
     @property
     def length(self) -> int:
@@ -183,17 +184,11 @@ class BlockPattern(Mask):
         return f"{'band' if self.grid is None else 'blocks'} {self._digest.hex()}"
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lo, hi, _ = self._tables_on(q_positions_L.device)
+        lo, hi, _ = self._tables.on(q_positions_L.device)
         return lo[q_positions_L], hi[q_positions_L]
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        return self._tables_on(q_positions_L.device)[2][q_positions_L]
-
-    def _tables_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """A copy of the tables for each device. It is made once, because every tile needs it."""
-        if device not in self._tables:
-            self._tables[device] = tuple(tensor_on(device, x) for x in (self.lo, self.hi, self.counts))
-        return self._tables[device]
+        return self._tables.on(q_positions_L.device)[2][q_positions_L]
 
     @property
     def has_bias(self) -> bool:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from cp_styles._compat import start_all_to_all, uncompiled
+from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors, arrived
 from cp_styles.collectives.peers import Peers, dim_of
 from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.device_copies import tensor_on
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange, rows_before
@@ -107,12 +107,17 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
 
     def run(sequence: CutSequence) -> torch.Tensor:
         with sequence.agreed(lambda: ([x], dim, {"count": count})) as cut:
-            size, rank = min(count, cut.documents[-1]), cut.peers.rank
-            rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
-            plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
+            plan = rows_from_end(cut.layout, min(count, cut.documents[-1]), cut.peers.rank)
             return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
     return sequence.followed(run, [x], dim)
+
+
+@remembered
+def rows_from_end(layout: SequenceLayout, count: int, rank: int) -> RowExchange:
+    """Each rank needs the last ``count`` rows of all."""
+    rows = torch.arange(layout.length - count, layout.length, device="cpu")
+    return row_exchange(layout, [(rows, torch.arange(count, device="cpu"))] * layout.ranks, count, rank)
 
 
 def exchanged(peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int, *, check: bool) -> torch.Tensor:
@@ -137,11 +142,12 @@ class RowsOfOthers(NamedTuple):
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         (x,) = tensors
         plan, rows = self.plan, x.movedim(self.dim, 0)
-        sent, received = (plan.received, plan.sent) if self.home else (plan.sent, plan.received)
-        leaving, arriving = (tensor_on(x.device, torch.cat(by_peer)) for by_peer in (sent, received))
+        way = -1 if self.home else 1
+        sent, received = (plan.sent, plan.received)[::way]
+        leaving, arriving = plan.rows.on(x.device)[::way]
         packed, row = rows.index_select(0, leaving), rows.shape[1:]
         if plan.crosses:
-            arrive, leave = ([prod(row) * len(part) for part in by_peer] for by_peer in (received, sent))
+            arrive, leave = ([prod(row) * count for count in by_peer] for by_peer in (received, sent))
             packed = arrived(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name), self.peers)
             packed = packed.view(len(arriving), *row)
         if not self.home:

@@ -19,6 +19,7 @@ from cp_styles.comm.agreement import Meeting, StatusRow, StatusRows, compare, pl
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import Operation
+from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.reruns import RerunMode
@@ -93,20 +94,22 @@ def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fr
     return tuple(fragments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowExchange:
     """Which rows a rank sends, and where those that it receives go.
 
     Attributes:
         slots: number of slots.
-        sent: for each peer, the local rows that it needs.
-        received: for each peer, the slots that its rows go to.
+        sent: for each peer, how many local rows it needs.
+        received: for each peer, how many of its rows come.
+        rows: the local rows that leave, and the slots that arriving ones go to, peer by peer.
         crosses: whether any rank needs a row of another one.
     """
 
     slots: int
-    sent: tuple[torch.Tensor, ...]
-    received: tuple[torch.Tensor, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    rows: DeviceTables
     crosses: bool
 
 
@@ -118,11 +121,12 @@ def row_exchange(
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
         holder[positions], row[positions] = peer, torch.arange(len(positions), device="cpu")
-    sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
+    sent = [row[needed[holder[needed] == rank]] for needed, _ in needs]
     needed, into = needs[rank]
-    received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
+    received = [into[holder[needed] == peer] for peer in range(layout.ranks)]
     crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
-    return RowExchange(slots, sent, received, crosses)
+    rows = DeviceTables(torch.cat(sent), torch.cat(received))
+    return RowExchange(slots, tuple(map(len, sent)), tuple(map(len, received)), rows, crosses)
 
 
 @remembered

@@ -7,9 +7,10 @@ from math import prod
 import torch
 
 from cp_styles._compat import uncompiled
+from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import dim_of
 from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.device_copies import tensor_on
+from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
@@ -70,17 +71,19 @@ def context_roll(
         dim = dim % x.ndim
         row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
         MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
-        plan = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
+        plan, empty = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
         out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already
-        empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
-        empty[tensor_on(x.device, torch.cat(plan.received))] = False
-        out = out.masked_fill(empty.view(-1, *[1] * (x.ndim - 1 - dim)), fill)
+        out = out.masked_fill(empty.on(x.device)[0].view(-1, *[1] * (x.ndim - 1 - dim)), fill)
     return out
 
 
-def rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int) -> RowExchange:
-    """The row at each position is needed by the position ``shifts`` behind it, in its document."""
+@remembered
+def rolled(
+    layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int
+) -> tuple[RowExchange, DeviceTables]:
+    """The row at each position is needed by the position ``shifts`` behind it, in its document. And of each slot of
+    ``rank``, whether no row goes to it."""
     sizes = torch.tensor(documents, device="cpu")
     size, end = sizes.repeat_interleave(sizes), sizes.cumsum(0).repeat_interleave(sizes)
     source = torch.arange(layout.length, device="cpu") - (end - size) - shifts
@@ -91,4 +94,5 @@ def rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wrap
         positions = layout.positions(peer, "cpu")
         needy = inside[positions]
         needs.append((source[positions[needy]], torch.nonzero(needy).flatten()))
-    return row_exchange(layout, needs, layout.lengths[rank], rank)
+    empty = torch.ones(layout.lengths[rank], dtype=torch.bool, device="cpu").index_fill_(0, needs[rank][1], 0)
+    return row_exchange(layout, needs, len(empty), rank), DeviceTables(empty)

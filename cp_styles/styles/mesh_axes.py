@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles._compat import dtensor_spec, dtensors_without_grad
 from cp_styles.bounded_cache import LatestEntries
-from cp_styles.device_copies import tensor_on
+from cp_styles.device_copies import numbers_on
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.troubleshooting import see
 
@@ -192,7 +192,7 @@ class HeadShare:
         """The key heads that are needed, arranged so that kernels pair them correctly. A view if possible."""
         span = self._span
         if span is None:
-            return kv_BGMD.index_select(1, tensor_on(kv_BGMD.device, self.pairs))
+            return kv_BGMD.index_select(1, numbers_on(kv_BGMD.device, self.pairs))
         return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
 
     @property

@@ -4,6 +4,8 @@ By states: ``context_recurrence``, with contiguous parts and with head-tail. By 
 rank all tokens of a part of the heads, and one back. The kernel is transformers' plain one, in chunks of 64. Bytes are
 those that a rank sends in a forward, the same on every machine; a backward sends as many. Times are those of a forward
 and a backward, the least of three. Ranks are threads with one core each, so more ranks than cores show nothing.
+
+At the end, the milliseconds for which the host plans a roll by one over 8 ranks, at the first call and at the second.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from torch.nn.functional import normalize, softplus
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from cp_styles import contiguous, head_tail
+from cp_styles.bounded_cache import another_cache
 from cp_styles.collectives import heads_to_seq, seq_to_heads
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_recurrence
+from cp_styles.mixers.roll import rolled
 from cp_styles.testing import CommunicationTrace, run_ranks
 
 
@@ -78,6 +82,17 @@ def on_rank(rank: int, name: str, layout: SequenceLayout, whole: list[torch.Tens
     return measured(lambda *given: scan(*given)[0], parts)
 
 
+def planning(length: int, ranks: int = 8) -> tuple[float, float]:
+    """Milliseconds of the first and of the second call of a roll's plan."""
+    layout, times = head_tail(length, ranks), []
+    with another_cache():
+        for _ in range(2):
+            began = time.perf_counter()
+            rolled(layout, (length,), -1, True, 0)
+            times.append(1e3 * (time.perf_counter() - began))
+    return times[0], times[1]
+
+
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
@@ -92,6 +107,9 @@ def main() -> None:
                 found = run_ranks(on, ranks, timeout_seconds=600.0)
                 sent, seconds = (max(each) for each in zip(*found, strict=True))
                 print(f"{length:>8} {ranks:>5}   {name:<22} {sent / 1e6:>8.3f} {seconds:>8.3f}", flush=True)
+    for length in (2**15, 2**17, 2**20):
+        first, second = planning(length)
+        print(f"{length:>8}     8   plan of a roll: {first:.3f} ms at the first call, {second:.3f} ms at the second")
 
 
 if __name__ == "__main__":

@@ -383,8 +383,8 @@ def test_copies_that_block_are_noticed():
     def copy(device, values, dtype=torch.int64):
         return (values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)).to(device)
 
-    masked = {"mask": Documents((40, 24)) & SlidingWindow(6, 0), "kernel": MASKED}
-    broken("cp_styles.mask.bands.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
+    masked = {"mask": Documents((41, 23)) & SlidingWindow(6, 0), "kernel": MASKED}
+    broken("cp_styles.device_copies.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
     broken(
         "cp_styles.kernels.packing.tensor_on", tensor, r"torch\.tensor", Synchronizes, mask=Documents((10,) * 6 + (4,))
     )
