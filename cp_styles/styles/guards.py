@@ -150,12 +150,17 @@ def _part_of(binding: Binding, inputs: Mapping[str, Any], axis: int) -> int | No
         if isinstance(x, torch.Tensor) and x.ndim == 4 and name in _HEADS:
             return x.shape[2]
     dims = max((x.ndim for x in tensors), default=0)
-    known = [x for x in tensors if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]
+    known = [x for x in tensors if x.ndim == 3 or (x.ndim == 2 and _is_whole(x))]
     known = known or [x for x in tensors if 0 < x.ndim == dims < 3]  # a series [B, L], tokens [L]
     return known[0].shape[axis if known[0].ndim > 1 else 0] if known else None
 
 
 _HEADS = ("query", "key", "value", "q", "k", "v")
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    """Whether it holds whole numbers, as ids and positions do. Rotary tables may be complex."""
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _dims_of_tokens(
@@ -167,12 +172,13 @@ def _dims_of_tokens(
             dims = [2] if any(x is head for head in heads) else []
         elif x.ndim < 4 and (cut := cut_with(x)) is not None:
             dims = [cut[1]]
-        elif x.ndim == 3 and not x.is_floating_point():  # ids beside each other, in front or behind
+        elif x.ndim == 3 and _is_whole(x):  # ids beside each other, in front or behind
             dims = [2, 1] if axis else [0]
-        elif x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()):
+        elif x.ndim == 3 or (x.ndim == 2 and _is_whole(x)):
             dims = [axis]
         else:
-            dims = [axis, *range(x.ndim)] if x.ndim == 2 else range(x.ndim)
+            # A series [B, L], or a table [L, D]. What is complex is a rotary table, also if D is L.
+            dims = [axis, *range(x.ndim)] if x.ndim == 2 and not x.is_complex() else range(x.ndim)
         yield x, next((dim % x.ndim for dim in dims if x.shape[dim] == length), None)
 
 
@@ -520,7 +526,7 @@ _POSITIONS_OF_TOKENS = (
 
 def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int], first: int) -> None:
     length = positions.shape[-1] if positions.ndim else 0
-    if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
+    if not _is_whole(positions) or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
     rank, counted = binding.group.rank(), torch.arange(first, first + length, device=positions.device)
     start = int(positions.flatten()[0]) - first if positions.numel() else 0
@@ -625,7 +631,7 @@ def _refuse_range(
     """
     start = kwargs.get("start", args[0] if len(args) > 1 else 0)
     step = kwargs.get("step", args[2] if len(args) > 2 else 1)
-    if numbers.shape[0] in _lengths(inputs) and start == 0 and step == 1 and not numbers.is_floating_point():
+    if numbers.shape[0] in _lengths(inputs) and start == 0 and step == 1 and _is_whole(numbers):
         raise NotImplementedError(
             f"{name}: {kind} makes the numbers 0 to {numbers.shape[0] - 1} inside, as many as this rank has tokens, "
             "and takes no positions or was given none: it counts this rank's tokens as if they were the first "
