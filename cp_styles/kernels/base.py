@@ -13,6 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from cp_styles.kernels.merge import FUSED_MERGE, Merge
+
 
 class Where(NamedTuple):
     """The global position of a tile.
@@ -52,6 +54,8 @@ class Kernel(ABC):
     long_tiles: bool = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
+    # How its tiles are merged. Not compared by ranks: it makes a difference in rounding alone.
+    merge: Merge = FUSED_MERGE
 
     @property
     def content(self) -> int:
@@ -137,9 +141,9 @@ class OtherBackward(Kernel):
 
     inner: Kernel
 
-    positional, small_tiles, windows, streams_keys, dense_rows, takes_all, content = (  # pyright: ignore
+    positional, small_tiles, windows, streams_keys, dense_rows, takes_all, merge, content = (  # pyright: ignore
         property(attrgetter(f"inner.{name}"))
-        for name in ("positional", "small_tiles", "windows", "streams_keys", "dense_rows", "takes_all", "content")
+        for name in "positional small_tiles windows streams_keys dense_rows takes_all merge content".split()
     )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import SDPA_KERNELS
 
@@ -70,6 +71,10 @@ class ByTile(Kernel):
     @property
     def dense_rows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._short.dense_rows
+
+    @property
+    def merge(self) -> Merge:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.plain[0].merge
 
     @property
     def _short(self) -> Kernel:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,13 +22,122 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Merge(Protocol):
+    """How a tile is merged into the result of the tiles before it, in place.
+
+    Shapes: out [B, H, L, E] and lse [B, H, L] of earlier tiles, in the accumulation dtype; new_out and new_lse of the
+    tile, which has as many rows as ``index``, if there is one. ``index`` names a row of ``out`` for each row of the
+    tile, each row once. Kernels carry such an object: see ``Kernel.merge``.
+    """
+
+    def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
+        """Whether it can merge such tensors. If not, TorchMerge does."""
+        ...
+
+    def __call__(
+        self,
+        out_BHLE: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        new_out_BHLE: torch.Tensor,
+        new_lse_BHL: torch.Tensor,
+        index: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class TorchMerge:
+    """A merge by torch's operations. For a tile in 16 bits they read and write 18 bytes for each number of it.
+
+    It is an interpolation in place, which does not overflow and does not subtract large numbers.
+    """
+
+    def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
+        return True
+
+    def __call__(
+        self,
+        out_BHLE: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        new_out_BHLE: torch.Tensor,
+        new_lse_BHL: torch.Tensor,
+        index: torch.Tensor | None = None,
+    ) -> None:
+        if index is not None:
+            before = lse_BHL.index_select(2, index)
+            lse_BHL.index_copy_(2, index, torch.logaddexp(before, new_lse_BHL))
+            # The weights of all rows take less memory than a copy of the rows.
+            weight = torch.ones_like(lse_BHL).index_copy_(2, index, torch.sigmoid(before - new_lse_BHL))
+            out_BHLE.mul_(weight.unsqueeze(-1))
+            out_BHLE.index_add_(2, index, new_out_BHLE * torch.sigmoid(new_lse_BHL - before).unsqueeze(-1))
+            return
+        weight = torch.sigmoid(new_lse_BHL - lse_BHL)
+        torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
+        out_BHLE.lerp_(new_out_BHLE.to(out_BHLE.dtype), weight.unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class FusedMerge:
+    """A merge in one kernel of Triton, which reads and writes 10 bytes for each number. Not run on a GPU.
+
+    It takes float32 sums of tiles in float16, bfloat16 or float32 on CUDA, where Triton is installed and runs.
+    """
+
+    def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
+        # Tensors of a subclass, fake ones for example, may have no memory.
+        real = type(out_BHLE) is type(new_out_BHLE) is torch.Tensor and out_BHLE.device.type == "cuda"
+        dtypes = out_BHLE.dtype == torch.float32 and new_out_BHLE.dtype in _TILES
+        # The kernel counts heads and rows in 32 bits.
+        return real and dtypes and out_BHLE.shape[1] * out_BHLE.shape[2] < 2**30 and _runs_triton(out_BHLE.device)
+
+    def __call__(
+        self,
+        out_BHLE: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        new_out_BHLE: torch.Tensor,
+        new_lse_BHL: torch.Tensor,
+        index: torch.Tensor | None = None,
+    ) -> None:
+        from cp_styles.kernels.fused_merge import merge_rows  # imports Triton
+
+        merge_rows(out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index)
+
+
+_TILES = (torch.float16, torch.bfloat16, torch.float32)
+TORCH_MERGE, FUSED_MERGE = TorchMerge(), FusedMerge()
+
+
+@cache
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed, compiles a merge and starts it on this GPU. Tried once, with one number.
+
+    Ranks may differ in it, and compare no such thing: merges differ in rounding alone, and each rank merges the tiles
+    of its own queries, whose output and logsumexp its own backward reads.
+    """
+    if find_spec("triton") is None:
+        return False
+    out, lse = torch.zeros(1, 1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
+    try:
+        FUSED_MERGE(out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    except torch.OutOfMemoryError:  # says nothing of Triton
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot run the merge of tiles on {device}: {type(error).__name__}: {error}\nTorch's operations "
+            "merge them, which takes longer. Triton needs a C compiler (set CC) and a cache folder that it can write "
+            "(set TRITON_CACHE_DIR). kernel=replace(CUDA_FLASH, merge=TorchMerge()) does without Triton",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 class OnlineSoftmax:
     """Merges ``(out_BHLD, lse_BHL)`` of tiles over the rows of L queries.
 
-    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t. It is computed as an in-place
-    interpolation, which does not overflow and does not subtract large numbers (Milakov and Gimelshein, 2018; Rabe and
-    Staats, 2021). ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that
-    covers everything is returned as it is. Otherwise ``out`` has the memory order of ``like_BHLD``.
+    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, one tile after the other (Milakov
+    and Gimelshein, 2018; Rabe and Staats, 2021), by ``merge`` where it takes the tensors, else by TorchMerge.
+    ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that covers everything
+    is returned as it is. Otherwise ``out`` has the memory order of ``like_BHLD``.
     """
 
     def __init__(
@@ -33,8 +146,10 @@ class OnlineSoftmax:
         dtype: torch.dtype,
         device: torch.device,
         like_BHLD: torch.Tensor | None = None,
+        merge: Merge = FUSED_MERGE,
     ) -> None:
         self._like = like_BHLD
+        self._merge = merge
         self._shape = out_shape
         self._dtype = accumulation_dtype(dtype)
         self._device = device
@@ -71,21 +186,12 @@ class OnlineSoftmax:
             out.index_copy_(2, index, out_BHLD.to(out.dtype))
             lse.index_copy_(2, index, lse_BHL)
             return
-        if index is not None:
-            before = lse.index_select(2, index)
-            lse.index_copy_(2, index, torch.logaddexp(before, lse_BHL))
-            # The weights of all rows take less memory than a copy of the rows.
-            weight = torch.ones_like(lse).index_copy_(2, index, torch.sigmoid(before - lse_BHL))
-            out.mul_(weight.unsqueeze(-1))
-            out.index_add_(2, index, out_BHLD * torch.sigmoid(lse_BHL - before).unsqueeze(-1))
-            return
         if fresh:
             out.copy_(out_BHLD)
             lse.copy_(lse_BHL)
             return
-        weight = torch.sigmoid(lse_BHL - lse)
-        torch.logaddexp(lse, lse_BHL, out=lse)
-        out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
+        merge = self._merge if self._merge.takes(out, out_BHLD) else TORCH_MERGE
+        merge(out, lse, out_BHLD, lse_BHL, index)
 
     def add_sink(self, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None) -> None:
         """Merge one more key for each head, with the logit ``sink_H`` for every query and the value 0.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from cp_styles.kernels.base import Kernel
-from cp_styles.kernels.merge import EMPTY_LSE
+from cp_styles.kernels.merge import EMPTY_LSE, FUSED_MERGE, Merge
 from cp_styles.kernels.packing import LONG_TILE, Pack
 
 # scaled_dot_product_attention, as the function and as an operator.
@@ -83,6 +83,7 @@ class SdpaKernel(Kernel):
         whole_rows: the numbers of queries and of keys of a tile must be multiples of this.
         gates: what else must hold on a GPU: keys of GATES.
         long_tiles: it takes only tiles without a mask that have too many queries for a pack.
+        merge: how its tiles are merged, where it is the first kernel of an attention.
     """
 
     name: str
@@ -101,6 +102,7 @@ class SdpaKernel(Kernel):
     whole_rows: int = 1
     gates: tuple[str, ...] = ()
     long_tiles: bool = False
+    merge: Merge = field(default=FUSED_MERGE, repr=False)
 
     @property
     def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

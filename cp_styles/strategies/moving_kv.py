@@ -106,7 +106,8 @@ class MovingKV(Strategy):
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD if setup.levels is None else setup.levels.zeroed(q_BHLD)
-        merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), setup.dtype, q.device, q_BHLD)
+        shape = *q.shape[:3], v_BGME.shape[3]
+        merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
             run.attend(step, q, merged)
         if sink_H is not None:
