@@ -91,8 +91,6 @@ def merge_rows(
         index: the row of ``out`` for each row of the tile, each row once. None: the rows are the same.
     """
     batch, heads, rows, dim = new_out_BHLE.shape
-    if not new_out_BHLE.numel():
-        return
     columns = min(1 << (dim - 1).bit_length(), _MOST_COLUMNS)
     block = _NUMBERS // columns
     with torch.cuda.device_of(out_BHLE):  # Triton starts kernels on the current device
