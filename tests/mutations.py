@@ -218,16 +218,16 @@ FUZZED = [
     ),
     Mistake(
         "merge: the weight of the other side",
-        "OnlineSoftmax.add",
-        "sigmoid(lse_BHL - lse)",
-        "sigmoid(lse - lse_BHL)",
+        "TorchMerge.__call__",
+        "weight = torch.sigmoid(new_lse_BHL - lse_BHL)",
+        "weight = torch.sigmoid(lse_BHL - new_lse_BHL)",
         "unit/test_merge.py",
     ),
     Mistake(
         "merge: the larger logsumexp for the sum",
-        "OnlineSoftmax.add",
-        "logaddexp(lse, lse_BHL, out",
-        "maximum(lse, lse_BHL, out",
+        "TorchMerge.__call__",
+        "logaddexp(lse_BHL, new_lse_BHL, out",
+        "maximum(lse_BHL, new_lse_BHL, out",
         "unit/test_merge.py",
     ),
     Mistake(
@@ -293,8 +293,8 @@ OTHERS = [
     ),
     Mistake(
         "merge: what rows of a pack had before keeps its weight",
-        "OnlineSoftmax.add",
-        "out.mul_(weight.unsqueeze(-1))",
+        "TorchMerge.__call__",
+        "out_BHLE.mul_(weight.unsqueeze(-1))",
         "pass",
         "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
     ),

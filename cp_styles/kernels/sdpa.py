@@ -7,6 +7,7 @@ by name. So one class serves all ops, and a changed signature in a torch version
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -342,6 +343,49 @@ class CpuFlashKernel(SdpaKernel):
         return torch.cat([dq.transpose(1, 2) for dq in dqs], 1).transpose(1, 2), *sums
 
 
+# 16 lengths: tiles of a head-tail layout have three shapes, which a backward has too. A shape may need some plans: for
+# forward and backward, with a causal mask and without one, for groups of the heads.
+_MOST_SHAPES = 48
+# The shapes that FewShapesKernel has computed, by device. Plans of cuDNN belong to threads and are never freed. So the
+# shapes belong to the process, threads that are ranks share them, and none is taken out. A shape that is refused once
+# is refused for good, so that a recomputation and a backward get the kernel of the forward.
+_computed_shapes: dict[torch.device, set[tuple[object, ...]]] = {}
+
+
+@dataclass(frozen=True)
+class FewShapesKernel(SdpaKernel):
+    """An op that makes a plan for each new shape, which takes up to a second: it takes tiles of at most 48 shapes.
+
+    A shape is a dtype and the sizes of query, key and value, but for the heads. A dry run has no such limit.
+    """
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        _computed_shapes.setdefault(q_BHLD.device, set()).add(_shape(q_BHLD, k_BGMD, v_BGME))
+        return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options):
+        _computed_shapes.setdefault(q_BHLD.device, set()).add(_shape(q_BHLD, k_BGMD, v_BGME))
+        return super().backward(grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options)
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        if not super().takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased):
+            return False
+        computed = _computed_shapes.get(q_BHLD.device, ())
+        if len(computed) < _MOST_SHAPES or _shape(q_BHLD, k_BGMD, v_BGME) in computed:
+            return True
+        warnings.warn(
+            f"{self.name} has computed {_MOST_SHAPES} shapes of tiles on {q_BHLD.device}, and makes a plan for each: "
+            "other shapes go to flash attention from now on. Pad sequences to few lengths, or pass kernel=CUDA_CUDNN",
+            stacklevel=2,
+        )
+        return False
+
+
+def _shape(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
+    """What cuDNN's plan is for, but for heads and strides, of which an attention has few."""
+    return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
+
+
 def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:
     """As the op takes it: one of _PACKED takes [B, L, H, D], and of a pack [B T, H, D]."""
     rows = tensor_BHLD.transpose(1, 2) if packed else tensor_BHLD
@@ -461,10 +505,11 @@ CUDA_CUDNN = SdpaKernel(
 )
 """cuDNN's attention: bfloat16 and float16, head dims up to 128 with a backward, tiles of whole blocks of 128 rows,
 compute capability 8.0. Not deterministic."""
-CUDA_CUDNN_PREFERRED = replace(
-    CUDA_CUDNN, long_tiles=True, gates=(*CUDA_CUDNN.gates, "9.0, 10", "cuDNN 9.15", "cuDNN on")
+CUDA_CUDNN_PREFERRED = FewShapesKernel(
+    **vars(CUDA_CUDNN) | {"long_tiles": True, "gates": (*CUDA_CUDNN.gates, "9.0, 10", "cuDNN 9.15", "cuDNN on")}
 )
-"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention."""
+"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention, and for 48
+shapes of tiles on each of them."""
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_CUDNN_PREFERRED, CUDA_FLASH, CUDA_EFFICIENT)
 """The kernels that call torch's fused ops, in the order in which they are tried: see :func:`kernel_for_tiles`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles import Causal, Ring, head_tail
+from cp_styles.explain.rehearse import Shapes, rehearse
 from cp_styles.kernels import (
     CPU_FLASH,
     CUDA_CUDNN,
@@ -20,6 +23,7 @@ from cp_styles.kernels import (
     SDPA_KERNELS,
     Kernel,
     ReferenceKernel,
+    SdpaKernel,
     kernel_for_tiles,
     sdpa,
 )
@@ -244,6 +248,15 @@ LONG = 1152
 NEW_GPU = {"capability": (9, 0), "cudnn": 91900, "enabled": True, "deterministic": False, "recompile": None}
 
 
+def on_gpu(gpu, monkeypatch) -> None:
+    monkeypatch.setattr(sdpa, "_capability", lambda device: gpu["capability"])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: gpu["deterministic"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: gpu["cudnn"])
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: gpu["enabled"])
+    if gpu["recompile"]:
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", gpu["recompile"])
+
+
 @pytest.mark.parametrize(
     ("gpu", "dtype", "dims", "rows", "plain"),
     [
@@ -279,13 +292,7 @@ NEW_GPU = {"capability": (9, 0), "cudnn": 91900, "enabled": True, "deterministic
 )
 def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
     """The rows of torch's sdp_utils.cpp that decide between its kernels, and ours on the shape of a tile."""
-    gpu = NEW_GPU | gpu
-    monkeypatch.setattr(sdpa, "_capability", lambda device: gpu["capability"])
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: gpu["deterministic"])
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: gpu["cudnn"])
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: gpu["enabled"])
-    if gpu["recompile"]:
-        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", gpu["recompile"])
+    on_gpu(NEW_GPU | gpu, monkeypatch)
     tensors: Any = [Like(dtype, torch.device("cuda"), (2, 4, n, d)) for n, d in zip(rows, dims, strict=True)]
     tensors = [tensors[0], tensors[1]._replace(shape=(2, 4, rows[1], dims[0])), tensors[1]]
     found = kernel_for_tiles(tensors)
@@ -295,6 +302,91 @@ def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
         for what in ({"window": (7, 0)}, {"pack": object()}):
             assert found.for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
         assert (found.small_tiles, found.windows) == (True, True)
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    """On a GPU on which no shape has been computed, kernels return themselves."""
+    on_gpu(NEW_GPU, monkeypatch)
+    monkeypatch.setattr(sdpa, "_computed_shapes", {})
+    monkeypatch.setattr(SdpaKernel, "forward", lambda self, *tensors, **options: self)
+    monkeypatch.setattr(SdpaKernel, "backward", lambda self, *tensors, **options: self)
+
+
+def tiles_of(
+    length: int, *, batch: int = 1, dim: int = 64, value_dim: int = 64, dtype=LOW, device: str = "cuda:0"
+) -> Iterator[Any]:
+    """Query, key and value of the tiles of one call, with ``length`` rows, of a ring with a head-tail layout. In a
+    backward they have a part of the heads."""
+    for q_rows, kv_rows in ((length, length), (length, length // 2), (length // 2, length)):
+        for heads in (8, 2):
+            yield [
+                Like(dtype, torch.device(device), (batch, heads // share, rows, size))
+                for rows, share, size in ((q_rows, 1, dim), (kv_rows, 2, dim), (kv_rows, 2, value_dim))
+            ]
+
+
+def kernels_of(length: int, *, named: Kernel | None = None, phase: str = "forward", **options) -> set[Kernel]:
+    """Which kernels compute the tiles of a call. A new kernel is chosen for each call, as for a mask of the call."""
+    found = set()
+    for tensors in tiles_of(length, **options):
+        kernel = kernel_for_tiles(tensors, named=named)
+        before, after = ([tensors[0]], [tensors[0], None]) if phase == "backward" else ([], [])
+        found.add(getattr(kernel, phase)(*before, *tensors, *after, causal=False, bias=None, scale=1.0))
+    return found
+
+
+LENGTHS = [2048 + 256 * index + 256 for index in range(20)]
+
+
+def test_cudnn_computes_sixteen_lengths(few_shapes):
+    """The 17th and later ones are computed by flash, now and in a backward, and the first ones by cuDNN, for good."""
+    for length in LENGTHS[:16]:
+        for phase in ("forward", "forward", "backward"):
+            assert kernels_of(length, phase=phase) == {CUDA_CUDNN_PREFERRED}
+    for length in LENGTHS[16:]:
+        for phase in ("forward", "forward", "backward"):
+            with pytest.warns(
+                UserWarning, match="48 shapes of tiles on cuda:0.*few lengths, or pass kernel=CUDA_CUDNN"
+            ):
+                assert kernels_of(length, phase=phase) == {CUDA_FLASH}
+    for length in LENGTHS[:16]:
+        assert kernels_of(length) == kernels_of(length, phase="backward") == {CUDA_CUDNN_PREFERRED}
+    for length in LENGTHS:
+        assert kernels_of(length, named=CUDA_CUDNN) == {CUDA_CUDNN}
+    assert kernels_of(LENGTHS[-1], device="cuda:1") == {CUDA_CUDNN_PREFERRED}
+
+
+@pytest.mark.parametrize("other", [{"batch": 2}, {"dim": 32}, {"value_dim": 32}, {"dtype": HALF}], ids=str)
+def test_what_else_has_a_plan_of_its_own(few_shapes, other):
+    for length in LENGTHS[:8]:
+        assert kernels_of(length) == kernels_of(length, **other) == {CUDA_CUDNN_PREFERRED}
+    with pytest.warns(UserWarning, match="48 shapes"):
+        assert kernels_of(LENGTHS[8]) == {CUDA_FLASH}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_each_phase_makes_plans(few_shapes, phase: str):
+    for length in LENGTHS[:16]:
+        assert kernels_of(length, phase=phase) == {CUDA_CUDNN_PREFERRED}
+    with pytest.warns(UserWarning, match="48 shapes"):
+        assert kernels_of(LENGTHS[16]) == {CUDA_FLASH}
+
+
+@pytest.mark.parametrize("computed", [0, 48])
+def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
+    """It does not count, and says what the first lengths get, whatever has been computed."""
+    on_gpu(NEW_GPU, monkeypatch)
+    layout, device, tables = head_tail(8192, 2), torch.device("cuda", 0), {}
+    if computed:
+        tables[device] = {(index,) for index in range(computed)}
+    monkeypatch.setattr(sdpa, "_computed_shapes", tables)
+    shapes = Shapes(heads=2, kv_heads=1, dim=64, value_dim=64, dtype=LOW, device=device)
+    kernel: Any = kernel_for_tiles(shapes.named(1, 1))  # pyright: ignore[reportArgumentType]
+    run = rehearse(Ring(), (layout, layout), Causal(), kernel, shapes, 0)
+    assert {call.kernel for call in run.forward.calls} == {CUDA_CUDNN.name}
+    assert {call.kernel for call in run.backward.calls} == {f"{CUDA_CUDNN.name}_backward"}
+    assert sum(map(len, tables.values())) == computed
 
 
 def chosen(line: ByTile, tensors: Any, biased: bool) -> Any:
