@@ -38,6 +38,13 @@ def test_by_the_interpreter():
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="in the other process")
+def test_importing_the_package_does_not_import_triton():
+    """torch may import Triton itself, where it is installed."""
+    command = "import cp_styles.kernels, sys; sys.exit('cp_styles.kernels.fused_merge' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
 def weights(lse: torch.Tensor, new_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both weights and the merged logsumexp, in float64. Equal infinities weigh the same."""
     lse, new_lse = lse.double(), new_lse.double()

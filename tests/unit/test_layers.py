@@ -188,6 +188,7 @@ STATE = {
     "caches by value": {
         "engine/config_text.py": "_spelled",
         "kernels/flex_compiled.py": "_compiled",
+        "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
         "styles/mesh_axes.py": "_specs",
     },
@@ -208,6 +209,7 @@ STATE = {
     },
     "one in a process": {
         "_compat.py": "_gloo_on_one_device",
+        "kernels/sdpa.py": "_computed_shapes",
     },
     "attributes on objects of others": {
         "comm/point_to_point.py": "_cp_styles_started",

@@ -1,12 +1,31 @@
 """Partial attentions merged, and partial gradients summed, in the accumulation dtype."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype
-from tests.oracle import error
+from cp_styles import Ring, context_attention
+from cp_styles.kernels import CPU_FLASH, ReferenceKernel, merge
+from cp_styles.kernels.base import LseGradient
+from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels.merge import (
+    EMPTY_LSE,
+    FUSED_MERGE,
+    FusedMerge,
+    OnlineSoftmax,
+    RowSum,
+    TorchMerge,
+    accumulation_dtype,
+)
+from cp_styles.testing import run_ranks
+from tests.gpu_tensors import OnGpu
+from tests.oracle import attention_inputs, error
 
 CPU = torch.device("cpu")
 HEAD = (0, 1)  # all there are
@@ -95,3 +114,83 @@ def test_row_sum_adds_parts_that_come_before_a_whole_tile():
 def test_accumulation_dtype():
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     assert [accumulation_dtype(dtype) for dtype in dtypes] == [torch.float64, *[torch.float32] * 3]
+
+
+class Counted(TorchMerge):
+    def __init__(self, takes: bool) -> None:
+        object.__setattr__(self, "answer", takes)
+        object.__setattr__(self, "calls", [])
+
+    def takes(self, out_BHLE, new_out_BHLE):
+        return self.answer
+
+    def __call__(self, out_BHLE, *tensors):
+        self.calls.append(out_BHLE.shape)
+        super().__call__(out_BHLE, *tensors)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_tiles_are_merged_as_the_kernel_says(takes: bool):
+    """By its object, or by torch's operations where that takes no such tensors."""
+    counted = Counted(takes)
+    kernel = replace(CPU_FLASH, merge=counted)
+    (q, k, v), _ = attention_inputs(length=8)
+
+    def attend(rank: int) -> torch.Tensor:
+        parts = [x.chunk(2, 2)[rank] for x in (q, k, v)]
+        return context_attention(*parts, dist.group.WORLD, kernel=kernel, strategy=Ring())
+
+    whole = torch.cat(run_ranks(attend, 2), 2)
+    assert error(whole, CPU_FLASH.forward(q, k, v, causal=False, bias=None, scale=q.shape[-1] ** -0.5)[0]) < 1e-14
+    assert counted.calls == [(*q.shape[:2], 4, q.shape[3])] * (2 * takes)  # each rank has two tiles
+    assert LseGradient(kernel).merge is ByTile((kernel, ReferenceKernel()), (ReferenceKernel(),)).merge is counted
+    assert repr(kernel) == repr(CPU_FLASH)  # which ranks compare
+
+
+def test_which_tensors_are_merged_in_triton(monkeypatch):
+    """Real ones on CUDA, in the dtypes that it computes, where it runs."""
+    tried = []
+    monkeypatch.setattr(merge, "_runs_triton", lambda device: not tried.append(device))
+    shape, low, single, double = (1, 1, 2, 3), torch.bfloat16, torch.float32, torch.float64
+    real = {dtype: torch.zeros(shape, dtype=dtype) for dtype in (low, torch.float16, single, double)}
+    with FakeTensorMode():
+        fake = torch.zeros(shape, device="cuda")
+    assert fake.device.type == "cuda"
+    for other in (real[single], torch.zeros(shape, device="meta"), fake, OnGpu(real[single])):
+        assert not FUSED_MERGE.takes(other, other)
+    assert not tried
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 1))
+    for tile in (low, torch.float16, single):
+        assert FUSED_MERGE.takes(real[single], real[tile])
+    assert set(tried) == {torch.device("cuda", 1)}
+    assert not FUSED_MERGE.takes(real[single], real[double])
+    assert not FUSED_MERGE.takes(real[double], real[double])
+    assert not FUSED_MERGE.takes(real[single], OnGpu(real[single]))
+    assert not FUSED_MERGE.takes(real[single][:, :, :1].expand(1, 2**15, 2**15, 3), real[low])
+    monkeypatch.setattr(merge, "_runs_triton", lambda device: False)
+    assert not FUSED_MERGE.takes(real[single], real[low])
+
+
+def test_where_triton_does_not_run(monkeypatch):
+    """It is tried once on a device. torch's operations take its place, with a warning if it is installed."""
+    tried = merge._runs_triton.__wrapped__
+    monkeypatch.setattr(merge, "find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not tried(CPU)
+    monkeypatch.setattr(merge, "find_spec", lambda name: name)
+    said: list[BaseException] = [RuntimeError("Failed to find C compiler"), torch.OutOfMemoryError()]
+
+    def fails(*tensors):
+        raise said.pop(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedMerge, "__call__", fails)
+        with pytest.warns(
+            UserWarning, match=r"on cpu: RuntimeError: Failed to find C(?s:.*)set CC(?s:.*)TorchMerge\(\)"
+        ):
+            assert not tried(CPU)
+        with pytest.raises(torch.OutOfMemoryError):  # which says nothing of Triton
+            tried(CPU)
+    monkeypatch.setattr(FusedMerge, "__call__", TorchMerge.__call__)
+    assert tried(CPU)
