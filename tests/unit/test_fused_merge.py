@@ -33,7 +33,7 @@ INF = float("inf")
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_by_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", __file__]
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
 
@@ -146,7 +146,7 @@ def test_any_two_logsumexps():
     far = (before[1] - new_lse).abs() > 200
     assert int(far.sum()) > 100
     larger = torch.where((before[1] > new_lse)[..., None], before[0], new_out)
-    assert torch.equal(out[far], larger[far])
+    assert torch.allclose(out[far], larger[far], rtol=8 * ROUNDING, atol=0)
 
 
 @runs

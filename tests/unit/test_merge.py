@@ -164,7 +164,7 @@ def test_which_tensors_are_merged_in_triton(monkeypatch):
         assert FUSED_MERGE.takes(real[single], real[tile])
     assert set(tried) == {torch.device("cuda", 1)}
     assert not FUSED_MERGE.takes(real[single], real[double])
-    assert not FUSED_MERGE.takes(real[double], real[double])
+    assert not FUSED_MERGE.takes(real[double], real[low])
     assert not FUSED_MERGE.takes(real[single], OnGpu(real[single]))
     assert not FUSED_MERGE.takes(real[single][:, :, :1].expand(1, 2**15, 2**15, 3), real[low])
     monkeypatch.setattr(merge, "_runs_triton", lambda device: False)
