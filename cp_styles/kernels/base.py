@@ -54,7 +54,7 @@ class Kernel(ABC):
     long_tiles: bool = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
-    # How its tiles are merged. Not compared by ranks: it makes a difference in rounding alone.
+    # Merges its tiles. Ranks do not compare it, because merges differ in rounding alone.
     merge: Merge = FUSED_MERGE
 
     @property

@@ -23,11 +23,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Merge(Protocol):
-    """How a tile is merged into the result of the tiles before it, in place.
+    """Merges a tile into the result of earlier tiles, in place. Kernels carry such an object: see ``Kernel.merge``.
 
-    Shapes: out [B, H, L, E] and lse [B, H, L] of earlier tiles, in the accumulation dtype; new_out and new_lse of the
-    tile, which has as many rows as ``index``, if there is one. ``index`` names a row of ``out`` for each row of the
-    tile, each row once. Kernels carry such an object: see ``Kernel.merge``.
+    ``out_BHLE`` and ``lse_BHL`` are the result of earlier tiles, in the accumulation dtype. ``new_out_BHLE`` and
+    ``new_lse_BHL`` are the tile. ``index`` has the row of ``out`` for each row of the tile, each row once. None: the
+    rows are the same. No communication.
     """
 
     def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
@@ -110,8 +110,8 @@ TORCH_MERGE, FUSED_MERGE = TorchMerge(), FusedMerge()
 def _runs_triton(device: torch.device) -> bool:
     """Whether Triton is installed, compiles a merge and starts it on this GPU. Tried once, with one number.
 
-    Ranks may differ in it, and compare no such thing: merges differ in rounding alone, and each rank merges the tiles
-    of its own queries, whose output and logsumexp its own backward reads.
+    Ranks need not agree on it. The merges differ in rounding alone, and each rank merges the tiles of its own queries,
+    whose output and logsumexp only its own backward reads. The host does not wait for the result.
     """
     if find_spec("triton") is None:
         return False

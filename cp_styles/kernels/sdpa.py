@@ -84,7 +84,7 @@ class SdpaKernel(Kernel):
         whole_rows: the numbers of queries and of keys of a tile must be multiples of this.
         gates: what else must hold on a GPU: keys of GATES.
         long_tiles: it takes only tiles without a mask that have too many queries for a pack.
-        merge: how its tiles are merged, where it is the first kernel of an attention.
+        merge: merges the tiles of an attention whose first kernel this is.
     """
 
     name: str
@@ -382,7 +382,7 @@ class FewShapesKernel(SdpaKernel):
 
 
 def _shape(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
-    """What cuDNN's plan is for, but for heads and strides, of which an attention has few."""
+    """The dtype and sizes that a plan of cuDNN is made for, but for heads and strides: an attention has few of these."""
     return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
 
 

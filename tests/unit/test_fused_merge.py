@@ -104,7 +104,7 @@ def test_rows_and_heads_of_a_tensor(order: str, tile_order: str, dim: int, dtype
 @runs
 @pytest.mark.parametrize("order", ["BHLD", "BLHD"])
 def test_rows_by_an_index(order: str):
-    """Of a pack: its rows are not neighbours, and those that it has not are left as they are."""
+    """Rows of a pack are not neighbours. All remaining rows are left as they are."""
     torch.manual_seed(0)
     out, lse, index = in_memory(order, 2, 3, 40, 16), torch.randn(2, 3, 40).to(DEVICE), torch.randperm(40)[:23]
     index, rest = index.repeat_interleave(2).to(DEVICE)[::2], sorted({*range(40)} - {*index.tolist()})
@@ -182,8 +182,7 @@ class Anywhere(FusedMerge):
 
 @runs
 def test_many_tiles():
-    """Of some rows and heads, in bfloat16. Against the sum of their weights: a rounding of 4 u for each of 24 merges,
-    and of the sums."""
+    """Tiles of some rows and heads, in bfloat16, against the sum of their weights: 4 u for each of 24 merges."""
     torch.manual_seed(0)
     softmax = OnlineSoftmax((1, 4, 20, 8), torch.bfloat16, DEVICE, merge=Anywhere())
     total, weight = torch.zeros(1, 4, 20, 8, dtype=torch.float64), torch.zeros(1, 4, 20, 1, dtype=torch.float64)
