@@ -382,7 +382,7 @@ class FewShapesKernel(SdpaKernel):
 
 
 def _shape(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
-    """The dtype and sizes that a plan of cuDNN is made for, but for heads and strides: an attention has few of these."""
+    """The dtype and sizes that a plan of cuDNN is made for, but for heads and strides, which are few."""
     return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
 
 
