@@ -141,9 +141,11 @@ class OtherBackward(Kernel):
 
     inner: Kernel
 
-    positional, small_tiles, windows, streams_keys, dense_rows, takes_all, merge, content = (  # pyright: ignore
-        property(attrgetter(f"inner.{name}"))
-        for name in "positional small_tiles windows streams_keys dense_rows takes_all merge content".split()
+    positional, small_tiles, windows, streams_keys = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"inner.{name}")) for name in ("positional", "small_tiles", "windows", "streams_keys")
+    )
+    dense_rows, takes_all, merge, content = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"inner.{name}")) for name in ("dense_rows", "takes_all", "merge", "content")
     )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):

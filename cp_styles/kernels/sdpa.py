@@ -343,9 +343,9 @@ class CpuFlashKernel(SdpaKernel):
         return torch.cat([dq.transpose(1, 2) for dq in dqs], 1).transpose(1, 2), *sums
 
 
-# 16 lengths: tiles of a head-tail layout have three shapes, which a backward has too. A shape may need some plans: for
-# forward and backward, with a causal mask and without one, for groups of the heads.
-_MOST_SHAPES = 48
+# 16 lengths: a rank has at most five shapes of tiles with a head-tail layout, forward and backward, as dry runs count.
+# A shape may need some plans: with a causal mask and without one, and for groups of the heads.
+_MOST_SHAPES = 80
 # The shapes that FewShapesKernel has computed, by device. Plans of cuDNN belong to threads and are never freed. So the
 # shapes belong to the process, threads that are ranks share them, and none is taken out. A shape that is refused once
 # is refused for good, so that a recomputation and a backward get the kernel of the forward.
@@ -354,7 +354,7 @@ _computed_shapes: dict[torch.device, set[tuple[object, ...]]] = {}
 
 @dataclass(frozen=True)
 class FewShapesKernel(SdpaKernel):
-    """An op that makes a plan for each new shape, which takes up to a second: it takes tiles of at most 48 shapes.
+    """An op that makes a plan for each new shape, which takes up to a second: it takes tiles of at most 80 shapes.
 
     A shape is a dtype and the sizes of query, key and value, but for the heads. A dry run has no such limit.
     """
@@ -508,7 +508,7 @@ compute capability 8.0. Not deterministic."""
 CUDA_CUDNN_PREFERRED = FewShapesKernel(
     **vars(CUDA_CUDNN) | {"long_tiles": True, "gates": (*CUDA_CUDNN.gates, "9.0, 10", "cuDNN 9.15", "cuDNN on")}
 )
-"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention, and for 48
+"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention, and for 80
 shapes of tiles on each of them."""
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_CUDNN_PREFERRED, CUDA_FLASH, CUDA_EFFICIENT)

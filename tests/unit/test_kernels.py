@@ -316,9 +316,11 @@ def few_shapes(monkeypatch):
 def tiles_of(
     length: int, *, batch: int = 1, dim: int = 64, value_dim: int = 64, dtype=LOW, device: str = "cuda:0"
 ) -> Iterator[Any]:
-    """Query, key and value of the tiles of one call, with ``length`` rows, of a ring with a head-tail layout. In a
-    backward they have a part of the heads."""
-    for q_rows, kv_rows in ((length, length), (length, length // 2), (length // 2, length)):
+    """Query, key and value of the tiles of one call, with ``length`` rows, as an all-gather with a head-tail layout has
+    them. In a backward they have a part of the heads."""
+    half = length // 2
+    shapes = (length, length), (length, half), (half, length), (length, 3 * half), (half, 4 * length)
+    for q_rows, kv_rows in shapes:
         for heads in (8, 2):
             yield [
                 Like(dtype, torch.device(device), (batch, heads // share, rows, size))
@@ -347,7 +349,7 @@ def test_cudnn_computes_sixteen_lengths(few_shapes):
     for length in LENGTHS[16:]:
         for phase in ("forward", "forward", "backward"):
             with pytest.warns(
-                UserWarning, match="48 shapes of tiles on cuda:0.*few lengths, or pass kernel=CUDA_CUDNN"
+                UserWarning, match="80 shapes of tiles on cuda:0.*few lengths, or pass kernel=CUDA_CUDNN"
             ):
                 assert kernels_of(length, phase=phase) == {CUDA_FLASH}
     for length in LENGTHS[:16]:
@@ -361,7 +363,7 @@ def test_cudnn_computes_sixteen_lengths(few_shapes):
 def test_what_else_has_a_plan_of_its_own(few_shapes, other):
     for length in LENGTHS[:8]:
         assert kernels_of(length) == kernels_of(length, **other) == {CUDA_CUDNN_PREFERRED}
-    with pytest.warns(UserWarning, match="48 shapes"):
+    with pytest.warns(UserWarning, match="80 shapes"):
         assert kernels_of(LENGTHS[8]) == {CUDA_FLASH}
 
 
@@ -369,11 +371,11 @@ def test_what_else_has_a_plan_of_its_own(few_shapes, other):
 def test_each_phase_makes_plans(few_shapes, phase: str):
     for length in LENGTHS[:16]:
         assert kernels_of(length, phase=phase) == {CUDA_CUDNN_PREFERRED}
-    with pytest.warns(UserWarning, match="48 shapes"):
+    with pytest.warns(UserWarning, match="80 shapes"):
         assert kernels_of(LENGTHS[16]) == {CUDA_FLASH}
 
 
-@pytest.mark.parametrize("computed", [0, 48])
+@pytest.mark.parametrize("computed", [0, 80])
 def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
     """It does not count, and says what the first lengths get, whatever has been computed."""
     on_gpu(NEW_GPU, monkeypatch)
