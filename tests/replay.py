@@ -1,0 +1,486 @@
+"""All ranks of an attention, one after the other, in one process on one device: python tests/replay.py [--time].
+
+    python tests/replay.py [--out replay.jsonl] [--total 150]     every strategy and mask against dense float64
+    python tests/replay.py --time [--out time.jsonl]              one rank of P beside torch's attention on one device
+    python tests/replay.py --only "causal bfloat16 P=8"           cases whose names begin so
+    python tests/replay.py --stand-ins                            on a CPU: the kernels of tests/cuda_ops.py
+    python tests/replay.py --dry-run                              the names of the cases
+
+No second GPU is needed, because no message travels: a rank's messages are recorded, and a later pass over the ranks
+receives them. So real kernels, streams and threads of autograd are compared with one device for any number of ranks. On
+a CPU all of it runs in float64, where rounding explains 1e-12. It has not run on a GPU.
+
+``--time`` fills each receive with random numbers of the right size. So it shows kernels, merges, copies and the host,
+and no transfers and no agreement of ranks. A line answers one question:
+
+torch      ms of torch's attention on the rows of one rank, forward and with its backward
+times      ms of the device and of the host until the call returns; the share of ideal, P x torch / ours
+launches   kernels and copies of one forward and backward, and their ms on the device, by class; "memcpy" has messages
+memory     the peak over the inputs beside what explain predicts, in Q, the bytes of this rank's queries
+waits      whether the host waits for the device: see tests/gpu_record.py
+
+A line of JSON for each is written to ``--out`` at once. The exit status is 1 if one is bad.
+"""
+
+# ruff: noqa: E402 - the clock of --total starts before torch is imported
+
+from __future__ import annotations
+
+import time
+
+BEGUN = time.monotonic()
+
+import argparse
+import contextlib
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
+from cp_styles.explain import explain
+from cp_styles.kernels import Kernel
+from cp_styles.layout import head_tail
+from cp_styles.strategies import Strategy
+from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
+from tests.gpu_record import (
+    Check,
+    Found,
+    Record,
+    SideStream,
+    bar,
+    device_is_lost,
+    hardware,
+    judged,
+    launches,
+    peak_bytes,
+    results_of,
+    timed,
+    waits,
+)
+from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+Channel = tuple[tuple[int, ...], int, int]
+"""The ranks of a group, sender and receiver, all counted in the world. The messages of a channel have an order."""
+
+
+# -- messages --
+
+
+class Transport:
+    """What a rank sends and receives while no other rank is there. A subclass defines :meth:`sent` and :meth:`filled`.
+
+    Messages move on a stream of their own. ``wait`` makes the current stream wait for it, as NCCL's does.
+    """
+
+    def __init__(self) -> None:
+        self._side = SideStream()
+        self._rank = 0
+
+    def sent(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """``tensor`` is sent over ``channel``."""
+
+    def filled(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Write the next message of ``channel`` to ``tensor``."""
+
+    @contextlib.contextmanager
+    def world(self, rank: int, ranks: int) -> Iterator[None]:
+        """The process is ``rank`` of ``ranks``. Messages in batches (CUDA) and single ones (CPU) come here."""
+        self._rank = rank
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+        def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
+            return self._send(group, *tensors, peer)
+
+        def recv(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
+            return self._receive(group, *tensors, peer)
+
+        try:
+            with (
+                patch.object(dist, "batch_isend_irecv", self._batch),
+                patch.multiple(dist.ProcessGroup, send=send, recv=recv),
+            ):
+                yield
+        finally:
+            dist.destroy_process_group()
+
+    def wait(self, *_: Any) -> bool:
+        self._side.join()
+        return True
+
+    def _batch(self, ops: list[dist.P2POp]) -> list[Transport]:
+        for op in ops:
+            assert op.group is not None
+            (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
+        return [self]
+
+    def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
+        with self._side.aside():
+            self.sent(self._channel(group, sender=None, receiver=peer), tensor)
+        return self
+
+    def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
+        with self._side.aside():
+            self.filled(self._channel(group, sender=peer, receiver=None), tensor)
+        return self
+
+    def _channel(self, group: dist.ProcessGroup, *, sender: int | None, receiver: int | None) -> Channel:
+        """None is this rank."""
+        members = tuple(dist.get_process_group_ranks(group))
+        ends = (self._rank if peer is None else members[peer] for peer in (sender, receiver))
+        return (members, *ends)  # pyright: ignore[reportReturnType]
+
+
+class Recorded(Transport):
+    """Each receive gets what the same message carried one pass earlier, and zeros in the first pass.
+
+    [Note: passes] A message is right one pass after the messages that it is computed from. Those of a ring and of an
+    all-gather are keys, then gradients of keys, which depend on received keys: all receives are right in the third
+    pass. So are those of Ulysses: heads, then the output or gradients of heads. A hybrid has both, one inside the
+    other: five passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[Channel, list[torch.Tensor]] = {}
+        self._now: dict[Channel, list[torch.Tensor]] = defaultdict(list)
+        self._received: Counter[Channel] = Counter()
+
+    def next_pass(self) -> None:
+        """The messages of this pass are received in the next one."""
+        self._before, self._now = self._now, defaultdict(list)
+        self._received.clear()
+
+    def sent(self, channel: Channel, tensor: torch.Tensor) -> None:
+        self._now[channel].append(tensor.clone())
+
+    def filled(self, channel: Channel, tensor: torch.Tensor) -> None:
+        number = self._received[channel]
+        self._received[channel] += 1
+        if channel in self._before:
+            tensor.copy_(self._before[channel][number])
+        else:
+            tensor.zero_()
+
+
+class RandomNumbers(Transport):
+    """Each receive gets random numbers from one pool for each dtype. Nothing is kept of what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pools: dict[torch.dtype, torch.Tensor] = {}
+
+    def filled(self, channel: Channel, tensor: torch.Tensor) -> None:
+        pool = self._pools.get(tensor.dtype)
+        if pool is None or pool.numel() < tensor.numel():
+            pool = self._pools[tensor.dtype] = torch.randn(tensor.numel(), device=tensor.device).to(tensor.dtype)
+        tensor.copy_(pool[: tensor.numel()].view(tensor.shape))
+
+
+# -- exact --
+
+
+class Way(NamedTuple):
+    """A strategy, and the passes after which all messages are right: see [Note: passes]."""
+
+    strategy: Strategy
+    passes: int
+
+
+MOVING_KEYS = {"ring": Way(Ring(), 3), "ring keep=0": Way(Ring(keep=0), 3), "all-gather": Way(AllGather(), 3)}
+WAYS = MOVING_KEYS | {"ulysses": Way(Ulysses(), 3), "hybrid": Way(Ulysses(size=2), 5)}
+
+
+class Problem(NamedTuple):
+    """One attention over ``rows`` positions a rank. ``heads``: of queries and of keys."""
+
+    mask: str
+    dtype: torch.dtype
+    ranks: int
+    rows: int
+    heads: tuple[int, int]
+    dim: int
+    ways: dict[str, Way] = WAYS
+
+    @property
+    def name(self) -> str:
+        shape = f"rows={self.rows} {self.heads[0]}:{self.heads[1]} D={self.dim}"
+        return f"{self.mask} {str(self.dtype)[6:]} P={self.ranks} {shape}"
+
+    @property
+    def length(self) -> int:
+        return self.ranks * self.rows
+
+    def masks(self) -> tuple[Mask, torch.Tensor]:
+        """The mask, and the same as booleans ``[length, length]`` on the device."""
+        at = torch.arange(self.length, device=DEVICE)
+        causal, window = at[:, None] >= at, self.length // 5
+        # One document goes over several ranks, one has five tokens, and one ends the sequence.
+        sizes = (self.length // 3, 5, self.length - self.length // 3 - 12, 7)
+        ids = torch.repeat_interleave(torch.arange(4, device=DEVICE), torch.tensor(sizes, device=DEVICE))
+        return {
+            "causal": (Causal(), causal),
+            "window": (SlidingWindow(window, 0), causal & (at[:, None] - at <= window)),
+            "documents": (Documents(sizes) & Causal(), causal & (ids[:, None] == ids)),
+            "full": (Full(), torch.ones_like(causal)),
+        }[self.mask]
+
+
+def problems() -> Iterator[Problem]:
+    """In the order in which they say most. Short tiles are packed; those of 2,560 rows are for cuDNN, which takes whole
+    blocks of 128, and for a backward by groups of heads."""
+    short, long = (((8, 2), 128), ((16, 16), 64)), (((4, 1), 128), ((4, 4), 128))
+    tiny = (((4, 2), 8), ((8, 8), 8))
+    low = torch.bfloat16
+    sizes = [
+        *((low, 8, 256, *shape, WAYS) for shape in short),
+        *((low, 4, 2560, *shape, MOVING_KEYS) for shape in long),
+        *((dtype, 8, 256, *shape, WAYS) for dtype in (torch.float32, torch.float16) for shape in short),
+    ]
+    if not CUDA:
+        sizes = [(torch.float64, ranks, 16, *shape, WAYS) for ranks in (4, 8) for shape in tiny]
+    for dtype, ranks, rows, heads, dim, ways in sizes:
+        for mask in ("causal", "window", "documents", "full"):
+            yield Problem(mask, dtype, ranks, rows, heads, dim, ways)
+
+
+def results_of_ranks(
+    problem: Problem, way: Way, whole: list[torch.Tensor], kernel: Kernel | None, messages: Recorded
+) -> list[torch.Tensor]:
+    """``[out, dq, dk, dv]`` of all ranks, put together, from the ``whole`` query, key, value and gradient of out."""
+    layout, (mask, _) = head_tail(problem.length, problem.ranks), problem.masks()
+    options = {"mask": mask, "layout": layout, "strategy": way.strategy, "kernel": kernel}
+    found: list[list[torch.Tensor]] = []
+    for _ in range(way.passes):
+        messages.next_pass()
+        found = []
+        for rank in range(problem.ranks):
+            parts = [layout.shard(x, 2, rank) for x in whole]
+            with messages.world(rank, problem.ranks):
+                attend = partial(context_attention, group=dist.group.WORLD, checks=Checks(agreement=False), **options)
+                found.append(attend_and_differentiate(attend, parts[:3], parts[3]))
+    return [layout.unshard(list(parts), 2) for parts in zip(*found, strict=True)]
+
+
+def exact(
+    problem: Problem, kernel: Kernel | None = None, transport: Callable[[], Recorded] = Recorded
+) -> Iterator[Check]:
+    """Each strategy of a problem against dense attention in float64 on the device."""
+
+    @cache
+    def whole() -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+        inputs, grad = attention_inputs(
+            length=problem.length, batch=1, heads=problem.heads[0], kv_heads=problem.heads[1], dim=problem.dim,
+            dtype=problem.dtype,
+        )  # fmt: skip
+        inputs, grad = [x.to(DEVICE) for x in inputs], grad.to(DEVICE)
+        return inputs, grad, expected_attention(inputs, grad, problem.masks()[1])
+
+    def compare(way: Way) -> Found:
+        inputs, grad, expected = whole()
+        found = results_of_ranks(problem, way, [*inputs, grad], kernel, transport())
+        return judged([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], bar(problem.dtype))
+
+    for name, way in problem.ways.items():
+        yield name, partial(compare, way)
+
+
+# -- times --
+
+
+class Setting(NamedTuple):
+    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for ours."""
+
+    mask: str
+    ranks: int
+    rank: int
+    rows: int
+    heads: tuple[int, int]
+    dim: int = 128
+    flash: bool = False
+
+    @property
+    def name(self) -> str:
+        heads, kernels = f"{self.heads[0]}:{self.heads[1]}", " flash" if self.flash else ""
+        return f"time {self.mask} P={self.ranks} rank={self.rank} rows={self.rows} {heads}{kernels}"
+
+    @property
+    def length(self) -> int:
+        return self.ranks * self.rows
+
+    def of_package(self) -> Mask:
+        window, documents = min(4096, self.length // 4), Documents((self.length // 64,) * 64)
+        masks = {"causal": Causal(), "window": SlidingWindow(window - 1, 0), "documents": documents & Causal()}
+        return masks[self.mask]
+
+    def kernels(self) -> contextlib.AbstractContextManager[Any]:
+        without = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        return sdpa_kernel(without) if self.flash else contextlib.nullcontext()
+
+
+def settings() -> Iterator[Setting]:
+    """In the order in which they say most: the first is the published shape of ring-flash-attention's zigzag."""
+    grouped, alike = (32, 8), (32, 32)
+    if not CUDA:
+        yield from (Setting("causal", 4, 1, 64, grouped, 8), Setting("window", 4, 1, 64, grouped, 8))
+        return
+    for flash in (False, True):
+        yield Setting("causal", 8, 3, 8192, grouped, flash=flash)
+    for rows, heads in ((4096, grouped), (1024, grouped), (8192, alike), (4096, alike), (1024, alike)):
+        yield Setting("causal", 8, 3, rows, heads)
+    yield Setting("window", 8, 3, 8192, grouped)
+    yield Setting("documents", 8, 3, 8192, grouped)
+    yield Setting("causal", 2, 0, 8192, grouped)
+    for rows, heads in ((4096, grouped), (4096, alike)):
+        yield Setting("causal", 8, 3, rows, heads, flash=True)
+    yield Setting("causal", 8, 3, 32768, grouped)
+
+
+def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
+    """What one rank costs, for a ring and for Ulysses, beside torch's attention on its rows alone."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    repeats = 7 if setting.rows <= 8192 else 2
+    heads, kv_heads = setting.heads
+    # [B, L, H, D] in memory, as projections leave them.
+    *leaves, grad = (
+        torch.randn(1, setting.rows, count, setting.dim, dtype=dtype, device=DEVICE).transpose(1, 2)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    for leaf in leaves:
+        leaf.requires_grad_()
+    torchs: Found = {}
+    messages = RandomNumbers()
+
+    def both(attend: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attend(), leaves, grad)
+
+    def clock(attend: Callable[[], torch.Tensor]) -> Found:
+        forward, whole = timed(attend, repeats), timed(partial(both, attend), repeats)
+        return {f"{key} {phase}": found[key] for phase, found in (("f", forward), ("f+b", whole)) for key in found}
+
+    def of_torch() -> Found:
+        # P of these are what one of P devices has to do: rows x (P x rows) / 2 pairs of the causal mask.
+        with setting.kernels():
+            torchs.update(clock(partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)))
+        return torchs | {"note": f"{torchs['ms f+b']:.2f} ms"}
+
+    def ours(strategy: Strategy, look: Callable[[Callable[[], torch.Tensor]], Found]) -> Found:
+        layout = head_tail(setting.length, setting.ranks)
+        options = {"mask": setting.of_package(), "layout": layout, "strategy": strategy, "kernel": kernel}
+        with setting.kernels(), messages.world(setting.rank, setting.ranks):
+            attend = partial(context_attention, *leaves, dist.group.WORLD, checks=Checks(agreement=False), **options)
+            both(attend)  # plans are made
+            return look(attend)
+
+    def clocked(attend: Callable[[], torch.Tensor]) -> Found:
+        found = clock(attend)
+        note = f"{found['ms f+b']:.2f} ms, host {found['host ms f+b']:.2f}"
+        if torchs:
+            shares = {phase: setting.ranks * torchs[f"ms {phase}"] / found[f"ms {phase}"] for phase in ("f", "f+b")}
+            found |= {f"share of ideal {phase}": round(share, 3) for phase, share in shares.items()}
+            note += f", share of ideal {shares['f']:.3f} f, {shares['f+b']:.3f} f+b"
+        return found | {"note": note}
+
+    def launched(attend: Callable[[], torch.Tensor]) -> Found:
+        found = launches(partial(both, attend))
+        counts = ", ".join(f"{kind} {count} ({ms:.2f} ms)" for kind, (count, ms) in found.items())
+        return {"launches": found, "note": f"{sum(count for count, _ in found.values())}: {counts}"}
+
+    def remembered(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
+        plan = explain(
+            setting.length,
+            ranks=setting.ranks,
+            rank=setting.rank,
+            mask=setting.of_package(),
+            strategy=strategy,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=setting.dim,
+            dtype=dtype,
+            device=DEVICE,
+            kernel=kernel,
+        )
+        run, unit = plan.runs[setting.rank], leaves[0].nbytes
+        phase = max(run.forward, run.backward, key=lambda phase: phase.peak)
+        found = {"peak Q": peak_bytes(partial(both, attend)) / unit, "formula Q": phase.peak / unit}
+        found = {key: round(value, 3) for key, value in found.items()}
+        parts = {what: round(size / unit, 3) for what, size in phase.parts.items()}
+        return found | {"parts Q": parts, "note": f"peak {found['peak Q']} Q, formula {found['formula Q']} Q"}
+
+    def waited(attend: Callable[[], torch.Tensor]) -> Found:
+        found = waits(partial(both, attend))
+        return found | {"note": "; ".join(found["warnings"]) or f"returned first: {found['returned first']}"}
+
+    if setting.mask == "causal":  # torch has no attention with the other masks that does no more than they need
+        yield "torch", of_torch
+    for name, strategy in {"ring": Ring(), "ulysses": Ulysses()}.items():
+        looks = {"times": clocked, "launches": launched, "memory": partial(remembered, strategy=strategy)}
+        for what, look in (looks | {"waits": waited}).items():
+            yield f"{name} {what}", partial(ours, strategy, look)
+
+
+# -- the command --
+
+
+def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[[], Iterator[Check]], Found]]:
+    """By name: the checks, and what all of their lines have."""
+    kernel = DEFAULT if options.stand_ins else None
+    if options.time:
+        return {setting.name: (partial(times, setting, kernel), {}) for setting in settings()}
+    return {
+        problem.name: (partial(exact, problem, kernel), {"dtype": str(problem.dtype)[6:]}) for problem in problems()
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--time", action="store_true", help="times of one rank, beside torch's attention")
+    made.add_argument("--out", type=Path, help="where the record goes")
+    made.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
+    made.add_argument("--total", type=float, default=1e9, help="seconds, imports included, after which nothing begins")
+    made.add_argument("--stand-ins", action="store_true", help="on a CPU: the kernels of tests/cuda_ops.py")
+    made.add_argument("--dry-run", action="store_true", help="print the cases")
+    return made
+
+
+def main() -> int:
+    options = parser().parse_args()
+    chosen = {name: case for name, case in cases(options).items() if name.startswith(tuple(options.only))}
+    if options.dry_run:
+        for name in chosen:
+            print(json.dumps({"case": name}))
+        return 0
+    if options.stand_ins and CUDA:
+        print("--stand-ins is for a machine without a GPU: leave it out")
+        return 2
+    record, lost = Record(options.out), False
+    record.write(hardware())
+    with cuda_ops_on_cpu() if options.stand_ins else contextlib.nullcontext():
+        for name, (checks, common) in chosen.items():
+            if lost or time.monotonic() - BEGUN > options.total:
+                record.left += 1
+                continue
+            for line in results_of(name, checks(), **common):
+                record.write(line)
+                lost = "error" in line and device_is_lost()
+                if lost or time.monotonic() - BEGUN > options.total:
+                    break
+    return record.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
