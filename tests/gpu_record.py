@@ -44,10 +44,18 @@ def judged(errors: Iterable[float], most: float) -> Found:
     return {"ok": all(x <= most for x in rounded), "errors": rounded}
 
 
-def results_of(case: str, checks: Iterable[Check], **common: Any) -> Iterator[Found]:
-    """One line for each check, with ``common`` entries in it. An exception costs one line."""
-    for cover, check in checks:
+def results_of(case: str, checks: Iterator[Check], **common: Any) -> Iterator[Found]:
+    """One line for each check, with ``common`` entries in it. An exception costs one line.
+
+    If it is in the iterator and not in a check, it is the last line.
+    """
+    while True:
+        cover = "before the first cover or between two"
         try:
+            entry = next(checks, None)
+            if entry is None:
+                return
+            cover, check = entry
             found = check()
         except Exception as error:
             found = {"ok": False, "error": f"{type(error).__name__}: {error}"[:400]}
@@ -107,7 +115,8 @@ def _short(line: Found) -> str:
         return json.dumps(line)
     worst = f"{max(line['errors']):.1e}" if line.get("errors") else ""
     said = line.get("error") or line.get("said", "")[-200:] or line.get("note") or line.get("code", "")
-    words = ("ok " if line["ok"] else "BAD", line["case"], line.get("cover", ""), worst, str(said))
+    rank = f"rank {line['rank']}" if "rank" in line else ""
+    words = ("ok " if line["ok"] else "BAD", line["case"], line.get("cover", ""), rank, worst, str(said))
     return " ".join(word.replace("\n", " ") for word in words if word)
 
 
