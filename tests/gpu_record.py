@@ -38,10 +38,11 @@ def bar(dtype: torch.dtype) -> float:
     return (25 if dtype == torch.float32 else 1.5) * torch.finfo(dtype).eps
 
 
-def judged(errors: Iterable[float], most: float) -> Found:
-    """``errors`` of the output and the gradients. inf and nan are bad."""
-    rounded = [float(f"{x:.1e}") for x in errors]
-    return {"ok": all(x <= most for x in rounded), "errors": rounded}
+def judged(errors: Iterable[float], dtype: torch.dtype, most: float | None = None) -> Found:
+    """``errors`` of the output and the gradients, each at most ``most``, by default :func:`bar`. nan is bad."""
+    errors, most = list(errors), bar(dtype) if most is None else most
+    found = {"dtype": str(dtype)[6:], "errors": [float(f"{x:.1e}") for x in errors]}
+    return {"ok": all(x <= most for x in errors), **found}
 
 
 def results_of(case: str, checks: Iterator[Check], **common: Any) -> Iterator[Found]:
@@ -84,7 +85,7 @@ class Record:
         self._bad: list[str] = []
         self._worst: dict[str, float] = {}
         self.left = 0
-        """Cases or covers for which there was no time."""
+        """Cases that did not begin or did not come to their end."""
 
     def write(self, line: Found) -> None:
         if self._file is not None:
@@ -99,7 +100,9 @@ class Record:
 
     def close(self) -> int:
         """Print the summary. Returns the exit status: 1 if a line is bad."""
-        print(f"\n{self._counts[True]} ok, {self._counts[False]} bad, {self.left} not run", flush=True)
+        print(
+            f"\n{self._counts[True]} ok, {self._counts[False]} bad, {self.left} cases not run to their end", flush=True
+        )
         for dtype, worst in self._worst.items():
             print(f"worst error, {dtype}: {worst:.1e}", flush=True)
         # The screen of a machine that is lent ends after 12,000 characters.
@@ -114,10 +117,10 @@ def _short(line: Found) -> str:
     if "ok" not in line:
         return json.dumps(line)
     worst = f"{max(line['errors']):.1e}" if line.get("errors") else ""
-    said = line.get("error") or line.get("said", "")[-200:] or line.get("note") or line.get("code", "")
+    said = line.get("error") or line.get("note") or f"{line.get('code', '')} {line.get('said', '')[-200:]}".strip()
     rank = f"rank {line['rank']}" if "rank" in line else ""
-    words = ("ok " if line["ok"] else "BAD", line["case"], line.get("cover", ""), rank, worst, str(said))
-    return " ".join(word.replace("\n", " ") for word in words if word)
+    words = (line["case"], line.get("cover", ""), rank, worst, " ".join(said.split()))
+    return " ".join(("ok " if line["ok"] else "BAD", *filter(None, words)))
 
 
 def hardware() -> Found:

@@ -60,7 +60,6 @@ from tests.gpu_record import (
     Found,
     Record,
     SideStream,
-    bar,
     device_is_lost,
     hardware,
     judged,
@@ -293,7 +292,7 @@ def exact(
     def compare(way: Way) -> Found:
         inputs, grad, expected = whole()
         found = results_of_ranks(problem, way, [*inputs, grad], kernel, transport())
-        return judged([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], bar(problem.dtype))
+        return judged([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], problem.dtype)
 
     for name, way in problem.ways.items():
         yield name, partial(compare, way)
@@ -436,14 +435,11 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
 # -- the command --
 
 
-def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[[], Iterator[Check]], Found]]:
-    """By name: the checks, and what all of their lines have."""
-    kernel = DEFAULT if options.stand_ins else None
-    if options.time:
-        return {setting.name: (partial(times, setting, kernel), {}) for setting in settings()}
-    return {
-        problem.name: (partial(exact, problem, kernel), {"dtype": str(problem.dtype)[6:]}) for problem in problems()
-    }
+def cases(*, timed: bool, kernel: Kernel | None) -> dict[str, Callable[[], Iterator[Check]]]:
+    """The checks of each case, by its name."""
+    if timed:
+        return {setting.name: partial(times, setting, kernel) for setting in settings()}
+    return {problem.name: partial(exact, problem, kernel) for problem in problems()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -459,26 +455,28 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
-    chosen = {name: case for name, case in cases(options).items() if name.startswith(tuple(options.only))}
+    if options.stand_ins and CUDA:
+        print("--stand-ins is for a machine without a GPU: leave it out")
+        return 2
+    every = cases(timed=options.time, kernel=DEFAULT if options.stand_ins else None)
+    chosen = {name: checks for name, checks in every.items() if name.startswith(tuple(options.only))}
     if options.dry_run:
         for name in chosen:
             print(json.dumps({"case": name}))
         return 0
-    if options.stand_ins and CUDA:
-        print("--stand-ins is for a machine without a GPU: leave it out")
-        return 2
     record, lost = Record(options.out), False
     record.write(hardware())
     with cuda_ops_on_cpu() if options.stand_ins else contextlib.nullcontext():
-        for name, (checks, common) in chosen.items():
-            if lost or time.monotonic() - BEGUN > options.total:
-                record.left += 1
-                continue
-            for line in results_of(name, checks(), **common):
+        for name, checks in chosen.items():
+            lines = results_of(name, checks())
+            while not lost and time.monotonic() - BEGUN < options.total:
+                line = next(lines, None)
+                if line is None:
+                    break
                 record.write(line)
                 lost = "error" in line and device_is_lost()
-                if lost or time.monotonic() - BEGUN > options.total:
-                    break
+            else:
+                record.left += 1
     return record.close()
 
 

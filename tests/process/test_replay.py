@@ -1,0 +1,258 @@
+"""tests/replay.py on a machine without a GPU: exact, loud about a wrong message, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import gpu_record, replay
+from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
+from tests.gpu_record import Record, bar, judged, launches, results_of, waits
+from tests.replay import MOVING_KEYS, WAYS, Problem, Recorded, Setting, exact, times
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/replay.py itself")
+SMALL = Problem("causal", torch.float64, 4, 8, (4, 2), 8)
+
+
+def lines_of(problem: Problem, **options: Any) -> dict[str, dict[str, Any]]:
+    return {line["cover"]: line for line in results_of(problem.name, exact(problem, **options))}
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "full"])
+def test_all_ranks_are_one_device(mask: str):
+    lines = lines_of(SMALL._replace(mask=mask))
+    assert [*lines] == [*WAYS]
+    assert all(line["ok"] and max(line["errors"]) < 1e-12 for line in lines.values()), lines
+
+
+def test_all_ranks_are_one_device_on_stand_ins():
+    with cuda_ops_on_cpu() as seen:
+        lines = lines_of(SMALL._replace(mask="documents", ranks=8, ways=MOVING_KEYS), kernel=DEFAULT)
+    assert all(line["ok"] for line in lines.values()), lines
+    assert seen.calls["_flash_attention_backward"]
+
+
+def test_every_pass_is_needed():
+    """And that a message of an earlier pass is noticed: with one pass less, the last messages are those."""
+    fewer = {name: way._replace(passes=way.passes - 1) for name, way in WAYS.items()}
+    lines = lines_of(SMALL._replace(ways=fewer))
+    assert not any(line["ok"] for line in lines.values()), lines
+
+
+class OneIsLost(Recorded):
+    """The last message of rank 0 in the last pass never comes."""
+
+    def world(self, rank: int, ranks: int):
+        self.rank = rank
+        return super().world(rank, ranks)
+
+    def filled(self, channel, tensor) -> None:
+        super().filled(channel, tensor)
+        if self.rank == 0 and self._received[channel] == len(self._before.get(channel, ())):
+            tensor.zero_()
+
+
+def test_a_message_that_is_lost_is_bad():
+    lines = lines_of(SMALL, transport=OneIsLost)
+    assert [*lines] == [*WAYS]
+    assert not any(line["ok"] for line in lines.values()), lines
+
+
+def test_the_cases(monkeypatch, capsys):
+    """On a GPU too: every strategy, every mask, 4 and 8 ranks; and each size is a multiple of what its layout cuts."""
+    for cuda in (False, True):
+        monkeypatch.setattr(replay, "CUDA", cuda)
+        every = [*replay.problems()]
+        assert {problem.mask for problem in every} == {"causal", "window", "documents", "full"}
+        assert {problem.ranks for problem in every} == {4, 8}
+        assert {name for problem in every for name in problem.ways} == set(WAYS)
+        assert len({problem.name for problem in every}) == len(every)
+        assert len({setting.name for setting in replay.settings()}) == len([*replay.settings()])
+    assert {problem.dtype for problem in every} == {torch.bfloat16, torch.float16, torch.float32}
+    monkeypatch.setattr(replay, "CUDA", False)
+    assert run(monkeypatch, "--dry-run", "--only", "full float64 P=8") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def run(monkeypatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", [replay.__file__, *args])
+    monkeypatch.setattr(replay, "BEGUN", replay.time.monotonic())
+    return replay.main()
+
+
+def test_the_record(tmp_path, monkeypatch, capsys):
+    """Each line is in the file before the next one is made. An exception costs one line, and the exit status is 1."""
+    out, lengths = tmp_path / "record.jsonl", []
+    real = replay.results_of_ranks
+
+    def fails_once(problem, way, *rest):
+        lengths.append(len(out.read_text().splitlines()))
+        if way is WAYS["all-gather"]:
+            raise RuntimeError("out of memory")
+        return real(problem, way, *rest)
+
+    monkeypatch.setattr(replay, "results_of_ranks", fails_once)
+    assert run(monkeypatch, "--out", str(out), "--only", "causal float64 P=4 rows=16 4:2") == 1
+    assert lengths == [1, 2, 3, 4, 5]
+    first, *lines = map(json.loads, out.read_text().splitlines())
+    assert str(Path(replay.__file__).parent) in first["tests"]
+    assert {line["cover"]: line["ok"] for line in lines} == {name: name != "all-gather" for name in WAYS}
+    said = capsys.readouterr().out.splitlines()
+    assert "4 ok, 1 bad, 0 cases not run to their end" in said
+    assert "worst error, float64" in said[-2]
+    assert said[-1].startswith("BAD causal float64 P=4")
+    assert said[-1].endswith("all-gather RuntimeError: out of memory")
+
+
+def test_what_there_is_no_time_for(monkeypatch, capsys):
+    assert run(monkeypatch, "--total", "0", "--only", "causal float64 P=4") == 0
+    assert "0 ok, 0 bad, 2 cases not run to their end" in capsys.readouterr().out
+
+
+def test_an_exception_between_covers_costs_the_rest_of_a_case():
+    def checks() -> Iterator[gpu_record.Check]:
+        yield "first", dict
+        raise RuntimeError("no kernel")
+
+    first, last = results_of("case", checks())
+    assert first["ok"]
+    assert not last["ok"]
+    assert last["error"] == "RuntimeError: no kernel"
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_times(mask: str):
+    setting = Setting(mask, 4, 1, 64, (8, 2), 8)
+    lines = {line["cover"]: line for line in results_of(setting.name, times(setting))}
+    assert all(line["ok"] for line in lines.values()), lines
+    looks = ("times", "launches", "memory", "waits")
+    ours = [f"{name} {look}" for name in ("ring", "ulysses") for look in looks]
+    assert [*lines] == (["torch"] if mask == "causal" else []) + ours
+    assert ("share of ideal f+b" in lines["ring times"]) == (mask == "causal")
+    for name in ("ring", "ulysses"):
+        memory = lines[f"{name} memory"]
+        assert memory["peak Q"] == pytest.approx(memory["formula Q"], abs=0.01)  # indices are not in the formula
+        assert sum(memory["parts Q"].values()) == pytest.approx(memory["formula Q"], abs=0.01)
+
+
+def test_the_share_of_ideal(monkeypatch):
+    """P x torch / ours: torch has the rows of one rank, forward 1 ms and both 3; ours takes 5 and 8."""
+    clocks = iter([1.0, 3.0, 5.0, 8.0])
+    monkeypatch.setattr(replay, "timed", lambda *_: {"ms": next(clocks), "host ms": 0.5})
+    lines = results_of("", times(Setting("causal", 4, 1, 64, (8, 2), 8)))
+    next(lines)
+    ours = next(lines)
+    assert (ours["share of ideal f"], ours["share of ideal f+b"]) == (0.8, 1.5)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_no_number_is_bad(wrong: float):
+    assert judged([1e-13], torch.float64)["ok"]
+    assert not judged([1e-13, wrong], torch.float64)["ok"]
+    assert bar(torch.float64) < 1e-11
+
+
+def test_bad_lines_are_repeated_in_the_summary(tmp_path, capsys):
+    record = Record(tmp_path / "record.jsonl")
+    for cover, errors in {"one": [1e-3, 2e-3], "two": [1.0, 1e-3]}.items():
+        record.write({"case": "case", "cover": cover, **judged(errors, torch.bfloat16)})
+    assert record.close() == 1
+    summary = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert summary == [
+        "1 ok, 1 bad, 0 cases not run to their end",
+        "worst error, bfloat16: 1.0e+00",
+        "BAD case two 1.0e+00",
+    ]
+
+
+# -- what runs on CUDA alone, on stand-ins of torch.cuda --
+
+
+class Cuda:
+    """Functions of torch.cuda. ``ended``: the kernel that spins has ended when the call returns."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ended, self.modes = False, []
+        for name in ("synchronize", "_sleep"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.modes.append)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=list, query=lambda: self.ended))
+
+
+def test_waits_of_the_host(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    assert waits(list)["ok"]
+    found = waits(lambda: gpu_record.warnings.warn("called a synchronizing CUDA operation", stacklevel=1))
+    assert not found["ok"]
+    assert "synchronizing" in found["warnings"][0]
+    cuda.ended = True
+    assert not waits(list)["ok"]
+    with pytest.raises(KeyError):
+        waits(lambda: {}[0])
+    assert cuda.modes == ["warn", "default"] * 4
+
+
+def test_launches_are_events_of_the_device(monkeypatch):
+    Cuda(monkeypatch)
+    names = {
+        "cudnn_generated_sm90_flash_fprop": "CUDA",
+        "void flash_fwd_kernel": "CUDA",
+        "Memcpy DtoD": "CUDA",
+        "cudaLaunchKernel": "CPU",
+    }
+    events = [
+        SimpleNamespace(
+            name=name,
+            device_type=getattr(torch.autograd.DeviceType, device),
+            time_range=SimpleNamespace(elapsed_us=lambda: 1500.0),
+        )
+        for name, device in names.items()
+        for _ in range(2)
+    ]
+
+    class Profile:
+        def __init__(self, activities) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+        def events(self):
+            return events
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    assert launches(list) == {"cudnn": (2, 3.0), "flash": (2, 3.0), "memcpy": (2, 3.0)}
+
+
+def test_messages_move_beside_the_current_stream(monkeypatch):
+    """What is read aside was started before; what reads it afterwards waits, and not the host."""
+    did = []
+
+    class Stream:
+        def __init__(self, name="side") -> None:
+            self.name = name
+
+        def wait_stream(self, other) -> None:
+            did.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: gpu_record.contextlib.nullcontext(did.append("on it")))
+    side = gpu_record.SideStream()
+    with side.aside():
+        did.append("copy")
+    side.join()
+    assert did == ["side waits for current", "on it", "copy", "current waits for side"]
