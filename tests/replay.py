@@ -15,7 +15,8 @@ and no transfers and no agreement of ranks. A line answers one question:
 
 torch      ms of torch's attention on the rows of one rank, forward and with its backward
 times      ms of the device and of the host until the call returns; the share of ideal, P x torch / ours
-launches   kernels and copies of one forward and backward, and their ms on the device, by class; "memcpy" has messages
+launches   kernels and copies of one forward and backward, and their ms on the device, by class; "memcpy" has the
+           "messages" that are received
 memory     the peak over the inputs beside what explain predicts, in Q, the bytes of this rank's queries
 waits      whether the host waits for the device: see tests/gpu_record.py
 
@@ -182,12 +183,14 @@ class RandomNumbers(Transport):
     def __init__(self) -> None:
         super().__init__()
         self._pools: dict[torch.dtype, torch.Tensor] = {}
+        self.received = 0
 
     def filled(self, channel: Channel, tensor: torch.Tensor) -> None:
         pool = self._pools.get(tensor.dtype)
         if pool is None or pool.numel() < tensor.numel():
             pool = self._pools[tensor.dtype] = torch.randn(tensor.numel(), device=tensor.device).to(tensor.dtype)
         tensor.copy_(pool[: tensor.numel()].view(tensor.shape))
+        self.received += 1
 
 
 # -- exact --
@@ -301,8 +304,13 @@ def exact(
 # -- times --
 
 
+MERGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {"": contextlib.nullcontext}
+"""By name: contexts in which tiles are merged in different ways. The first setting is timed in each of them."""
+
+
 class Setting(NamedTuple):
-    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for ours."""
+    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for ours. ``merge``: a
+    name in MERGES."""
 
     mask: str
     ranks: int
@@ -311,34 +319,43 @@ class Setting(NamedTuple):
     heads: tuple[int, int]
     dim: int = 128
     flash: bool = False
+    merge: str = ""
 
     @property
     def name(self) -> str:
-        heads, kernels = f"{self.heads[0]}:{self.heads[1]}", " flash" if self.flash else ""
-        return f"time {self.mask} P={self.ranks} rank={self.rank} rows={self.rows} {heads}{kernels}"
+        heads, kernels = f"{self.heads[0]}:{self.heads[1]}", " flash" * self.flash
+        merge = f" {self.merge}" if self.merge else ""
+        return f"time {self.mask} P={self.ranks} rank={self.rank} rows={self.rows} {heads}{kernels}{merge}"
 
     @property
     def length(self) -> int:
         return self.ranks * self.rows
 
     def of_package(self) -> Mask:
-        window, documents = min(4096, self.length // 4), Documents((self.length // 64,) * 64)
+        window, size = min(4096, self.length // 4), self.length // 50
+        # A last document of what is left: so some of them lie on two ranks.
+        documents = Documents((size,) * (self.length // size) + (self.length % size,) * (self.length % size > 0))
         masks = {"causal": Causal(), "window": SlidingWindow(window - 1, 0), "documents": documents & Causal()}
         return masks[self.mask]
 
-    def kernels(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Torch and the package choose among these kernels, and merge so."""
         without = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return sdpa_kernel(without) if self.flash else contextlib.nullcontext()
+        with MERGES[self.merge](), sdpa_kernel(without) if self.flash else contextlib.nullcontext():
+            yield
 
 
 def settings() -> Iterator[Setting]:
     """In the order in which they say most: the first is the published shape of ring-flash-attention's zigzag."""
     grouped, alike = (32, 8), (32, 32)
     if not CUDA:
-        yield from (Setting("causal", 4, 1, 64, grouped, 8), Setting("window", 4, 1, 64, grouped, 8))
+        yield from (Setting("causal", 4, 1, 64, grouped, 8, merge=merge) for merge in MERGES)
+        yield Setting("window", 4, 1, 64, grouped, 8)
         return
-    for flash in (False, True):
-        yield Setting("causal", 8, 3, 8192, grouped, flash=flash)
+    for merge in MERGES:
+        yield Setting("causal", 8, 3, 8192, grouped, merge=merge)
+    yield Setting("causal", 8, 3, 8192, grouped, flash=True)
     for rows, heads in ((4096, grouped), (1024, grouped), (8192, alike), (4096, alike), (1024, alike)):
         yield Setting("causal", 8, 3, rows, heads)
     yield Setting("window", 8, 3, 8192, grouped)
@@ -395,9 +412,11 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         return found | {"note": note}
 
     def launched(attend: Callable[[], torch.Tensor]) -> Found:
+        before = messages.received
         found = launches(partial(both, attend))
         counts = ", ".join(f"{kind} {count} ({ms:.2f} ms)" for kind, (count, ms) in found.items())
-        return {"launches": found, "note": f"{sum(count for count, _ in found.values())}: {counts}"}
+        note = f"{sum(count for count, _ in found.values())}: {counts}"
+        return {"launches": found, "messages": messages.received - before, "note": note}
 
     def remembered(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
         plan = explain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -137,10 +138,31 @@ def test_times(mask: str):
     ours = [f"{name} {look}" for name in ("ring", "ulysses") for look in looks]
     assert [*lines] == (["torch"] if mask == "causal" else []) + ours
     assert ("share of ideal f+b" in lines["ring times"]) == (mask == "causal")
+    # From each of 3 ranks: keys and gradients of keys, some by groups of heads; of Ulysses one at each of 4 exchanges.
+    assert lines["ring launches"]["messages"] >= (6 if mask == "causal" else 1)
+    assert lines["ulysses launches"]["messages"] == 12
     for name in ("ring", "ulysses"):
         memory = lines[f"{name} memory"]
         assert memory["peak Q"] == pytest.approx(memory["formula Q"], abs=0.01)  # indices are not in the formula
         assert sum(memory["parts Q"].values()) == pytest.approx(memory["formula Q"], abs=0.01)
+
+
+def test_merges_are_timed_side_by_side(monkeypatch):
+    """The hook for a second merge: the first setting runs in its context too, torch's attention and ours."""
+    entered = []
+
+    @contextlib.contextmanager
+    def another():
+        entered.append(True)
+        yield
+
+    monkeypatch.setitem(replay.MERGES, "another merge", another)
+    first, second, *_ = replay.settings()
+    assert second == first._replace(merge="another merge")
+    assert second.name == f"{first.name} another merge"
+    lines = [*results_of("", times(Setting("causal", 4, 1, 16, (2, 2), 8, merge="another merge")))]
+    assert all(line["ok"] for line in lines), lines
+    assert len(entered) == len(lines)
 
 
 def test_the_share_of_ideal(monkeypatch):
