@@ -1,4 +1,4 @@
-"""What needs a GPU: python tests/gpu.py, on a machine with one or several. It writes down what came out.
+"""The checks that need a GPU: python tests/gpu.py, on a machine with one or several. It writes a record.
 
     python tests/gpu.py [--out gpu_record.jsonl] [--only kernels bench ...] [--seconds 600] [--total 570]
     python tests/gpu.py --total 570 --resume gpu_record.jsonl     cases that have ended in this record are left out
@@ -9,7 +9,7 @@ kernel share a process. After each cover or setting a line of JSON is written to
 screen; then a line for the case. An exception costs one cover. A summary comes last. The stages:
 
 kernels   the real ops: each kernel, dtype and head dim, with all covers, explicit masks, packs and merges, against
-          float64 on the CPU and beside torch's own attention in the same dtype
+          float64 on the CPU, with the error of torch's own attention in the same dtype as the limit
 nccl      one rank that sends to itself in a batch
 ranks     two ranks on one GPU: messages are copied to the host and sent by gloo. Autograd has its own threads there
 job       the main job of the README, with --cp 2 on one GPU by such messages
@@ -81,17 +81,17 @@ from tests.gpu_record import (
     Found,
     Record,
     SideStream,
-    bar,
     device_is_lost,
     hardware,
-    judged,
-    results_of,
+    judge,
+    run_checks,
     timed,
+    tolerance,
 )
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 
 LOW = (torch.float16, torch.bfloat16)
-# Against torch's attention on one device in the same dtype: a merge rounds once more. Half a rounding beside it.
+# Against torch's attention on one device in the same dtype: a merge rounds once more. Half a rounding is added.
 RATIO, FLOOR = 1.5, 0.25
 STAND_INS = "--stand-ins" in sys.argv
 DEVICE = "cpu" if STAND_INS else "cuda"
@@ -119,28 +119,31 @@ def kernel_line(name: str, given: list[torch.Tensor]) -> Kernel:
 
 
 class Tile(NamedTuple):
-    """What a kernel is given, what it should return, and the errors of torch's own attention. None: it has raised."""
+    """Inputs of a kernel, expected results, and the errors of torch's own attention. None: torch has raised."""
 
     tensors: tuple[torch.Tensor, ...]
     expected: list[torch.Tensor]
-    alone: list[float] | None
+    baseline: list[float] | None
 
 
-def compared(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], alone: list[float] | None) -> Found:
+def compare_tile(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], baseline: list[float] | None
+) -> Found:
     """Our errors and torch's. Ours are bad if torch's do not explain them.
 
-    In float32 :func:`bar` is always allowed. It is the limit in any dtype where torch's error is unknown, inf or nan.
+    In float32 :func:`tolerance` is always allowed. In each dtype it is the limit if torch's error is unknown, inf or
+    nan.
     """
     dtype, errors = found[0].dtype, [error(x.cpu(), wanted) for x, wanted in zip(found, expected, strict=True)]
 
-    def limit(one: float) -> float:
-        if not math.isfinite(one):
-            return bar(dtype)
-        explained = RATIO * one + FLOOR * torch.finfo(dtype).eps
-        return max(explained, bar(dtype)) if dtype == torch.float32 else explained
+    def limit(torchs: float) -> float:
+        if not math.isfinite(torchs):
+            return tolerance(dtype)
+        explained = RATIO * torchs + FLOOR * torch.finfo(dtype).eps
+        return max(explained, tolerance(dtype)) if dtype == torch.float32 else explained
 
-    ok = all(mine <= limit(one) for mine, one in zip(errors, alone or [math.inf] * len(errors), strict=True))
-    return judged(errors, dtype, math.inf) | {"ok": ok, "torch": alone and [float(f"{x:.1e}") for x in alone]}
+    ok = all(ours <= limit(torchs) for ours, torchs in zip(errors, baseline or [math.inf] * len(errors), strict=True))
+    return judge(errors, dtype, math.inf) | {"ok": ok, "torch": baseline and [float(f"{x:.1e}") for x in baseline]}
 
 
 class Cover(NamedTuple):
@@ -196,18 +199,18 @@ def covered(name: str, cover: Cover, dtype: torch.dtype, dim: int, kv_heads: int
     expected = expected_attention(inputs, cotangent, mask, bias=None if bias is None else bias.double())
     given, grad = [x.to(DEVICE) for x in inputs], cotangent.to(DEVICE)
     hidden = torch.zeros(length, keys, dtype=dtype).masked_fill(~mask, float("-inf")) if bias is None else bias
-    bias, baseline = None if bias is None else bias.to(DEVICE), {}
+    bias, failure = None if bias is None else bias.to(DEVICE), {}
     try:
-        alone = attend_and_differentiate(partial(torchs_attention, hidden.to(DEVICE)), given, grad)
-        errors = [error(x.cpu(), wanted) for x, wanted in zip(alone, expected, strict=True)]
+        baseline = attend_and_differentiate(partial(torchs_attention, hidden.to(DEVICE)), given, grad)
+        errors = [error(x.cpu(), wanted) for x, wanted in zip(baseline, expected, strict=True)]
     except Exception as failed:
-        errors, baseline = None, {"torch's error": f"{type(failed).__name__}: {failed}"[:200]}
+        errors, failure = None, {"torch's error": f"{type(failed).__name__}: {failed}"[:200]}
     tiles[cover.name] = Tile((grad, *given), expected, errors)
     line = kernel_line(name, given)
     options: dict[str, Any] = {"causal": cover.causal, "bias": bias, "scale": dim**-0.5}
     options |= {"window": cover.window} if line.windows else {}
     out, lse = line.forward(*given, **options)
-    return compared([out, *line.backward(grad, *given, out, lse, **options)], expected, errors) | baseline
+    return compare_tile([out, *line.backward(grad, *given, out, lse, **options)], expected, errors) | failure
 
 
 def torchs_attention(hidden: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -227,14 +230,16 @@ def packed(name: str, scale: float, causal: bool, covers: list[str], tiles: dict
     out, lse = line.forward(*given, **options)
     found = [out, *line.backward(grad, *given, out, lse, **options)]
     by_tile = zip(*(x.split(lengths[index > 1], 2) for index, x in enumerate(found)), strict=True)
-    judgements = [compared(list(mine), tile.expected, tile.alone) for mine, tile in zip(by_tile, parts, strict=True)]
+    judgements = [
+        compare_tile(list(found), tile.expected, tile.baseline) for found, tile in zip(by_tile, parts, strict=True)
+    ]
     errors = [error for judgement in judgements for error in judgement["errors"]]
     return judgements[0] | {"ok": all(judgement["ok"] for judgement in judgements), "errors": errors, "torch": None}
 
 
 def merged(name: str, scale: float, tiles: dict[str, Tile]) -> Found:
     """The first tile in three parts of its keys, merged and summed."""
-    (grad, q, k, v), expected, alone = tiles[COVERS[0].name]
+    (grad, q, k, v), expected, baseline = tiles[COVERS[0].name]
     line, options = kernel_line(name, [q, k, v]), {"causal": False, "bias": None, "scale": scale}
     heads, rows = (0, q.shape[1]), (0, q.shape[2])
     softmax = OnlineSoftmax(q.shape, q.dtype, q.device)
@@ -248,7 +253,7 @@ def merged(name: str, scale: float, tiles: dict[str, Tile]) -> Found:
         sums[0].add(heads, rows, dq)
         sums[1].add((0, k.shape[1]), (part.start, part.stop), dk)
         sums[2].add((0, k.shape[1]), (part.start, part.stop), dv)
-    return compared([x.to(q.dtype) for x in (out, *(total.result() for total in sums))], expected, alone)
+    return compare_tile([x.to(q.dtype) for x in (out, *(total.result() for total in sums))], expected, baseline)
 
 
 # -- ranks --
@@ -277,7 +282,7 @@ class Staged:
     def __init__(self, ops: list[dist.P2POp]) -> None:
         self.side, self.received, self.works = SideStream(), [], []
         hosts = [torch.empty(op.tensor.shape, dtype=op.tensor.dtype, pin_memory=not STAND_INS) for op in ops]
-        with self.side.aside():
+        with self.side.context():
             for op, host in zip(ops, hosts, strict=True):
                 if op.op is dist.isend:
                     host.copy_(op.tensor, non_blocking=True)
@@ -294,7 +299,7 @@ class Staged:
     def wait(self, *_: Any) -> bool:
         for work in self.works:
             work.wait()
-        with self.side.aside():
+        with self.side.context():
             for tensor, host in self.received:
                 tensor.copy_(host, non_blocking=True)
         self.side.join()
@@ -324,7 +329,7 @@ def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.
 def errors_of(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], cut: SequenceLayout, rank: int
 ) -> list[float]:
-    """Of a rank's parts, on the scale of the whole ones. Gradients that vanish are on the scale of the output."""
+    """Errors of a rank's shards, on the scale of the full results. Vanishing gradients: on the scale of the output."""
     pairs = [(x.cpu(), cut.shard(y, 2, rank), y) for x, y in zip(found, expected, strict=True)]
     return [error(x, part, whole=y if y.norm() > 1e-6 else expected[0]) for x, part, y in pairs]
 
@@ -349,7 +354,7 @@ def two_ranks(strategy: str, dtype: torch.dtype) -> Iterator[Check]:
             attend = partial(context_attention, group=dist.group.WORLD, mask=mask, **options)
             parts = [there(cut.shard(x, 2, rank)) for x in (*inputs, cotangent)]
             found = attend_and_differentiate(attend, parts[:3], parts[3])
-            return judged(errors_of([back(x) for x in found], expected, cut, rank), dtype)
+            return judge(errors_of([back(x) for x in found], expected, cut, rank), dtype)
 
         causal, sizes = torch.ones(137, 137, dtype=torch.bool).tril(), (50, 3, 70, 14)
         ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
@@ -386,7 +391,7 @@ def compiled(mode: str) -> Iterator[Check]:
         expected = expected_attention(inputs, cotangent, torch.ones(256, 256).tril().bool())
         given, grad = [x.to(DEVICE) for x in inputs], cotangent.to(DEVICE)
         found = [attend_and_differentiate(attend, given, grad) for _ in range(3)][-1]
-        return judged([error(x.cpu(), y) for x, y in zip(found, expected, strict=True)], torch.bfloat16)
+        return judge([error(x.cpu(), y) for x, y in zip(found, expected, strict=True)], torch.bfloat16)
 
     with group("nccl") as (_, ranks):
         yield mode, partial(compare, init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("cp",)))
@@ -428,8 +433,8 @@ def compiled_flex() -> Iterator[Check]:
         expected = expected_attention(inputs, cotangent, distances >= 0, bias=-distances / 64.0)
         parts = [cut.shard(x, 2, rank).to(DEVICE) for x in (*inputs, cotangent)]
         found = attend_and_differentiate(attend, parts[:3], parts[3])
-        judgement = judged(errors_of(found, expected, cut, rank), dtype)
-        # With the other rank's keys: half of rank 0's rows, and on rank 1 half of the keys.
+        judgement = judge(errors_of(found, expected, cut, rank), dtype)
+        # With received keys: half of the rows on rank 0, half of the keys on rank 1.
         ok = judgement["ok"] and tiles["slices"] > 0
         return judgement | tiles | {"ok": ok, "note": f"tiles: {tiles['compiled']}, {tiles['slices']} of slices"}
 
@@ -478,7 +483,7 @@ def rows() -> Iterator[Check]:
         parts = [cut.shard(x, 2, rank).to(DEVICE) for x in (*inputs, cotangent)]
         options = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
         attend = partial(context_attention, group=dist.group.WORLD, **options)
-        return judged(errors_of(attend_and_differentiate(attend, parts[:3], parts[3]), expected, cut, rank), dtype)
+        return judge(errors_of(attend_and_differentiate(attend, parts[:3], parts[3]), expected, cut, rank), dtype)
 
     with group("cpu:gloo,cuda:nccl") as (rank, ranks):
         for index, (strategy, mask, layout) in enumerate((s, m, x) for s in STRATEGIES for m in MASKS for x in LAYOUTS):
@@ -519,7 +524,7 @@ def kernel_times(name: str, dim: int, kv_heads: int) -> Iterator[Check]:
 
 
 def plan(gpus: int) -> dict[str, Case]:
-    """The cases in the order in which they say most, by stage. ``gpus``: how many there are."""
+    """The cases by stage, the most telling first. ``gpus``: how many there are."""
     cases: dict[str, Case] = {}
     for name, one in KERNELS.items():
         shapes = [(dtype, dim, kv_heads) for dtype in one.dtypes for dim in (64, 128, 256) for kv_heads in (1, 8)]
@@ -579,14 +584,14 @@ HIDDEN = {
 
 
 def say(kind: str, line: Found) -> None:
-    """A line for the process that has started this one: at once, and whole beside those of other ranks."""
+    """Write a line for the parent process. Ranks share the pipe, so it is one write."""
     os.write(1, f"\n{kind} {json.dumps(line)}\n".encode())
 
 
 def perform(names: list[str], cases: dict[str, Case]) -> int:
-    """In the process of some cases, or of a rank of one. It says when a case begins, what was found, and that it ended.
+    """Run cases in this process, or one rank of a case. Returns the exit status.
 
-    Returns the exit status.
+    A line is written when a case begins, for each cover, and at the end of the case.
     """
     is_rank = "RANK" in os.environ
     failed = False
@@ -615,7 +620,7 @@ def run_case(name: str, case: Case) -> bool:
     """Run a case in this process. Returns whether all is well."""
     ok, rank = True, {"rank": int(os.environ["RANK"])} if case.ranks > 1 else {}
     with cuda_ops_on_cpu() if STAND_INS and case.stage != "ranks" else contextlib.nullcontext():
-        for line in results_of(name, case.run(), **rank):
+        for line in run_checks(name, case.run(), **rank):
             say("FOUND", line)
             ok &= line["ok"]
             if "error" in line and device_is_lost():
@@ -624,7 +629,7 @@ def run_case(name: str, case: Case) -> bool:
 
 
 def run_ranks(name: str, count: int) -> int:
-    """The largest exit status. After a rank that has failed the others have some seconds to say why."""
+    """The largest exit status. After a failure the remaining ranks have some seconds to print an error."""
     gpus = max(torch.cuda.device_count(), 1)
     named = [{"RANK": str(rank), "LOCAL_RANK": str(rank % gpus)} for rank in range(count)]
     command = [sys.executable, str(Path(__file__).resolve()), "--case", name, *(["--stand-ins"] if STAND_INS else [])]
@@ -634,7 +639,7 @@ def run_ranks(name: str, count: int) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):
         for rank in ranks:
             rank.wait(5)
-    return max(abs(1 if rank.poll() is None else rank.poll()) for rank in ranks)  # those left end with the case
+    return max(abs(1 if rank.poll() is None else rank.poll()) for rank in ranks)  # the parent ends the remaining ranks
 
 
 # Seconds that are left where a case may begin.
@@ -651,7 +656,7 @@ class Processes:
         self._cases, self._seconds, self._end = cases, seconds, end
 
     def lines(self, names: list[str]) -> Iterator[Found]:
-        """Lines of cases that share a process. After one that ends the process the others get a new one."""
+        """Lines of cases that share a process. If a case ends it, the remaining cases get a new process."""
         left = list(names)
         while left and self._end - time.monotonic() >= LEAST:
             yield from self._lines_of_process(left)
@@ -668,36 +673,36 @@ class Processes:
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             start_new_session=True,
         )  # fmt: skip
-        came: queue.Queue[str] = queue.Queue()
-        reader = threading.Thread(target=_read, args=(process, came), daemon=True)
+        lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
         reader.start()
-        name, begun, said = left[0], time.monotonic(), deque(maxlen=60)
+        name, begun, output = left[0], time.monotonic(), deque(maxlen=60)
         begins, running, late = False, True, False
         try:
-            while running or not came.empty():
+            while running or not lines.empty():
                 if running:
                     most = min(self._cases[name].seconds, self._seconds) if begins else self._seconds  # imports
                     late = time.monotonic() > min(begun + most, self._end)
                     running = not late and process.poll() is None
                     if not running:
                         end_group(process)
-                        reader.join(5)  # all that was written has come then
+                        reader.join(5)  # then the queue has all lines
                 try:
-                    line = came.get(timeout=0.2 if running else 0)
+                    line = lines.get(timeout=0.2 if running else 0)
                 except queue.Empty:
                     continue
                 kind, _, text = line.partition(" ")
                 if kind not in ("BEGUN", "FOUND", "ENDED"):
-                    said.extend(filter(str.strip, [line]))
+                    output.extend(filter(str.strip, [line]))
                     continue
                 found = json.loads(text)
                 if kind == "BEGUN":
                     name, begun, begins = found["case"], time.monotonic(), True
-                    said.clear()
+                    output.clear()
                     continue
                 if kind == "ENDED":
                     left.remove(name)
-                    found |= {} if found["ok"] else {"said": "".join(said)[-3000:]}
+                    found |= {} if found["ok"] else {"output": "".join(output)[-3000:]}
                 yield found
                 if kind == "ENDED" and self._end - time.monotonic() < LEAST:
                     return
@@ -707,13 +712,13 @@ class Processes:
             left.remove(name)
             seconds = round(time.monotonic() - begun, 1)
             code = f"ended after {seconds:.0f} s" if late else process.returncode
-            yield {"case": name, "ok": False, "seconds": seconds, "code": code, "said": "".join(said)[-3000:]}
+            yield {"case": name, "ok": False, "seconds": seconds, "code": code, "output": "".join(output)[-3000:]}
 
 
-def _read(process: subprocess.Popen[str], came: queue.Queue[str]) -> None:
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        came.put(line)
+        lines.put(line)
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
@@ -770,8 +775,8 @@ def main() -> int:
         ended = set(short)
         for line in processes.lines([name for name in names if name not in ended]):
             record.write(line)
-            ended |= {line["case"]} if "cover" not in line else set()
-        record.left += len(set(names) - ended)
+            ended.add(line["case"])
+        record.unfinished += len(set(names) - ended)
     return record.close()
 
 

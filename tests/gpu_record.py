@@ -26,8 +26,8 @@ Check = tuple[str, Callable[[], Found]]
 """The name of a cover or setting, and the function that looks at it. "ok" in its result is True by default."""
 
 
-def bar(dtype: torch.dtype) -> float:
-    """The largest error that rounding explains, relative to the norm of the whole result.
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest error that rounding explains, relative to the norm of the full result.
 
     float64: rounding gives 1e-15, a key too many 1e-2. 16 bits: one rounding to nearest is 0.21 eps in the mean of
     squares, and a gradient has about eight of them (probabilities, their gradients, tiles, sums): 0.6 eps. float32: on
@@ -38,14 +38,14 @@ def bar(dtype: torch.dtype) -> float:
     return (25 if dtype == torch.float32 else 1.5) * torch.finfo(dtype).eps
 
 
-def judged(errors: Iterable[float], dtype: torch.dtype, most: float | None = None) -> Found:
-    """``errors`` of the output and the gradients, each at most ``most``, by default :func:`bar`. nan is bad."""
-    errors, most = list(errors), bar(dtype) if most is None else most
+def judge(errors: Iterable[float], dtype: torch.dtype, most: float | None = None) -> Found:
+    """``errors`` of the output and the gradients, each at most ``most``, by default :func:`tolerance`. nan is bad."""
+    errors, most = list(errors), tolerance(dtype) if most is None else most
     found = {"dtype": str(dtype)[6:], "errors": [float(f"{x:.1e}") for x in errors]}
     return {"ok": all(x <= most for x in errors), **found}
 
 
-def results_of(case: str, checks: Iterator[Check], **common: Any) -> Iterator[Found]:
+def run_checks(case: str, checks: Iterator[Check], **common: Any) -> Iterator[Found]:
     """One line for each check, with ``common`` entries in it. An exception costs one line.
 
     If it is in the iterator and not in a check, it is the last line.
@@ -64,7 +64,7 @@ def results_of(case: str, checks: Iterator[Check], **common: Any) -> Iterator[Fo
 
 
 def device_is_lost() -> bool:
-    """Whether an error of CUDA has ended what this process can do with the device."""
+    """Whether an error of CUDA has made the device useless for this process."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -84,8 +84,8 @@ class Record:
         self._counts: Counter[bool] = Counter()
         self._bad: list[str] = []
         self._worst: dict[str, float] = {}
-        self.left = 0
-        """Cases that did not begin or did not come to their end."""
+        self.unfinished = 0
+        """Number of cases that were not run to their end."""
 
     def write(self, line: Found) -> None:
         if self._file is not None:
@@ -101,7 +101,8 @@ class Record:
     def close(self) -> int:
         """Print the summary. Returns the exit status: 1 if a line is bad."""
         print(
-            f"\n{self._counts[True]} ok, {self._counts[False]} bad, {self.left} cases not run to their end", flush=True
+            f"\n{self._counts[True]} ok, {self._counts[False]} bad, {self.unfinished} cases not run to their end",
+            flush=True,
         )
         for dtype, worst in self._worst.items():
             print(f"worst error, {dtype}: {worst:.1e}", flush=True)
@@ -117,9 +118,9 @@ def _short(line: Found) -> str:
     if "ok" not in line:
         return json.dumps(line)
     worst = f"{max(line['errors']):.1e}" if line.get("errors") else ""
-    said = line.get("error") or line.get("note") or f"{line.get('code', '')} {line.get('said', '')[-200:]}".strip()
+    text = line.get("error") or line.get("note") or f"{line.get('code', '')} {line.get('output', '')[-200:]}".strip()
     rank = f"rank {line['rank']}" if "rank" in line else ""
-    words = (line["case"], line.get("cover", ""), rank, worst, " ".join(said.split()))
+    words = (line["case"], line.get("cover", ""), rank, worst, " ".join(text.split()))
     return " ".join(("ok " if line["ok"] else "BAD", *filter(None, words)))
 
 
@@ -140,8 +141,8 @@ class SideStream:
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Run on this stream, after what was started before on the current one."""
+    def context(self) -> Iterator[None]:
+        """Run on this stream, after the work that is queued on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
@@ -198,7 +199,7 @@ def launches(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     times: dict[str, float] = defaultdict(float)
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kind = next((kind for kind in _CLASSES if kind in event.name.lower()), "others")
+            kind = next((kind for kind in _CLASSES if kind in event.name.lower()), "unknown")
             counts[kind] += 1
             times[kind] += event.time_range.elapsed_us() / 1e3
     return {kind: (count, round(times[kind], 4)) for kind, count in counts.most_common()}
@@ -233,7 +234,7 @@ def waits(run: Callable[[], Any]) -> Found:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda._sleep(_SPIN)
             ended = torch.cuda.Event()
@@ -245,5 +246,5 @@ def waits(run: Callable[[], Any]) -> Found:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-    texts = [f"{Path(x.filename).name}:{x.lineno} {x.message}"[:160] for x in said]
+    texts = [f"{Path(x.filename).name}:{x.lineno} {x.message}"[:160] for x in caught]
     return {"ok": first and not texts, "warnings": texts, "returned first": first, "host ms": round(host * 1e3, 3)}

@@ -1,7 +1,7 @@
 """All ranks of an attention, one after the other, in one process on one device: python tests/replay.py [--time].
 
     python tests/replay.py [--out replay.jsonl] [--total 150]     every strategy and mask against dense float64
-    python tests/replay.py --time [--out time.jsonl]              one rank of P beside torch's attention on one device
+    python tests/replay.py --time [--out time.jsonl]              one rank of P, and torch's attention on one device
     python tests/replay.py --only "causal bfloat16 P=8"           cases whose names begin so
     python tests/replay.py --stand-ins                            on a CPU: the kernels of tests/cuda_ops.py
     python tests/replay.py --dry-run                              the names of the cases
@@ -11,13 +11,13 @@ receives them. So real kernels, streams and threads of autograd are compared wit
 a CPU all of it runs in float64, where rounding explains 1e-12. It has not run on a GPU.
 
 ``--time`` fills each receive with random numbers of the right size. So it shows kernels, merges, copies and the host,
-and no transfers and no agreement of ranks. A line answers one question:
+and no transfers and no agreement of ranks. The lines of a case:
 
 torch      ms of torch's attention on the rows of one rank, forward and with its backward
-times      ms of the device and of the host until the call returns; the share of ideal, P x torch / ours
+times      ms of the device and of the host until the call returns; the share of ideal, P x torch / on_rank
 launches   kernels and copies of one forward and backward, and their ms on the device, by class; "memcpy" has the
            "messages" that are received
-memory     the peak over the inputs beside what explain predicts, in Q, the bytes of this rank's queries
+memory     the peak over the inputs, and the prediction of explain, in Q: the bytes of this rank's queries
 waits      whether the host waits for the device: see tests/gpu_record.py
 
 A line of JSON for each is written to ``--out`` at once. The exit status is 1 if one is bad.
@@ -63,10 +63,10 @@ from tests.gpu_record import (
     SideStream,
     device_is_lost,
     hardware,
-    judged,
+    judge,
     launches,
     peak_bytes,
-    results_of,
+    run_checks,
     timed,
     waits,
 )
@@ -82,7 +82,7 @@ Channel = tuple[tuple[int, ...], int, int]
 
 
 class Transport:
-    """What a rank sends and receives while no other rank is there. A subclass defines :meth:`sent` and :meth:`filled`.
+    """The messages of a rank that runs alone. A subclass defines :meth:`sent` and :meth:`filled`.
 
     Messages move on a stream of their own. ``wait`` makes the current stream wait for it, as NCCL's does.
     """
@@ -129,12 +129,12 @@ class Transport:
         return [self]
 
     def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.aside():
+        with self._side.context():
             self.sent(self._channel(group, sender=None, receiver=peer), tensor)
         return self
 
     def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.aside():
+        with self._side.context():
             self.filled(self._channel(group, sender=peer, receiver=None), tensor)
         return self
 
@@ -148,10 +148,10 @@ class Transport:
 class Recorded(Transport):
     """Each receive gets what the same message carried one pass earlier, and zeros in the first pass.
 
-    [Note: passes] A message is right one pass after the messages that it is computed from. Those of a ring and of an
-    all-gather are keys, then gradients of keys, which depend on received keys: all receives are right in the third
-    pass. So are those of Ulysses: heads, then the output or gradients of heads. A hybrid has both, one inside the
-    other: five passes.
+    [Note: passes] A message is right one pass after the messages that it is computed from. A ring and an all-gather
+    send keys, then gradients of keys, which depend on received keys: all receives are right in the third pass. Ulysses
+    sends heads, then the output and gradients of heads: three passes. A hybrid runs a ring between the two exchanges of
+    Ulysses: five passes.
     """
 
     def __init__(self) -> None:
@@ -243,8 +243,8 @@ class Problem(NamedTuple):
 
 
 def problems() -> Iterator[Problem]:
-    """In the order in which they say most. Short tiles are packed; those of 2,560 rows are for cuDNN, which takes whole
-    blocks of 128, and for a backward by groups of heads."""
+    """The most telling first. Short tiles are packed. Tiles of 2,560 rows are for cuDNN, which takes multiples of 128,
+    and for a backward by groups of heads."""
     short, long = (((8, 2), 128), ((16, 16), 64)), (((4, 1), 128), ((4, 4), 128))
     tiny = (((4, 2), 8), ((8, 8), 8))
     low = torch.bfloat16
@@ -261,9 +261,9 @@ def problems() -> Iterator[Problem]:
 
 
 def results_of_ranks(
-    problem: Problem, way: Way, whole: list[torch.Tensor], kernel: Kernel | None, messages: Recorded
+    problem: Problem, way: Way, tensors: list[torch.Tensor], kernel: Kernel | None, messages: Recorded
 ) -> list[torch.Tensor]:
-    """``[out, dq, dk, dv]`` of all ranks, put together, from the ``whole`` query, key, value and gradient of out."""
+    """``[out, dq, dk, dv]`` of all ranks, put together. ``tensors``: the full query, key, value and gradient of out."""
     layout, (mask, _) = head_tail(problem.length, problem.ranks), problem.masks()
     options = {"mask": mask, "layout": layout, "strategy": way.strategy, "kernel": kernel}
     found: list[list[torch.Tensor]] = []
@@ -271,7 +271,7 @@ def results_of_ranks(
         messages.next_pass()
         found = []
         for rank in range(problem.ranks):
-            parts = [layout.shard(x, 2, rank) for x in whole]
+            parts = [layout.shard(x, 2, rank) for x in tensors]
             with messages.world(rank, problem.ranks):
                 attend = partial(context_attention, group=dist.group.WORLD, checks=Checks(agreement=False), **options)
                 found.append(attend_and_differentiate(attend, parts[:3], parts[3]))
@@ -284,7 +284,7 @@ def exact(
     """Each strategy of a problem against dense attention in float64 on the device."""
 
     @cache
-    def whole() -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    def reference() -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         inputs, grad = attention_inputs(
             length=problem.length, batch=1, heads=problem.heads[0], kv_heads=problem.heads[1], dim=problem.dim,
             dtype=problem.dtype,
@@ -293,9 +293,9 @@ def exact(
         return inputs, grad, expected_attention(inputs, grad, problem.masks()[1])
 
     def compare(way: Way) -> Found:
-        inputs, grad, expected = whole()
+        inputs, grad, expected = reference()
         found = results_of_ranks(problem, way, [*inputs, grad], kernel, transport())
-        return judged([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], problem.dtype)
+        return judge([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], problem.dtype)
 
     for name, way in problem.ways.items():
         yield name, partial(compare, way)
@@ -309,7 +309,7 @@ MERGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {"": c
 
 
 class Setting(NamedTuple):
-    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for ours. ``merge``: a
+    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for on_rank. ``merge``: a
     name in MERGES."""
 
     mask: str
@@ -347,8 +347,8 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """In the order in which they say most: the first is the published shape of ring-flash-attention's zigzag."""
-    grouped, alike = (32, 8), (32, 32)
+    """The most telling first: it is the published shape of ring-flash-attention's zigzag."""
+    grouped, multi_head = (32, 8), (32, 32)
     if not CUDA:
         yield from (Setting("causal", 4, 1, 64, grouped, 8, merge=merge) for merge in MERGES)
         yield Setting("window", 4, 1, 64, grouped, 8)
@@ -356,18 +356,18 @@ def settings() -> Iterator[Setting]:
     for merge in MERGES:
         yield Setting("causal", 8, 3, 8192, grouped, merge=merge)
     yield Setting("causal", 8, 3, 8192, grouped, flash=True)
-    for rows, heads in ((4096, grouped), (1024, grouped), (8192, alike), (4096, alike), (1024, alike)):
+    for rows, heads in ((4096, grouped), (1024, grouped), (8192, multi_head), (4096, multi_head), (1024, multi_head)):
         yield Setting("causal", 8, 3, rows, heads)
     yield Setting("window", 8, 3, 8192, grouped)
     yield Setting("documents", 8, 3, 8192, grouped)
     yield Setting("causal", 2, 0, 8192, grouped)
-    for rows, heads in ((4096, grouped), (4096, alike)):
+    for rows, heads in ((4096, grouped), (4096, multi_head)):
         yield Setting("causal", 8, 3, rows, heads, flash=True)
     yield Setting("causal", 8, 3, 32768, grouped)
 
 
 def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
-    """What one rank costs, for a ring and for Ulysses, beside torch's attention on its rows alone."""
+    """The cost of one rank, for a ring and for Ulysses, and of torch's attention on the rows of this rank."""
     dtype = torch.bfloat16 if CUDA else torch.float32
     repeats = 7 if setting.rows <= 8192 else 2
     heads, kv_heads = setting.heads
@@ -378,47 +378,47 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
     )
     for leaf in leaves:
         leaf.requires_grad_()
-    torchs: Found = {}
+    baseline: Found = {}
     messages = RandomNumbers()
 
     def both(attend: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(attend(), leaves, grad)
 
     def clock(attend: Callable[[], torch.Tensor]) -> Found:
-        forward, whole = timed(attend, repeats), timed(partial(both, attend), repeats)
-        return {f"{key} {phase}": found[key] for phase, found in (("f", forward), ("f+b", whole)) for key in found}
+        forward, full = timed(attend, repeats), timed(partial(both, attend), repeats)
+        return {f"{key} {phase}": found[key] for phase, found in (("f", forward), ("f+b", full)) for key in found}
 
-    def of_torch() -> Found:
+    def time_torch() -> Found:
         # P of these are what one of P devices has to do: rows x (P x rows) / 2 pairs of the causal mask.
         with setting.kernels():
-            torchs.update(clock(partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)))
-        return torchs | {"note": f"{torchs['ms f+b']:.2f} ms"}
+            baseline.update(clock(partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)))
+        return baseline | {"note": f"{baseline['ms f+b']:.2f} ms"}
 
-    def ours(strategy: Strategy, look: Callable[[Callable[[], torch.Tensor]], Found]) -> Found:
+    def on_rank(strategy: Strategy, measure: Callable[[Callable[[], torch.Tensor]], Found]) -> Found:
         layout = head_tail(setting.length, setting.ranks)
         options = {"mask": setting.of_package(), "layout": layout, "strategy": strategy, "kernel": kernel}
         with setting.kernels(), messages.world(setting.rank, setting.ranks):
             attend = partial(context_attention, *leaves, dist.group.WORLD, checks=Checks(agreement=False), **options)
             both(attend)  # plans are made
-            return look(attend)
+            return measure(attend)
 
-    def clocked(attend: Callable[[], torch.Tensor]) -> Found:
+    def measure_times(attend: Callable[[], torch.Tensor]) -> Found:
         found = clock(attend)
         note = f"{found['ms f+b']:.2f} ms, host {found['host ms f+b']:.2f}"
-        if torchs:
-            shares = {phase: setting.ranks * torchs[f"ms {phase}"] / found[f"ms {phase}"] for phase in ("f", "f+b")}
+        if baseline:
+            shares = {phase: setting.ranks * baseline[f"ms {phase}"] / found[f"ms {phase}"] for phase in ("f", "f+b")}
             found |= {f"share of ideal {phase}": round(share, 3) for phase, share in shares.items()}
             note += f", share of ideal {shares['f']:.3f} f, {shares['f+b']:.3f} f+b"
         return found | {"note": note}
 
-    def launched(attend: Callable[[], torch.Tensor]) -> Found:
+    def measure_launches(attend: Callable[[], torch.Tensor]) -> Found:
         before = messages.received
         found = launches(partial(both, attend))
         counts = ", ".join(f"{kind} {count} ({ms:.2f} ms)" for kind, (count, ms) in found.items())
         note = f"{sum(count for count, _ in found.values())}: {counts}"
         return {"launches": found, "messages": messages.received - before, "note": note}
 
-    def remembered(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
+    def measure_memory(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
         plan = explain(
             setting.length,
             ranks=setting.ranks,
@@ -439,16 +439,20 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         parts = {what: round(size / unit, 3) for what, size in phase.parts.items()}
         return found | {"parts Q": parts, "note": f"peak {found['peak Q']} Q, formula {found['formula Q']} Q"}
 
-    def waited(attend: Callable[[], torch.Tensor]) -> Found:
+    def measure_waits(attend: Callable[[], torch.Tensor]) -> Found:
         found = waits(partial(both, attend))
         return found | {"note": "; ".join(found["warnings"]) or f"returned first: {found['returned first']}"}
 
-    if setting.mask == "causal":  # torch has no attention with the other masks that does no more than they need
-        yield "torch", of_torch
+    if setting.mask == "causal":  # for a window or documents torch computes more tiles than the mask needs
+        yield "torch", time_torch
     for name, strategy in {"ring": Ring(), "ulysses": Ulysses()}.items():
-        looks = {"times": clocked, "launches": launched, "memory": partial(remembered, strategy=strategy)}
-        for what, look in (looks | {"waits": waited}).items():
-            yield f"{name} {what}", partial(ours, strategy, look)
+        measures = {
+            "times": measure_times,
+            "launches": measure_launches,
+            "memory": partial(measure_memory, strategy=strategy),
+        }
+        for what, measure in (measures | {"waits": measure_waits}).items():
+            yield f"{name} {what}", partial(on_rank, strategy, measure)
 
 
 # -- the command --
@@ -463,7 +467,7 @@ def cases(*, timed: bool, kernel: Kernel | None) -> dict[str, Callable[[], Itera
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--time", action="store_true", help="times of one rank, beside torch's attention")
+    made.add_argument("--time", action="store_true", help="times of one rank, and of torch's attention")
     made.add_argument("--out", type=Path, help="where the record goes")
     made.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     made.add_argument("--total", type=float, default=1e9, help="seconds, imports included, after which nothing begins")
@@ -487,7 +491,7 @@ def main() -> int:
     record.write(hardware())
     with cuda_ops_on_cpu() if options.stand_ins else contextlib.nullcontext():
         for name, checks in chosen.items():
-            lines = results_of(name, checks())
+            lines = run_checks(name, checks())
             while not lost and time.monotonic() - BEGUN < options.total:
                 line = next(lines, None)
                 if line is None:
@@ -495,7 +499,7 @@ def main() -> int:
                 record.write(line)
                 lost = "error" in line and device_is_lost()
             else:
-                record.left += 1
+                record.unfinished += 1
     return record.close()
 
 

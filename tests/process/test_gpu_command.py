@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests import gpu, replay
 from tests.covering import at_night
 from tests.cuda_ops import cuda_ops_on_cpu
-from tests.gpu_record import results_of
+from tests.gpu_record import run_checks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/gpu.py itself")
 PLAN = gpu.plan(0)
@@ -86,21 +86,21 @@ def test_cases_of_kernels_on_stand_ins(name: str, which: str, stand_ins, monkeyp
             lambda self, *x, scale, **options: forward(self, *x, scale=1.1 * scale, **options),
         )
     with cuda_ops_on_cpu():
-        lines = [*results_of(name, PLAN[name].run())]
+        lines = [*run_checks(name, PLAN[name].run())]
     assert {line["ok"] for line in lines} == {which == "right"}, lines
     assert len(lines) >= 7
     assert all(len(line["torch"]) == 4 for line in lines if "packed" not in line["cover"])
 
 
 def test_torchs_own_error_costs_nothing(stand_ins, monkeypatch):
-    """Then ours is judged by what rounding explains, in packs and merges too."""
+    """Then ours is judge by what rounding explains, in packs and merges too."""
 
     def raises(*_):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(gpu, "torchs_attention", raises)
     with cuda_ops_on_cpu():
-        lines = [*results_of("", PLAN["kernels flash bfloat16 D=64 G=8"].run())]
+        lines = [*run_checks("", PLAN["kernels flash bfloat16 D=64 G=8"].run())]
     assert all(line["ok"] for line in lines), lines
     assert {line.get("torch's error") for line in lines} == {"RuntimeError: no kernel", None}
 
@@ -110,14 +110,14 @@ def test_what_torchs_errors_explain(dtype: torch.dtype):
     expected = [torch.ones(8, dtype=torch.float64), torch.full((8,), 3.0, dtype=torch.float64)]
     eps = torch.finfo(dtype).eps
 
-    def ok(mine: float, alone: list[float] | None) -> bool:
-        return gpu.compared([(expected[0] * (1 + mine)).to(dtype), expected[1].to(dtype)], expected, alone)["ok"]
+    def ok(mine: float, baseline: list[float] | None) -> bool:
+        return gpu.compare_tile([(expected[0] * (1 + mine)).to(dtype), expected[1].to(dtype)], expected, baseline)["ok"]
 
-    for alone in ([math.inf, 0.0], [math.nan, 0.0], None):
-        assert ok(eps, alone)
-        assert not ok(40 * eps, alone)
-        assert not ok(math.nan, alone)
-        assert not ok(math.inf, alone)
+    for baseline in ([math.inf, 0.0], [math.nan, 0.0], None):
+        assert ok(eps, baseline)
+        assert not ok(40 * eps, baseline)
+        assert not ok(math.nan, baseline)
+        assert not ok(math.inf, baseline)
     assert ok(8 * eps, [8 * eps, 0.0])
     assert ok(8 * eps, [0.0, 0.0]) == (dtype == torch.float32)
 
@@ -182,7 +182,7 @@ def test_two_ranks_of_the_job_share_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "Staged", list)
     monkeypatch.setitem(sys.modules, "train_llama", SimpleNamespace(main=train))  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(sys.modules, "picture", SimpleNamespace())  # pyright: ignore[reportArgumentType]
-    (line,) = results_of("job", gpu.job())
+    (line,) = run_checks("job", gpu.job())
     assert line["ok"]
     assert seen == {"argv": ["--cp", "2", "--tp", "1"], "backend": "cpu:gloo,cuda:gloo", "messages": [[]]}
     assert real == (dist.batch_isend_irecv, dist.all_reduce)

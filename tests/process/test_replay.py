@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from tests import gpu_record, replay
-from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
-from tests.gpu_record import Record, bar, judged, launches, results_of, waits
+from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
+from tests.gpu_record import Record, judge, launches, run_checks, tolerance, waits
+from tests.gpu_tensors import gpus, put, read
+from tests.oracle import attention_inputs, error, expected_attention
 from tests.replay import MOVING_KEYS, WAYS, Problem, Recorded, Setting, exact, times
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tests/replay.py itself")
@@ -24,7 +26,7 @@ SMALL = Problem("causal", torch.float64, 4, 8, (4, 2), 8)
 
 
 def lines_of(problem: Problem, **options: Any) -> dict[str, dict[str, Any]]:
-    return {line["cover"]: line for line in results_of(problem.name, exact(problem, **options))}
+    return {line["cover"]: line for line in run_checks(problem.name, exact(problem, **options))}
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "full"])
@@ -39,6 +41,17 @@ def test_all_ranks_are_one_device_on_stand_ins():
         lines = lines_of(SMALL._replace(mask="documents", ranks=8, ways=MOVING_KEYS), kernel=DEFAULT)
     assert all(line["ok"] for line in lines.values()), lines
     assert seen.calls["_flash_attention_backward"]
+
+
+def test_messages_in_batches():
+    """The way of CUDA: a batch of P2POps for tensors of a GPU, whose host never waits."""
+    inputs, grad = attention_inputs(length=SMALL.length, batch=1, heads=4, kv_heads=2, dim=8)
+    expected = expected_attention(inputs, grad, SMALL.masks()[1])
+    with gpus(verified=False):
+        given = [put(x) for x in (*inputs, grad)]
+        for way in WAYS.values():
+            found = replay.results_of_ranks(SMALL, way, given, ON_GPU, Recorded())
+            assert max(error(read(x), y) for x, y in zip(found, expected, strict=True)) < 1e-12
 
 
 def test_every_pass_is_needed():
@@ -123,7 +136,7 @@ def test_an_exception_between_covers_costs_the_rest_of_a_case():
         yield "first", dict
         raise RuntimeError("no kernel")
 
-    first, last = results_of("case", checks())
+    first, last = run_checks("case", checks())
     assert first["ok"]
     assert not last["ok"]
     assert last["error"] == "RuntimeError: no kernel"
@@ -132,7 +145,7 @@ def test_an_exception_between_covers_costs_the_rest_of_a_case():
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_times(mask: str):
     setting = Setting(mask, 4, 1, 64, (8, 2), 8)
-    lines = {line["cover"]: line for line in results_of(setting.name, times(setting))}
+    lines = {line["cover"]: line for line in run_checks(setting.name, times(setting))}
     assert all(line["ok"] for line in lines.values()), lines
     looks = ("times", "launches", "memory", "waits")
     ours = [f"{name} {look}" for name in ("ring", "ulysses") for look in looks]
@@ -160,7 +173,7 @@ def test_merges_are_timed_side_by_side(monkeypatch):
     first, second, *_ = replay.settings()
     assert second == first._replace(merge="another merge")
     assert second.name == f"{first.name} another merge"
-    lines = [*results_of("", times(Setting("causal", 4, 1, 16, (2, 2), 8, merge="another merge")))]
+    lines = [*run_checks("", times(Setting("causal", 4, 1, 16, (2, 2), 8, merge="another merge")))]
     assert all(line["ok"] for line in lines), lines
     assert len(entered) == len(lines)
 
@@ -169,7 +182,7 @@ def test_the_share_of_ideal(monkeypatch):
     """P x torch / ours: torch has the rows of one rank, forward 1 ms and both 3; ours takes 5 and 8."""
     clocks = iter([1.0, 3.0, 5.0, 8.0])
     monkeypatch.setattr(replay, "timed", lambda *_: {"ms": next(clocks), "host ms": 0.5})
-    lines = results_of("", times(Setting("causal", 4, 1, 64, (8, 2), 8)))
+    lines = run_checks("", times(Setting("causal", 4, 1, 64, (8, 2), 8)))
     next(lines)
     ours = next(lines)
     assert (ours["share of ideal f"], ours["share of ideal f+b"]) == (0.8, 1.5)
@@ -177,15 +190,15 @@ def test_the_share_of_ideal(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_no_number_is_bad(wrong: float):
-    assert judged([1e-13], torch.float64)["ok"]
-    assert not judged([1e-13, wrong], torch.float64)["ok"]
-    assert bar(torch.float64) < 1e-11
+    assert judge([1e-13], torch.float64)["ok"]
+    assert not judge([1e-13, wrong], torch.float64)["ok"]
+    assert tolerance(torch.float64) < 1e-11
 
 
 def test_bad_lines_are_repeated_in_the_summary(tmp_path, capsys):
     record = Record(tmp_path / "record.jsonl")
     for cover, errors in {"one": [1e-3, 2e-3], "two": [1.0, 1e-3]}.items():
-        record.write({"case": "case", "cover": cover, **judged(errors, torch.bfloat16)})
+        record.write({"case": "case", "cover": cover, **judge(errors, torch.bfloat16)})
     assert record.close() == 1
     summary = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert summary == [
@@ -195,7 +208,7 @@ def test_bad_lines_are_repeated_in_the_summary(tmp_path, capsys):
     ]
 
 
-# -- what runs on CUDA alone, on stand-ins of torch.cuda --
+# -- lines that need CUDA, on stand-ins of torch.cuda --
 
 
 class Cuda:
@@ -258,8 +271,8 @@ def test_launches_are_events_of_the_device(monkeypatch):
     assert launches(list) == {"cudnn": (2, 3.0), "flash": (2, 3.0), "memcpy": (2, 3.0)}
 
 
-def test_messages_move_beside_the_current_stream(monkeypatch):
-    """What is read aside was started before; what reads it afterwards waits, and not the host."""
+def test_messages_move_on_a_stream_of_their_own(monkeypatch):
+    """What is read context was started before; what reads it afterwards waits, and not the host."""
     did = []
 
     class Stream:
@@ -274,7 +287,7 @@ def test_messages_move_beside_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: gpu_record.contextlib.nullcontext(did.append("on it")))
     side = gpu_record.SideStream()
-    with side.aside():
+    with side.context():
         did.append("copy")
     side.join()
     assert did == ["side waits for current", "on it", "copy", "current waits for side"]
