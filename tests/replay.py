@@ -146,7 +146,7 @@ class Transport:
 
 
 class Recorded(Transport):
-    """Each receive gets what the same message carried one pass earlier, and zeros in the first pass.
+    """Each receive gets what the same message carried one pass earlier, and nan in the first pass.
 
     [Note: passes] A message is right one pass after the messages that it is computed from. A ring and an all-gather
     send keys, then gradients of keys, which depend on received keys: all receives are right in the third pass. Ulysses
@@ -174,7 +174,7 @@ class Recorded(Transport):
         if channel in self._before:
             tensor.copy_(self._before[channel][number])
         else:
-            tensor.zero_()
+            tensor.fill_(torch.nan)
 
 
 class RandomNumbers(Transport):

@@ -151,6 +151,17 @@ def test_nothing_outlives_a_case(tmp_path, stand_ins, monkeypatch, capsys):
     assert "0 ok, 0 bad, 4 cases not run to their end" in capsys.readouterr().out
 
 
+@pytest.mark.process
+def test_a_case_ends_when_the_time_of_all_is_over(tmp_path, stand_ins, monkeypatch):
+    out = tmp_path / "record.jsonl"
+    monkeypatch.setitem(gpu.HIDDEN, "self, late", gpu.HIDDEN["self, late"]._replace(seconds=60))
+    monkeypatch.setattr(gpu, "LEAST", 0.0)
+    begun = gpu.time.monotonic()
+    assert run(monkeypatch, "--out", str(out), "--only", "self, late", "--total", "4") == 1
+    assert gpu.time.monotonic() - begun < 30
+    assert json.loads(out.read_text().splitlines()[-1])["code"].startswith("ended after")
+
+
 def test_two_ranks_of_the_job_share_a_gpu(monkeypatch):
     """Both on device 0, without NCCL, with messages over the host; the job knows nothing of it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -131,6 +131,13 @@ def test_what_there_is_no_time_for(monkeypatch, capsys):
     assert "0 ok, 0 bad, 2 cases not run to their end" in capsys.readouterr().out
 
 
+def test_nothing_runs_on_a_device_that_is_lost(monkeypatch, capsys):
+    monkeypatch.setattr(replay, "results_of_ranks", lambda *_: 1 / 0)
+    monkeypatch.setattr(replay, "device_is_lost", lambda: True)
+    assert run(monkeypatch, "--only", "causal float64 P=4") == 1
+    assert "0 ok, 1 bad, 2 cases not run to their end" in capsys.readouterr().out
+
+
 def test_an_exception_between_covers_costs_the_rest_of_a_case():
     def checks() -> Iterator[gpu_record.Check]:
         yield "first", dict
@@ -234,6 +241,28 @@ def test_waits_of_the_host(monkeypatch):
     with pytest.raises(KeyError):
         waits(lambda: {}[0])
     assert cuda.modes == ["warn", "default"] * 4
+
+
+def test_times_of_device_and_host(monkeypatch):
+    """Of the device between two events, of the host until the call returns; medians, after a run that is not timed."""
+    Cuda(monkeypatch)
+    elapsed, runs, made = iter([9.0, 4.0, 5.0]), [], []
+
+    def event(enable_timing):
+        assert enable_timing
+        name = ("first", "second")[len(made) % 2]
+        made.append(SimpleNamespace(name=name, record=lambda: runs.append(name), elapsed_time=between))
+        return made[-1]
+
+    def between(end) -> float:
+        assert end.name == "second"
+        return next(elapsed)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    found = gpu_record.timed(lambda: runs.append("run"), repeats=3)
+    assert found["ms"] == 5.0
+    assert found["host ms"] < 5.0
+    assert runs == ["run", *["first", "run", "second"] * 3]
 
 
 def test_launches_are_events_of_the_device(monkeypatch):
