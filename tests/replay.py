@@ -1,4 +1,4 @@
-"""All ranks of an attention, one after the other, in one process on one device: python tests/replay.py [--time].
+"""All ranks of an attention in turn, in one process on one device: python tests/replay.py [--time].
 
     python tests/replay.py [--out replay.jsonl] [--total 150]     every strategy and mask against dense float64
     python tests/replay.py --time [--out time.jsonl]              one rank of P, and torch's attention on one device
@@ -14,7 +14,7 @@ a CPU all of it runs in float64, where rounding explains 1e-12. It has not run o
 and no transfers and no agreement of ranks. The lines of a case:
 
 torch      ms of torch's attention on the rows of one rank, forward and with its backward
-times      ms of the device and of the host until the call returns; the share of ideal, P x torch / on_rank
+times      ms of the device and of the host until the call returns; the share of ideal, P x torch / ours
 launches   kernels and copies of one forward and backward, and their ms on the device, by class; "memcpy" has the
            "messages" that are received
 memory     the peak over the inputs, and the prediction of explain, in Q: the bytes of this rank's queries
@@ -309,8 +309,8 @@ MERGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {"": c
 
 
 class Setting(NamedTuple):
-    """One rank of an attention that is timed. ``flash``: cuDNN is switched off, for torch and for on_rank. ``merge``: a
-    name in MERGES."""
+    """One rank of an attention that is timed. ``flash``: torch and the package run without cuDNN. ``merge``: a name in
+    MERGES."""
 
     mask: str
     ranks: int
@@ -389,7 +389,7 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         return {f"{key} {phase}": found[key] for phase, found in (("f", forward), ("f+b", full)) for key in found}
 
     def time_torch() -> Found:
-        # P of these are what one of P devices has to do: rows x (P x rows) / 2 pairs of the causal mask.
+        # A rank has rows x (P x rows) / 2 pairs of queries and keys: P times the pairs of its own rows.
         with setting.kernels():
             baseline.update(clock(partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)))
         return baseline | {"note": f"{baseline['ms f+b']:.2f} ms"}
@@ -399,7 +399,7 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         options = {"mask": setting.of_package(), "layout": layout, "strategy": strategy, "kernel": kernel}
         with setting.kernels(), messages.world(setting.rank, setting.ranks):
             attend = partial(context_attention, *leaves, dist.group.WORLD, checks=Checks(agreement=False), **options)
-            both(attend)  # plans are made
+            both(attend), both(attend)  # plans are made, and the calls that may wait for the device are over
             return measure(attend)
 
     def measure_times(attend: Callable[[], torch.Tensor]) -> Found:
