@@ -37,6 +37,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
 from cp_styles.explain import explain
-from cp_styles.kernels import Kernel
+from cp_styles.kernels import Kernel, kernel_for_tiles
+from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels.merge import TORCH_MERGE, Merge
 from cp_styles.layout import head_tail
 from cp_styles.strategies import Strategy
 from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
@@ -304,8 +307,8 @@ def exact(
 # -- times --
 
 
-MERGES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {"": contextlib.nullcontext}
-"""By name: contexts in which tiles are merged in different ways. The first setting is timed in each of them."""
+MERGES: dict[str, Merge | None] = {"": None, "torch's merge": TORCH_MERGE}
+"""How tiles are merged, by name; None: as the package chooses. The first setting is timed with each."""
 
 
 class Setting(NamedTuple):
@@ -340,10 +343,17 @@ class Setting(NamedTuple):
 
     @contextlib.contextmanager
     def kernels(self) -> Iterator[None]:
-        """Torch and the package choose among these kernels, and merge so."""
+        """Torch and the package choose among these kernels."""
         without = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with MERGES[self.merge](), sdpa_kernel(without) if self.flash else contextlib.nullcontext():
+        with sdpa_kernel(without) if self.flash else contextlib.nullcontext():
             yield
+
+    def named(self, kernel: Kernel | None, tensors: list[torch.Tensor]) -> Kernel | None:
+        """``kernel``, or the first one for such tensors if a merge must be named with it."""
+        if (merge := MERGES[self.merge]) is None:
+            return kernel
+        line = kernel or kernel_for_tiles(tensors)
+        return replace(line.plain[0] if isinstance(line, ByTile) else line, merge=merge)  # pyright: ignore
 
 
 def settings() -> Iterator[Setting]:
@@ -396,8 +406,9 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
 
     def on_rank(strategy: Strategy, measure: Callable[[Callable[[], torch.Tensor]], Found]) -> Found:
         layout = head_tail(setting.length, setting.ranks)
-        options = {"mask": setting.of_package(), "layout": layout, "strategy": strategy, "kernel": kernel}
+        options = {"mask": setting.of_package(), "layout": layout, "strategy": strategy}
         with setting.kernels(), messages.world(setting.rank, setting.ranks):
+            options["kernel"] = setting.named(kernel, leaves)
             attend = partial(context_attention, *leaves, dist.group.WORLD, checks=Checks(agreement=False), **options)
             both(attend), both(attend)  # plans are made, and the calls that may wait for the device are over
             return measure(attend)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cp_styles.kernels.merge import TorchMerge
 from tests import gpu_record, replay
 from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_record import Record, judge, launches, run_checks, tolerance, waits
@@ -167,22 +168,28 @@ def test_times(mask: str):
         assert sum(memory["parts Q"].values()) == pytest.approx(memory["formula Q"], abs=0.01)
 
 
+@dataclass(frozen=True)
+class Noted(TorchMerge):
+    """Torch's merge, with a count of its tiles."""
+
+    tiles: list[int] = field(default_factory=list, compare=False)
+
+    def __call__(self, out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index=None):
+        self.tiles.append(new_out_BHLE.shape[2])
+        super().__call__(out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index)
+
+
 def test_merges_are_timed_side_by_side(monkeypatch):
-    """The hook for a second merge: the first setting runs in its context too, torch's attention and ours."""
-    entered = []
-
-    @contextlib.contextmanager
-    def another():
-        entered.append(True)
-        yield
-
-    monkeypatch.setitem(replay.MERGES, "another merge", another)
-    first, second, *_ = replay.settings()
-    assert second == first._replace(merge="another merge")
-    assert second.name == f"{first.name} another merge"
-    lines = [*run_checks("", times(Setting("causal", 4, 1, 16, (2, 2), 8, merge="another merge")))]
-    assert all(line["ok"] for line in lines), lines
-    assert len(entered) == len(lines)
+    """The first setting runs with the merge that is chosen, and with torch's: the ring merges three tiles."""
+    noted = Noted()
+    assert [setting.merge for setting in replay.settings()][:2] == ["", "torch's merge"]
+    monkeypatch.setitem(replay.MERGES, "torch's merge", noted)
+    for merge in ("", "torch's merge"):
+        assert not noted.tiles
+        lines = [*run_checks("", times(Setting("causal", 4, 1, 16, (2, 2), 8, merge=merge)))]
+        assert all(line["ok"] for line in lines), lines
+    assert noted.tiles
+    assert len(noted.tiles) % 3 == 0
 
 
 def test_the_share_of_ideal(monkeypatch):
