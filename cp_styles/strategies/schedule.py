@@ -63,12 +63,15 @@ class Block:
         return tuple(x.transpose(1, 2) for x in message.view(self.shape).split(self.dims, 3))
 
     def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """The message, from the keys and values of the rank that holds them: one copy. ``index``: the rows."""
+        """The message, from the keys and values of the rank that holds them. ``index``: the rows. One copy; two without
+        an index, if the rows are several ranges."""
         message = k_BGMD.new_empty(self.size)
         for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
             part = tensor[:, slice(*self.heads)].transpose(1, 2)
             if index is None:
-                torch.cat([part[:, start:stop] for start, stop in self.rows], 1, out=target)
+                target.copy_(
+                    rows_in(part, 1, self.rows)
+                )  # cat(out=) writes nothing to a view of one row and head
             else:
                 torch.index_select(part, 1, index, out=target)
         return message

@@ -3,11 +3,12 @@
 import random
 
 import pytest
+import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
 from cp_styles.mask import Mask
 from cp_styles.plan import Cover
-from cp_styles.strategies.schedule import Schedule, make_schedule
+from cp_styles.strategies.schedule import Schedule, _block, make_schedule
 
 LENGTH = 48
 MASKS = (Causal(), Full(), SlidingWindow(5, 0), Documents((7, 20, 21)) & Causal())
@@ -89,6 +90,24 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                 merged = sorted({distance for order in orders for distance in order})
                 assert all(list(dict.fromkeys(order)) == [d for d in merged if d in order] for order in orders)
                 assert all(order == sorted(order, key=merged.index) for order in orders)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [(0, 1), (1, 3)])
+@pytest.mark.parametrize("rows", [((4, 5),), ((0, 7),), ((0, 1), (5, 6)), ((0, 2), (3, 4), (6, 9))])
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_message_has_the_rows_and_heads(batch: int, heads, rows, by_index: bool, by_rows: bool):
+    """Also one row of one head, to which torch.cat(out=) writes nothing; keys in both memory orders."""
+    k, v = torch.randn(batch, 3, 9, 4), torch.randn(batch, 3, 9, 6)
+    if by_rows:
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    block = _block(heads, rows, k.shape, v.shape)
+    chosen = [row for start, stop in rows for row in range(start, stop)]
+    message = block.packed(k, v, torch.tensor(chosen) if by_index else None)
+    assert message.shape == (block.size,)
+    for found, tensor in zip(block.in_message(message), (k, v), strict=True):
+        assert torch.equal(found, tensor[:, slice(*heads)][:, :, chosen])
 
 
 @pytest.mark.parametrize(("keep", "joined"), [(0, [3, 4]), (1, [1, 2, 4]), (8, [1] * 7)])
