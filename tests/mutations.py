@@ -198,8 +198,8 @@ FUZZED = [
     Mistake(
         "mask: prefixes counted from the sequence's start",
         "Documents.bounds",
-        "start + prefixes[index]",
-        "prefixes[index]",
+        "start + prefixes[0][index]",
+        "prefixes[0][index]",
         "unit/test_mask.py",
     ),
     Mistake(

@@ -69,9 +69,7 @@ class Block:
         for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
             part = tensor[:, slice(*self.heads)].transpose(1, 2)
             if index is None:
-                target.copy_(
-                    rows_in(part, 1, self.rows)
-                )  # cat(out=) writes nothing to a view of one row and head
+                target.copy_(rows_in(part, 1, self.rows))  # cat(out=) writes nothing to a view of one row and head
             else:
                 torch.index_select(part, 1, index, out=target)
         return message
