@@ -55,7 +55,7 @@ from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, Sl
 from cp_styles.explain import explain
 from cp_styles.kernels import Kernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
-from cp_styles.kernels.merge import TORCH_MERGE, Merge
+from cp_styles.kernels.merge import FUSED_MERGE, TORCH_MERGE, Merge
 from cp_styles.layout import head_tail
 from cp_styles.strategies import Strategy
 from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
@@ -499,7 +499,8 @@ def main() -> int:
             print(json.dumps({"case": name}))
         return 0
     record, lost = Record(options.out), False
-    record.write(hardware())
+    tiles = [torch.zeros(1, 1, 1, 1, device=DEVICE) for _ in range(2)]
+    record.write(hardware() | {"fused merge": FUSED_MERGE.takes(*tiles)})
     with cuda_ops_on_cpu() if options.stand_ins else contextlib.nullcontext():
         for name, checks in chosen.items():
             lines = run_checks(name, checks())

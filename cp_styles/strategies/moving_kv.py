@@ -426,8 +426,9 @@ class _QueriesByHeads:
     """
 
     def __init__(self, kernel: Kernel, before: _Pair, after: _Pair) -> None:
-        self._whole, self._made = (*before, *after), dict[Span, tuple[_Pair, _Pair]]()
+        self._whole = *before, *after
         self._copies = kernel.dense_rows and before[0].nbytes + after[0].nbytes <= _COPIES
+        self._made = {} if self._copies else {(0, before[0].shape[1]): (before, after)}
 
     def of(self, heads: Span) -> tuple[_Pair, _Pair]:
         if heads not in self._made:

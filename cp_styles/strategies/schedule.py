@@ -58,9 +58,10 @@ class Block:
         """The number of elements of the message."""
         return prod(self.shape)
 
-    def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [B, g, rows, D] of k and v in a message. Kernels return gradients in their memory order, by rows."""
-        return tuple(x.transpose(1, 2) for x in message.view(self.shape).split(self.dims, 3))
+        k, v = message.view(self.shape).split(self.dims, 3)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
         """The message, from the keys and values of the rank that holds them. ``index``: the rows. One copy; two without
