@@ -1,13 +1,16 @@
 """The schedules of all ranks together: what one sends is what another expects, in the same order."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
+from cp_styles.kernels import CUDA_FLASH
 from cp_styles.mask import Mask
 from cp_styles.plan import Cover
+from cp_styles.strategies.moving_kv import _QueriesByHeads
 from cp_styles.strategies.schedule import Schedule, _block, make_schedule
 
 LENGTH = 48
@@ -121,6 +124,33 @@ def test_keys_that_arrive_together_are_one_tile(keep: int, joined: list[int]):
     tiles = [call for keys in together.keys for call in keys.calls]
     assert all(tile.cover is Cover.FULL and tile.q in ((0, 16), (8, 16)) for tile in tiles)
     assert sum(tile.kv[1] for tile in tiles) == 3 * 8 + 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("small_tiles", "dim", "joined"), [(True, 4, [1, 2, 2, 2]), (False, 4, [1] * 7), (True, 8, [1] * 7)]
+)
+def test_a_ring_on_a_gpu_has_small_messages_in_pairs(small_tiles: bool, dim: int, joined: list[int], monkeypatch):
+    """On the last of 8 ranks, to whose keys all queries attend. The first message is kept, so it comes alone."""
+    monkeypatch.setattr("cp_styles.strategies.schedule._PAIRED", 2 * 16 * 2 * 4)
+    cut, shape = head_tail(8 * 16, 8), (1, 2, 16, dim)
+    how = Causal(), 7, small_tiles, False, True, rounds_of(8, 1), 1
+    _, *steps = make_schedule(cut, cut, *how, shape, shape, shape, 1).forward
+    assert [len(arrival.messages) for step in steps for arrival in step.arrivals] == joined
+
+
+@pytest.mark.parametrize("dense_rows", [True, False])
+def test_heads_of_another_step_replace_copies(dense_rows: bool):
+    """The heads of a kernel's group, dense if it wants them so. Copies of ranges that overlap are not kept."""
+    kernel = replace(CUDA_FLASH, dense_rows=dense_rows)
+    grad, q, out, lse = whole = [*(torch.randn(2, 4, 3, 8) for _ in range(3)), torch.randn(2, 4, 3)]
+    queries = _QueriesByHeads(kernel, (grad, q), (out, lse))
+    for heads in ((0, 4), (0, 2), (2, 4), (0, 3), (3, 4)):
+        (grad, q), (out, lse) = found = queries.of(heads)
+        for x, y in zip((grad, q, out, lse), whole, strict=True):
+            assert torch.equal(x, y[:, slice(*heads)])
+        assert found is queries.of(heads)
+        assert all(x.transpose(1, 2).is_contiguous() == dense_rows for x in (grad, out))
+    assert [*queries._made] == [(0, 3), (3, 4)]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,14 @@ def test_keys_of_several_sources_are_one_tile(strategy, ranks: int, mask: str, l
         assert gpu.seen.calls["_scaled_dot_product_flash_attention"] == ranks * (2 + strategy.keep)
 
 
+def test_kernels_that_copy_keys_get_the_keys_of_one_source():
+    """Efficient attention has no grouped heads: keys are repeated, one source after the other."""
+    problem = Problem(length=64, batch=1, heads=4, kv_heads=2, mask=allowed(sees("full"), 64, 64))
+    worst, gpu = on_gpus(problem, 4, mask=Full(), kernel=MASKED, strategy=AllGather())
+    assert worst < EXACT
+    assert gpu.seen.calls["_scaled_dot_product_efficient_attention"] == 4 * 4
+
+
 @pytest.mark.parametrize(("most", "copies"), [(2**27, 0), (0, 4 * (8 + 2))])
 def test_out_and_its_gradient_are_copied_once_by_groups_of_heads(most: int, copies: int, monkeypatch):
     """Flash copies tensors that are not dense, [B, L, H, D]. Each of 4 ranks has 8 tiles of one head and two of all.
