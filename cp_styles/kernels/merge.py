@@ -134,7 +134,7 @@ def _runs_triton(device: torch.device) -> bool:
 class OnlineSoftmax:
     """Merges ``(out_BHLD, lse_BHL)`` of tiles over the rows of L queries.
 
-    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, one tile after the other (Milakov
+    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, tile by tile (Milakov
     and Gimelshein, 2018; Rabe and Staats, 2021), by ``merge`` where it takes the tensors, else by TorchMerge.
     ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that covers everything
     is returned as it is. Otherwise ``out`` has the memory order of ``like_BHLD``.

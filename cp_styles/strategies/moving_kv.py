@@ -9,17 +9,17 @@ message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it 
 residual   lse [B, H, L] in the accumulation dtype, then the messages of the sources that are kept
 gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 
-[Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
-three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
-come, and the one that is being sent. In the forward of a GPU each is of two sources while messages are small, because
-the tile of two sources is one merge: see _PAIRED in schedule.py. A forward without a backward computes some heads after
-the others, whose messages take at most 16 MiB, down to one key head. While there are three, a backward computes by
-groups of key heads, and sends the gradients of one group after the other: they take at most half the bytes of queries.
-It computes at once with kept keys, which come first, and with the last ones. Own keys come last, with all heads: their
-results become the sums. Until then sums have the rows of received gradients alone. In 16 bits, where sums are wider
-than keys, a backward always computes by groups. On a GPU, a group fills the device, and the output and its gradient are
-copied once by the heads of groups: see _TWO_WAVES in schedule.py and _COPIES. A tile in float32 of inputs in 16 bits
-has copies of one query head at a time.
+[Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
+messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
+rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
+needs one merge: see _PAIRED in schedule.py. A forward without a backward computes one range of heads after another:
+messages of a range take at most 16 MiB, or have one key head. While three messages are alive, a backward computes by
+groups of key heads and sends the gradients of each group: they take at most half the bytes of queries. Kept keys come
+first, and are computed at once, as the last keys are. Own keys come last, with all heads: their results become the
+sums. Until then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward
+always computes by groups. On a GPU, a group fills the device (_TWO_WAVES in schedule.py), and the output and its
+gradient are copied once by the heads of groups (_COPIES). A tile in float32 of inputs in 16 bits has copies of one
+query head at a time.
 """
 
 from __future__ import annotations

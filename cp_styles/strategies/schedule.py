@@ -85,7 +85,7 @@ class Arrival(NamedTuple):
     """Keys that are in one tensor: this rank's own, a message, or in a forward the messages of several sources.
 
     Attributes:
-        messages: (source, number of elements) of each message, one after the other in memory.
+        messages: (source, number of elements) of each message, in the order of memory.
         block: the heads and rows, of each source in this order.
         kept: if the message is kept in the residual, which of the kept messages it is.
     """

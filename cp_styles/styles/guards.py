@@ -177,7 +177,7 @@ def _dims_of_tokens(
         elif x.ndim == 3 or (x.ndim == 2 and _is_whole(x)):
             dims = [axis]
         else:
-            # A series [B, L], or a table [L, D]. What is complex is a rotary table, also if D is L.
+            # A series [B, L], or a table [L, D]. A complex tensor is a rotary table, also if D is L.
             dims = [axis, *range(x.ndim)] if x.ndim == 2 and not x.is_complex() else range(x.ndim)
         yield x, next((dim % x.ndim for dim in dims if x.shape[dim] == length), None)
 
