@@ -562,7 +562,11 @@ def binding_of_call(
     except TypeError:  # an argument of a wrong type, about which a Binding raises
         pass
     axis, group = axis_and_group(name, ranks)
-    binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+    try:
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+    except Exception:  # this rank's argument may be the only wrong one
+        offer_refusal(name, group)
+        raise
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
         bindings_of(group).put(key, binding)
     return binding

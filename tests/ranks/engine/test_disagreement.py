@@ -29,7 +29,7 @@ from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, plain, run_attention
-from tests.ranks.each_door import DOORS
+from tests.ranks.each_door import DOORS, OTHERS, door
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -245,6 +245,28 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
     assert (type(second), str(second)) == (type(error), str(error))
     for other in (first, third):
         assert isinstance(other, ValueError)
+        assert "ranks [1] of mesh axis 'cp' refused" in str(other)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"strategy": Ulysses(size=2)}, {"strategy": "ring"}, {"layout": 7}, {"layout": head_tail(12, 2)}],
+    ids=["two of three ranks", "a text", "a number", "for two ranks"],
+)
+def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
+    """Two does not divide three ranks. The others hear of it at once, and the group can be used."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        try:
+            door(name, s.mesh, **(wrong if rank == 1 else {}))(*s.leaves()[0])
+        finally:
+            s.run(parallel(Core(), s.mesh))
+
+    first, second, third = run_ranks(on, RANKS, timeout_seconds=60.0, return_errors=True)
+    assert isinstance(second, ValueError | TypeError)
+    for other in (first, third):
         assert "ranks [1] of mesh axis 'cp' refused" in str(other)
 
 
