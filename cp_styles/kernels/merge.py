@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Merge(Protocol):
+class Merge(ABC):
     """Merges a tile into the result of earlier tiles, in place. Kernels carry such an object: see ``Kernel.merge``.
 
     ``out_BHLE`` and ``lse_BHL`` are the result of earlier tiles, in the accumulation dtype. ``new_out_BHLE`` and
@@ -32,8 +33,9 @@ class Merge(Protocol):
 
     def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
         """Whether it can merge such tensors. If not, TorchMerge does."""
-        ...
+        return True
 
+    @abstractmethod
     def __call__(
         self,
         out_BHLE: torch.Tensor,
@@ -45,23 +47,13 @@ class Merge(Protocol):
 
 
 @dataclass(frozen=True)
-class TorchMerge:
+class TorchMerge(Merge):
     """A merge by torch's operations. For a tile in 16 bits they read and write 18 bytes for each number of it.
 
     It is an interpolation in place, which does not overflow and does not subtract large numbers.
     """
 
-    def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
-        return True
-
-    def __call__(
-        self,
-        out_BHLE: torch.Tensor,
-        lse_BHL: torch.Tensor,
-        new_out_BHLE: torch.Tensor,
-        new_lse_BHL: torch.Tensor,
-        index: torch.Tensor | None = None,
-    ) -> None:
+    def __call__(self, out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index=None):
         if index is not None:
             before = lse_BHL.index_select(2, index)
             lse_BHL.index_copy_(2, index, torch.logaddexp(before, new_lse_BHL))
@@ -76,27 +68,20 @@ class TorchMerge:
 
 
 @dataclass(frozen=True)
-class FusedMerge:
+class FusedMerge(Merge):
     """A merge in one kernel of Triton, which reads and writes 10 bytes for each number. Not run on a GPU.
 
     It takes float32 sums of tiles in float16, bfloat16 or float32 on CUDA, where Triton is installed and runs.
     """
 
-    def takes(self, out_BHLE: torch.Tensor, new_out_BHLE: torch.Tensor) -> bool:
+    def takes(self, out_BHLE, new_out_BHLE):
         # Tensors of a subclass, fake ones for example, may have no memory.
         real = type(out_BHLE) is type(new_out_BHLE) is torch.Tensor and out_BHLE.device.type == "cuda"
         dtypes = out_BHLE.dtype == torch.float32 and new_out_BHLE.dtype in _TILES
         # The kernel counts heads and rows in 32 bits.
         return real and dtypes and out_BHLE.shape[1] * out_BHLE.shape[2] < 2**30 and _runs_triton(out_BHLE.device)
 
-    def __call__(
-        self,
-        out_BHLE: torch.Tensor,
-        lse_BHL: torch.Tensor,
-        new_out_BHLE: torch.Tensor,
-        new_lse_BHL: torch.Tensor,
-        index: torch.Tensor | None = None,
-    ) -> None:
+    def __call__(self, out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index=None):
         from cp_styles.kernels.fused_merge import merge_rows  # imports Triton
 
         merge_rows(out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index)

@@ -172,7 +172,7 @@ def _dims_of_tokens(
             dims = [2] if any(x is head for head in heads) else []
         elif x.ndim < 4 and (cut := cut_with(x)) is not None:
             dims = [cut[1]]
-        elif x.ndim == 3 and _is_whole(x):  # ids beside each other, in front or behind
+        elif x.ndim == 3 and _is_whole(x):  # stacked ids, in front or behind
             dims = [2, 1] if axis else [0]
         elif x.ndim == 3 or (x.ndim == 2 and _is_whole(x)):
             dims = [axis]
