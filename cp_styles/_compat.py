@@ -249,6 +249,11 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
     return part
 
 
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store of a group. Seen: 2.11 to 2.15 (``_world.pg_map``)."""
+    return dist.distributed_c10d._world.pg_map[group][1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
     """Call ``act`` when ``destroy_process_group`` has ended the group.
 

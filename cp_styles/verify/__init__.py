@@ -39,6 +39,7 @@ from cp_styles.verify.step import (
     StepFunction,
     StepRun,
     as_one_rank,
+    broken_by_error,
     checksums,
     communicates,
     ending_connections,
@@ -197,18 +198,18 @@ class _Verification:
             parameters = self._errors(many, one, tolerance)
             losses = self._line((one.loss, many.loss))
             del many, tensors
-            self._refuse(self._random(one, expected, rows, tolerance))
+            repeated = self._repeated(one, expected, rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
             if unit and self._given is None:
                 noisy, changed = self._alone(lambda attentions: Perturbed(self._model, rows))
                 calls = output_errors(changed.kept, expected.kept, self._line)
                 leeway = Leeway(tolerance, calls, self._errors(noisy, one, tolerance))
                 del noisy, changed
-            # Of outputs that are wrong, and no result is, nothing follows: numbers for a log, for example.
-            results = [key for key in outputs if not parameters or not key[0]]
+            outputs = {key: error for key, error in outputs.items() if repeated.get(key, 0.0) <= tolerance}
+            results = expected.results(outputs)
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
             wrong += [_LOSS for alone, ran in losses if not _near(alone, ran, leeway.of(_LOSS))][:1]
-            report = self._report(expected.kinds, outputs, parameters, losses, leeway)
+            report = self._report(expected.kinds, outputs, results, parameters, losses, leeway)
             if not any(self._everyone(bool(layouts))):
                 raise VerificationError(replace(report, findings=(_NO_ATTENTION,)))
             if not any(self._everyone(bool(outputs or parameters or one.loss is not None))):
@@ -223,42 +224,53 @@ class _Verification:
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
         raise VerificationError(replace(report, findings=tuple(texts)))
 
-    def _random(self, one: StepRun, expected: Outputs, rows: Any, tolerance: float) -> list[str]:
-        """A text for the first module in which two steps with one rank differ, or for different losses of the ranks."""
+    def _repeated(self, one: StepRun, expected: Outputs, rows: Any, tolerance: float) -> dict[Key, float]:
+        """The differences of outputs when the step with one rank is repeated.
+
+        They are no error where all gradients and losses are equal: a pipeline runs its stages on memory that nobody has
+        written, to learn shapes.
+        """
         again, repeated = self._alone(lambda attentions: Outputs(self._model, rows))
         errors, leeway = output_errors(repeated.kept, expected.kept, self._line), Leeway(tolerance, {}, {})
-        for key, kind in expected.kinds.items():
-            if not errors.get(key, 0.0) <= tolerance:
-                return [
-                    f"two steps with one rank differ, first in {key[0] or 'the model'} ({kind}): something is drawn at "
-                    "random. Draw it for the whole sequence from a seed, and cut it as the tokens"
-                ]
         losses, others = zip(*self._line((one.loss, again.loss)), strict=True)
         drawn = leeway.wrong(self._errors(again, one, tolerance))
-        if drawn or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
-            return [
+        texts: list[str] = []
+        alone = not expected.trained and leeway.wrong(errors)
+        if drawn or alone or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
+            first = next((key for key in expected.kinds if not errors.get(key, 0.0) <= tolerance), None)
+            if first is not None:
+                texts = [
+                    f"two steps with one rank differ, first in {first[0] or 'the model'} ({expected.kinds[first]}): "
+                    "something is drawn at random. Draw it for the whole sequence from a seed, and cut it as the tokens"
+                ]
+            texts = texts or [
                 f"two steps with one rank differ in {f'gradients ({some(drawn)})' if drawn else 'the loss'}: the step "
                 "draws something at random, or goes on from where it was (an iterator, a counter)"
             ]
-        if not all(_near(loss, losses[0], tolerance) for loss in losses):
-            return [
+        if not texts and not all(_near(loss, losses[0], tolerance) for loss in losses):
+            texts = [
                 f"the step with one rank has another loss on each rank ({', '.join(map(_number, losses))}): "
                 "the sample differs between ranks. The step must not choose it by the rank of the process"
             ]
-        return []
+        self._refuse(texts)
+        return errors
 
     def _report(
         self,
         kinds: Mapping[Key, str],
         outputs: Mapping[Key, float],
+        results: Sequence[Key],
         parameters: Mapping[str, float],
         losses: Sequence[tuple[float | None, float | None]],
         leeway: Leeway,
     ) -> Report:
         """The same on every rank: of each error the largest."""
         trace = self._trace
-        ranks = self._everyone((kinds, outputs, parameters, losses, dict(trace.calls), trace.sent_bytes))
-        all_kinds, all_outputs, all_parameters, all_losses, calls, sent = zip(*ranks, strict=True)
+        worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
+        unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
+        facts = kinds, outputs, parameters, losses, dict(trace.calls), trace.sent_bytes, worst, unused
+        ranks = self._everyone(facts)
+        all_kinds, all_outputs, all_parameters, all_losses, calls, sent, worsts, unuseds = zip(*ranks, strict=True)
         first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
         names = dict.fromkeys(name for each in all_parameters for name in each)
         every = {key: kind for each in all_kinds for key, kind in each.items()}
@@ -272,6 +284,8 @@ class _Verification:
                 (name, max(each.get(name, 0) for each in calls)) for name in sorted({x for each in calls for x in each})
             ),
             sent_bytes=tuple(sent),
+            worst=max(worsts),
+            unused=tuple(dict.fromkeys(name for each in unuseds for name in each)),
             tolerance=leeway.tolerance,
             rounding=max((leeway.of(key) - leeway.tolerance for key in (*outputs, *parameters)), default=0.0) / 4,
         )
@@ -281,15 +295,16 @@ class _Verification:
         self._state.restore()
         failures: list[Failure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
-        with over_own_groups(self._mesh, self._everyone) as proofs:
-            ran = run_together(run, self._trace)
+        with over_own_groups(self._mesh, self._everyone) as own:
+            ran = run_together(run, self._trace, broken_by_error(self._model))
+            own.leave()
             if not isinstance(ran, Failure):
                 failures = self._everyone(None)  # the others have finished too, or failed: no message is under way
-        self._proofs |= proofs
+        self._proofs |= own.proofs
         self._progress.step()
         if isinstance(ran, Failure):
-            if not ran.of_transfer and communicates(self._model, self._mesh):
-                # Ranks may wait for this one in FSDP2 or DDP, whose groups are the user's.
+            if communicates(self._model, self._mesh) and not own.all_have_left():
+                # Ranks wait for this one in FSDP2 or DDP, whose groups are the user's.
                 for at in range(self._mesh.ndim):
                     break_off(self._mesh.get_group(at), RuntimeError(ran.text))
                 raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {ran.text}",)))
@@ -308,7 +323,8 @@ class _Verification:
             except Exception as error:
                 error.add_note(
                     "verify: this was the step with one rank in place of those of the sequence. Let the step cut the "
-                    "batch, and make layouts and groups, for the mesh that it is given"
+                    "batch, and make layouts, groups and the schedules of a pipeline, for the mesh that it is given"
+                    f"{broken_by_error(self._model)}"
                 )
                 raise
         self._progress.step()

@@ -382,6 +382,13 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
         elif kind == "times" and not first:
             why = _why_times(by, comparison.loss_factor(), axis.size())
             texts.append(f"{what} are {by:.4g} times those of one process: {why}")
+        elif not first and comparison.loss_factor() == 1:
+            texts.append(
+                f"{what} are wrong, and all outputs and their gradients are right: such a parameter multiplies values "
+                "of other tokens, or the number of a token in this rank's part, and is 0 now (a token shift, or a "
+                "table that begins at zero). What it multiplies mixes or counts the tokens of a part"
+                f"{see('A layer that mixes tokens')}"
+            )
         else:
             texts.append(f"{what} are wrong{first}. The cause is not known")
     return texts
@@ -397,7 +404,10 @@ def _why_times(by: float, of_loss: float | None, ranks: int) -> str:
     if near(of_loss, 1) and near(by, ranks):
         return "they are reduced twice over the sequence's ranks. Reduce each gradient once"
     if near(of_loss, 1) and near(by, 1 / ranks):
-        return "they are averaged over the sequence's ranks. Give global_loss averaged_over=, or sum them"
+        return (
+            "they are averaged over the sequence's ranks. Give global_loss averaged_over= the size of the mesh that "
+            "the step is given, or sum them"
+        )
     if near(by, of_loss):
         return (
             f"the gradient of the loss is {of_loss:.4g} times that of one process on each rank, and the reduction "

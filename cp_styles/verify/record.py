@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -200,6 +200,7 @@ class Outputs(Hooks):
     Attributes:
         kept: by call, ``take(key, number of the tensor in the output, tensor)``, detached.
         kinds: the class of each call's module, in the order in which the calls end.
+        trained: the calls with a result that a backward has reached.
     """
 
     def __init__(self, model: nn.Module, take: Callable[[Key, int, torch.Tensor], torch.Tensor | None]) -> None:
@@ -207,9 +208,21 @@ class Outputs(Hooks):
         self._take = take
         self.kept: dict[Key, list[torch.Tensor | None]] = {}
         self.kinds: dict[Key, str] = {}
+        self.trained: set[Key] = set()
+
+    def results(self, keys: Iterable[Key]) -> list[Key]:
+        """The calls, among ``keys``, of which the step gives results to its caller.
+
+        In a step with a backward, these are calls of the model itself. If another output differs, and no gradient, then
+        nothing follows from it (numbers for a log), or nobody reads it (a pipeline's run to learn shapes).
+        """
+        return [key for key in keys if not self.trained or (not key[0] and key in self.trained)]
 
     def end(self, key: Key, module: nn.Module, output: Any) -> Any:
         self.kinds[key] = type(module).__name__
+        for x in tensors_in(output):
+            if x.requires_grad:
+                x.register_hook(lambda gradient: self.trained.add(key))
         tensors = [x.detach() for x in tensors_in(output)]
         self.kept[key] = [self._take(key, at, x) for at, x in enumerate(tensors)]
 

@@ -39,6 +39,8 @@ class Report:
         loss: with one rank, and on each rank; empty if the step returned none.
         calls: how often a rank called each kind of communication, the most of all ranks.
         sent_bytes: what each rank sent.
+        worst: the largest error of a gradient, or of what the model returns.
+        unused: modules whose outputs differ, although no gradient does: nothing follows from them.
         tolerance: the error above which something is wrong, beside what follows from ``rounding``.
         rounding: in low precision, the largest error that changes of the last bits make.
     """
@@ -50,6 +52,8 @@ class Report:
     loss: tuple[float, ...] = ()
     calls: tuple[tuple[str, int], ...] = ()
     sent_bytes: tuple[int, ...] = ()
+    worst: float = 0.0
+    unused: tuple[str, ...] = ()
     tolerance: float = 0.0
     rounding: float = 0.0
 
@@ -58,12 +62,12 @@ class Report:
         """The result in one line."""
         if self.findings:
             return f"{self.title}: WRONG"
-        errors = [x.forward for x in self.modules if x.forward is not None] + [x for _, x in self.parameters]
         forward = "" if self.parameters else " in the forward (the step has made no gradients)"
         rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
+        unused = f" (outputs without consequences differ: {', '.join(self.unused[:3])})" if self.unused else ""
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
-            f"{len(self.parameters)} gradients, worst {max(errors, default=0.0):.0e}{rounding}"
+            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{unused}"
         )
 
     def __str__(self) -> str:

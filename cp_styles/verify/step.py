@@ -12,6 +12,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import part_of_group, resolve_group, tensors_in, without_groups
+from cp_styles._compat import part_of_group, resolve_group, store_of, tensors_in, without_groups
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
@@ -108,6 +110,32 @@ class _GroupOfOne:
         state_of(group).alone = True
 
 
+class _MeshOfOne(DeviceMesh):
+    """A mesh of several axes with this rank alone on one of them.
+
+    torch makes the groups of a flattened mesh together on all ranks of the world, which have other meshes here. The
+    group of axes that are flattened with an axis of one rank is there already: the group of the remaining axis.
+    """
+
+    def __getitem__(self, mesh_dim_names: Any) -> Any:
+        mesh = super().__getitem__(mesh_dim_names)
+        if mesh.ndim > 1:
+            mesh.__class__ = _MeshOfOne
+        return mesh
+
+    def _flatten(self, mesh_dim_name: str | None = None, *backend: Any) -> DeviceMesh:
+        names = self.mesh_dim_names or ()
+        groups = [self.get_group(at) for at in range(self.ndim)]
+        larger = [group for group in groups if group.size() > 1]
+        if len(larger) > 1:
+            raise NotImplementedError(
+                f"verify: the step flattens the axes {names} of its mesh, of which several have more than one rank: "
+                "flatten the remaining axes before, and reduce over that mesh and the axis of the sequence in turn"
+            )
+        name = mesh_dim_name or "_".join(names)
+        return DeviceMesh.from_group([*larger, groups[0]][0], self.device_type, mesh_dim_names=(name,))
+
+
 @contextlib.contextmanager
 def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
     """``mesh`` with this rank alone on ``axis``, and this rank alone in place of the group of ``axis``, for a ``with``.
@@ -122,6 +150,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         groups = [one if at == dim else mesh.get_group(at) for at in range(mesh.ndim)]
         ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
+        alone.__class__ = _MeshOfOne
     try:
         with _standing_in(axis.get_group(), StandIn(one, alone)):
             yield alone
@@ -129,24 +158,49 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         without_groups(alone)
 
 
+class OwnGroups:
+    """What ranks know of each other in :func:`over_own_groups`, besides what they send.
+
+    Attributes:
+        proofs: of the models that have a backward over the groups.
+    """
+
+    def __init__(self, mesh: DeviceMesh, name: str) -> None:
+        self.proofs = set[Proof]()
+        self._store, self._name = store_of(world_group()), f"cp_styles.verify/{name}"
+        self._ranks = mesh.mesh.flatten().tolist()
+
+    def leave(self) -> None:
+        """This rank has ended its step, by an error or not."""
+        self._store.set(f"{self._name}/{dist.get_rank()}", "left")
+
+    def all_have_left(self) -> bool:
+        """Whether all ranks have ended their steps, within some seconds."""
+        try:
+            self._store.wait([f"{self._name}/{rank}" for rank in self._ranks], timedelta(seconds=10))
+        except RuntimeError:
+            return False
+        return True
+
+
 @contextlib.contextmanager
-def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[set[Proof]]:
-    """Copies of the groups of ``mesh`` in place of them, which end with the ``with``. Returns the proofs of the models
-    that have a backward over them.
+def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
+    """Copies of the groups of ``mesh`` in place of them, which end with the ``with``.
 
     If a rank fails in the middle of a step, ranks may wait for it in any communication of the step. They get an error,
     because its connections end; the groups of the user go on, and their state does not change.
     """
-    name, proofs, groups = gather(uuid.uuid4().hex)[0], set[Proof](), list[dist.ProcessGroup]()
+    name, groups = gather(uuid.uuid4().hex)[0], list[dist.ProcessGroup]()
+    own = OwnGroups(mesh, name)
     try:
         with contextlib.ExitStack() as stack:
             for at in range(mesh.ndim):
                 original = mesh.get_group(at)
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                state_of(groups[-1]).proofs = proofs
+                state_of(groups[-1]).proofs = own.proofs
                 stack.enter_context(_standing_in(original, StandIn(groups[-1])))
-            yield proofs
+            yield own
     except BaseException as error:
         for group in groups:
             break_off(group, error)
@@ -157,6 +211,13 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[set[Proof]]:
             del group
         groups.clear()
         gc.collect()  # a connection ends when nothing holds its group
+
+
+def broken_by_error(model: nn.Module) -> str:
+    """What else is to be said of an error in the step: FSDP2 does not leave its forward then."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return ""
+    return ". FSDP2 does not recover from an error inside of its forward: make the model again before you train it"
 
 
 def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
@@ -279,8 +340,8 @@ def run_step(
     return StepRun(gradients, number, tuple(removed), attentions), hooks
 
 
-def run_together(run: Callable[[], Any], trace: CommunicationTrace) -> Any:
-    """``run()`` on all ranks, or a Failure. After an error nothing holds the group."""
+def run_together(run: Callable[[], Any], trace: CommunicationTrace, after: str) -> Any:
+    """``run()`` on all ranks, or a Failure, whose text ends with ``after``. After an error nothing holds the group."""
     failure = None
     try:
         with trace:
@@ -288,7 +349,7 @@ def run_together(run: Callable[[], Any], trace: CommunicationTrace) -> Any:
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
         where = f"{notes[0].removeprefix(_NOTE)}: " if notes else ""
-        failure = Failure(f"{where}{type(error).__name__}: {error}", _is_of_transfer(error))
+        failure = Failure(f"{where}{type(error).__name__}: {error}{after}", _is_of_transfer(error))
         clear_frames(error)
     return failure
 
@@ -339,6 +400,7 @@ class ModelState:
     training flags, and the states of random generators."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._training = [(module, module.training) for module in model.modules()]
         self._modules = [
             (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
             for module in model.modules()
@@ -355,8 +417,9 @@ class ModelState:
 
     def restore(self) -> None:
         """Put all of it back. No communication."""
+        for module, training in self._training:
+            module.training = training
         for module, buffers, attributes in self._modules:
-            module.training = attributes["training"]
             if module._buffers != buffers:
                 module._buffers.clear()
                 module._buffers.update(buffers)

@@ -206,13 +206,13 @@ def training_error() -> tuple[float, int]:
     """Of a training step with FSDP2 over dp and cp, and checkpoints that keep the attention of compiled layers: of the
     loss and all gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
     counters.clear()
-    mesh, both = composition.dp_cp()
+    mesh = composition.dp_cp()
     model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
     for index, layer in enumerate(model.layers):
         layer.compile(backend="aot_eager", fullgraph=True)
         model.layers[index] = checkpoint_wrapper(layer, context_fn=save_attention())
-    composition.shard(model, both)
-    run = composition.training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+    composition.shard(model, composition.dp_with_cp(mesh))
+    run = composition.training(model, mesh, averaged_over=lambda mesh: mesh.size())
     loss, alone = run.backward(composition.batch_of(0)).item(), composition.alone(1)
     gradients = {name.replace("_checkpoint_wrapped_module.", ""): x.grad for name, x in model.named_parameters()}
     errors = [error(composition.whole(gradients[name]), wanted) for name, wanted in alone.gradients.items()]

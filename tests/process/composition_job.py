@@ -1,18 +1,37 @@
-"""The program of test_composition.py: every composition, one after another, on ranks that are processes."""
+"""The program of test_composition.py: every composition, one after another, on ranks that are processes.
+
+Each is proved first, in place. A mistake that only a gradient shows is noticed in two of them.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from cp_styles import UnverifiedModelWarning
 from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
+from cp_styles.verify import VerificationError, verify
 from tests.oracle import error
 from tests.process.several import in_a_world
-from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
+from tests.ranks.composition import (
+    COMPOSITIONS,
+    STEPS,
+    Training,
+    alone,
+    batch_of,
+    by_ddp_over_cp,
+    by_fsdp_over_cp_with_tp,
+)
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
 # wrong by, a gradient that is averaged, or summed over too few ranks, is above 1e-5 after the first.
@@ -39,15 +58,43 @@ def is_the_same(*differences: float) -> bool:
     return all(each < TOLERANCE for each in differences)  # nan is not
 
 
+@contextmanager
+def hidden_shift(model: nn.Module) -> Iterator[None]:
+    """A model whose norms scale what comes from the token before by 0: only a gradient shows that a part ends."""
+
+    def shifted(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+        local = output.to_local() if isinstance(output, DTensor) else output
+        local = local + (weight - weight.detach()) * F.pad(local, (0, 0, 1, -1))
+        if isinstance(output, DTensor):
+            return DTensor.from_local(local, output.device_mesh, output.placements)
+        return local
+
+    norms = [module for name, module in model.named_modules() if name.endswith("attention_norm")]
+    handles = [norm.register_forward_hook(shifted) for norm in norms]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @in_a_world
 def main(folder: Path) -> int:
     single = alone(STEPS)
     missed = 0
     for make in COMPOSITIONS:
         start = time.perf_counter()
+        made = make()
+        verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
+        if make in (by_ddp_over_cp, by_fsdp_over_cp_with_tp):
+            with hidden_shift(made.model), suppress(VerificationError):
+                verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
+                missed += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnreducedGradientsWarning)
-            run = make().run(STEPS)
+            warnings.simplefilter("error", UnverifiedModelWarning)
+            run = made.run(STEPS)
         differences = furthest(run, single)
         missed += not is_the_same(*differences)
         if dist.get_rank() == 0:

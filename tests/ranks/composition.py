@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +58,13 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Training:
-    """``backward(batch)`` returns the loss and leaves the whole gradient; ``named`` are the parameters to compare."""
+    """``backward(batch)`` returns the loss and leaves the whole gradient; ``named`` are the parameters to compare.
+    ``step`` is the same for verify, over ``mesh``."""
 
     backward: Callable[[dict[str, torch.Tensor]], torch.Tensor]
     model: nn.Module
+    step: Callable[[nn.Module, dict[str, torch.Tensor], DeviceMesh], torch.Tensor] | None = None
+    mesh: DeviceMesh | None = None
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[tuple[str, int]] = field(default_factory=list)
@@ -129,26 +132,35 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], cp: DeviceMes
     return F.cross_entropy(logits.flatten(0, 1), mine["labels"].flatten(), reduction="sum"), mine["labels"]
 
 
+def axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh if mesh.ndim == 1 else mesh[name]
+
+
+def dp_with_cp(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp", "cp"]._flatten("dp_cp")
+
+
 def training(
     model: nn.Module,
-    cp: DeviceMesh,
-    over: DeviceMesh,
+    mesh: DeviceMesh,
+    over: Callable[[DeviceMesh], DeviceMesh] = dp_with_cp,
     *,
-    dp: DeviceMesh | None = None,
-    averaged_over: int = 1,
-    sum_over: DeviceMesh | None = None,
+    averaged_over: Callable[[DeviceMesh], int] = lambda mesh: 1,
+    sum_over: Callable[[DeviceMesh], DeviceMesh] | None = None,
 ) -> Training:
-    """The step of all compositions: they differ in who averages and who sums, over what."""
+    """The step of all compositions: they differ in who averages and who sums, over what axes of the mesh."""
 
-    def backward(batch):
-        losses, labels = token_losses(model, rows_of(batch, dp), cp)
-        loss = global_loss(losses, global_token_count(labels, over), over, averaged_over=averaged_over)
+    def step(model: nn.Module, batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+        dp = mesh["dp"] if "dp" in (mesh.mesh_dim_names or ()) else None
+        losses, labels = token_losses(model, rows_of(batch, dp), axis(mesh, "cp"))
+        count = global_token_count(labels, over(mesh))
+        loss = global_loss(losses, count, over(mesh), averaged_over=averaged_over(mesh))
         loss.backward()
         if sum_over is not None:
-            sum_gradients(model, sum_over)
+            sum_gradients(model, sum_over(mesh))
         return loss
 
-    return Training(backward, model)
+    return Training(partial(step, model, mesh=mesh), model, step, mesh)
 
 
 def cp_plan(cp: int) -> dict[str, AttentionContextParallel]:
@@ -163,57 +175,61 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
     return model
 
 
-def dp_cp() -> tuple[DeviceMesh, DeviceMesh]:
-    """dp 2 x cp 2, and both in one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    return mesh, mesh["dp", "cp"]._flatten("dp_cp")
+def dp_cp() -> DeviceMesh:
+    """dp 2 x cp 2."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
 
 
 def one_cp() -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
 
 
+def cp_of(mesh: DeviceMesh) -> DeviceMesh:
+    return axis(mesh, "cp")
+
+
 def by_sum_gradients() -> Training:
-    mesh, both = dp_cp()
+    mesh = dp_cp()
     model = parallelize_module(new_model(), mesh["cp"], cp_plan(2))
-    return training(model, mesh["cp"], both, dp=mesh["dp"], sum_over=both)
+    return training(model, mesh, sum_over=dp_with_cp)
 
 
 def by_fsdp_over_dp_cp() -> Training:
-    mesh, both = dp_cp()
-    model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), both)
-    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+    mesh = dp_cp()
+    model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), dp_with_cp(mesh))
+    return training(model, mesh, averaged_over=DeviceMesh.size)
 
 
 def by_fsdp_over_cp() -> Training:
     cp = one_cp()
     model = shard(parallelize_module(new_model(), cp, ModuleContextParallel(layout=LAYOUTS[4])), cp)
-    return training(model, cp, cp, averaged_over=cp.size())
+    return training(model, cp, cp_of, averaged_over=DeviceMesh.size)
 
 
 def by_ddp_over_cp() -> Training:
     cp = one_cp()
     model = parallelize_module(new_model(), cp, cp_plan(4))
-    return training(DistributedDataParallel(model, process_group=cp.get_group()), cp, cp, averaged_over=cp.size())
+    model = DistributedDataParallel(model, process_group=cp.get_group())
+    return training(model, cp, cp_of, averaged_over=DeviceMesh.size)
 
 
 def by_hsdp() -> Training:
-    mesh, both = dp_cp()
+    mesh = dp_cp()
     model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), mesh["dp", "cp"])
-    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+    return training(model, mesh, averaged_over=DeviceMesh.size)
 
 
 def by_fsdp_over_dp_and_sum_gradients_over_cp() -> Training:
-    mesh, both = dp_cp()
+    mesh = dp_cp()
     model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), mesh["dp"])
-    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=mesh["dp"].size(), sum_over=mesh["cp"])
+    return training(model, mesh, averaged_over=lambda mesh: mesh["dp"].size(), sum_over=cp_of)
 
 
 def by_fsdp_over_cp_with_tp() -> Training:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     attention = AttentionContextParallel(layout=LAYOUTS[2])
     model = shard(parallelize_module(new_model(), mesh, parallel_plan(attention)), mesh["cp"])
-    return training(model, mesh["cp"], mesh["cp"], averaged_over=2)
+    return training(model, mesh, cp_of, averaged_over=lambda mesh: mesh["cp"].size())
 
 
 class Stage(nn.Module):
@@ -240,35 +256,36 @@ class Stage(nn.Module):
 def by_pipeline() -> Training:
     """Two stages of one layer, each over cp; a micro-batch a row, so that two are under way in every stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
-    pp, cp = mesh["pp"], mesh["cp"]
-    layout, rank, index = LAYOUTS[2], cp.get_local_rank(), pp.get_local_rank()
-    model = parallelize_module(new_model(), cp, cp_plan(2))
-    part = Stage(model, range(index, index + 1), layout.positions(rank))
-    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
-    count = torch.tensor(0)
+    pp, index = mesh["pp"], mesh["pp"].get_local_rank()
+    model = parallelize_module(new_model(), mesh["cp"], cp_plan(2))
+    part = Stage(model, range(index, index + 1), torch.empty(0))
 
-    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        return global_loss(losses, count, cp)
-
-    # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
-    schedule = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
-
-    def backward(batch):
-        nonlocal count
+    def step(part: nn.Module, batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+        cp = mesh["cp"]
+        layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
         mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
+        count = global_token_count(mine["labels"], cp) if index else torch.tensor(0)
+        part.positions = layout.positions(rank)
+
+        def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return global_loss(losses, count, cp)
+
+        # A schedule keeps the lengths of its first step: one for each number of ranks.
+        stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
+        # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
+        schedule = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
         losses: list[torch.Tensor] = []
         if index == 0:
             schedule.step(mine["tokens"])
         else:
-            count = global_token_count(mine["labels"], cp)
             schedule.step(target=mine["labels"], losses=losses)
         sum_gradients(part, cp)
         loss = sum(losses, torch.zeros((), dtype=torch.float64)).detach()
         torch.distributed.all_reduce(loss, group=pp.get_group())  # for the comparison: only the last stage knows it
         return loss
 
-    return Training(backward, part)
+    return Training(partial(step, part, mesh=mesh), part, step, mesh)
 
 
 COMPOSITIONS = (

@@ -42,6 +42,7 @@ from tests.ranks.composition import (
     Training,
     alone,
     batch_of,
+    cp_of,
     cp_plan,
     new_model,
     one_cp,
@@ -65,7 +66,7 @@ def cp_and_tp() -> tuple[DeviceMesh, Training]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     plan = parallel_plan(AttentionContextParallel(layout=LAYOUTS[2]))
     model = parallelize_module(new_model(), mesh, plan)
-    return mesh, training(model, mesh["cp"], mesh["cp"], sum_over=mesh["cp"])
+    return mesh, training(model, mesh, cp_of, sum_over=cp_of)
 
 
 @on_every_rank(4)
@@ -96,13 +97,13 @@ def advance(run: Training, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 def by_sum_gradients_over_cp() -> Training:
     cp = one_cp()
-    return training(parallelize_module(new_model(), cp, cp_plan(4)), cp, cp, sum_over=cp)
+    return training(parallelize_module(new_model(), cp, cp_plan(4)), cp, cp_of, sum_over=cp_of)
 
 
 def by_fsdp_over_cp() -> Training:
     cp = one_cp()
     model = shard(parallelize_module(new_model(), cp, cp_plan(4)), cp)
-    return training(model, cp, cp, averaged_over=4)
+    return training(model, cp, cp_of, averaged_over=DeviceMesh.size)
 
 
 @pytest.mark.parametrize("then", [by_fsdp_over_cp, *at_night(by_sum_gradients_over_cp)])

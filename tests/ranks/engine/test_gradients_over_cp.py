@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -47,12 +48,13 @@ def test_fsdp_that_is_told_to_sum():
     """FSDP2's own divisor in place of ``averaged_over``. In float64: gloo has no scaled sum for float32."""
 
     def make() -> Training:
-        mesh, both = dp_cp()
-        model = shard(parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2)), both)
+        mesh = dp_cp()
+        model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
+        model = shard(model, composition.dp_with_cp(mesh))
         for module in model.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)
-        return training(model, mesh["cp"], both, dp=mesh["dp"])
+        return training(model, mesh)
 
     assert_same_training(make, 2)
 
@@ -85,17 +87,17 @@ def test_styles_on_what_fsdp_has_sharded(style: str):
         module = {"layers.*": ModuleContextParallel(layout=composition.LAYOUTS[4])}
         model = shard(composition.new_model(), cp)
         parallelize_module(model, cp, module if style == "ModuleContextParallel" else composition.cp_plan(4))
-        return training(model, cp, cp, averaged_over=cp.size())
+        return training(model, cp, composition.cp_of, averaged_over=DeviceMesh.size)
 
     assert_same_training(make, 2)
 
 
 def test_ddp_over_dp_and_cp():
     def make() -> Training:
-        mesh, both = dp_cp()
+        mesh = dp_cp()
         model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
-        model = DistributedDataParallel(model, process_group=both.get_group())
-        return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+        model = DistributedDataParallel(model, process_group=composition.dp_with_cp(mesh).get_group())
+        return training(model, mesh, averaged_over=DeviceMesh.size)
 
     assert_same_training(make, 2)
 

@@ -33,7 +33,7 @@ from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import composition
 from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank
-from tests.ranks.composition import RANKS, dp_cp, shard, training
+from tests.ranks.composition import RANKS, cp_of, dp_cp, shard, training
 from tests.ranks.training_scene import DOORS, RIGHT, ByHand, Two, attended, inputs, raised, steps_of, warned
 
 ONLY_WARN = Checks(only_warn=True)
@@ -204,9 +204,9 @@ def test_fsdp_over_another_axis_with_a_sum_of_some():
     """Its parameters are DTensors there, of which ranks along cp hold the same."""
 
     def on(rank: int) -> None:
-        mesh, both = dp_cp()
+        mesh = dp_cp()
         model = shard(parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2)), mesh["dp"])
-        run = training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=2)
+        run = training(model, mesh, averaged_over=lambda mesh: mesh["dp"].size())
         backward = run.backward
 
         def partly(batch):
@@ -321,7 +321,7 @@ def test_tensor_parallel_shards_are_compared_along_cp_alone():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         attention = composition.AttentionContextParallel(layout=composition.LAYOUTS[2])
         model = parallelize_module(composition.new_model(), mesh, composition.parallel_plan(attention))
-        training(model, mesh["cp"], mesh["cp"]).run(3)
+        training(model, mesh, cp_of).run(3)
 
     errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
     assert {type(error) for error in errors} == {UnreducedGradientsError}, errors
