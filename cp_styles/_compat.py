@@ -20,12 +20,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import _TLS, TracingContext
 from torch._library.fake_impl import allocate_size
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # seen: 2.11 to 2.15
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # seen: 2.11 to 2.15
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -44,8 +42,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
 DETACH_IN_PLACE_HAS_NO_RULE = _RELEASE < (2, 13)
-# torch.compile does not show torch.arange to function modes: seen in 2.11; it does from 2.12.
-RANGES_ARE_NOT_TRACED = _RELEASE < (2, 12)
 
 
 # What every call asks torch is read without a function of ours in between.
@@ -283,10 +279,6 @@ wait_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.ops._c10d_functional
 in_process_store: Callable[[], Any] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 
-MODULE_CALL = torch.nn.Module._call_impl.__code__
-"""Of the frames of modules' calls. Seen: 2.11 to 2.15."""
-
-
 def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The modules whose calls are running in this thread, innermost first, with the arguments of each.
 
@@ -294,7 +286,7 @@ def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
     modules = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is MODULE_CALL:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
             modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
         frame = frame.f_back
     return modules
@@ -448,15 +440,6 @@ def is_traced() -> bool:
     (``torch.compiler.is_compiling()`` is also true while another thread compiles.) Seen: 2.11 to 2.15.
     """
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-
-
-def traces_here() -> bool:
-    """Whether torch.compile traces in this thread. Unlike :func:`is_traced`, also for what a trace runs as it is.
-
-    Seen: 2.11 to 2.15 (``torch._guards.TracingContext`` belongs to a thread).
-    """
-    context = TracingContext.try_get()
-    return context is not None and not isinstance(context, _AskedByWrapper)
 
 
 def graph_tracer() -> str | None:

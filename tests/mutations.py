@@ -439,11 +439,18 @@ OTHERS = [
         "ranks/engine/test_half_way.py -k 'stand_still or goes_on'",
     ),
     Mistake(
-        "token flow: memory that no operator wrote is clean",
-        "_Storage.get",
-        "CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.maker)",
-        "CLEAN",
-        "unit/test_token_flow.py",
+        "mixing layers: a recurrence is called on a part",
+        "refuse_mixing_layers",
+        "isinstance(layer, _MIXING) and",
+        "False and",
+        "ranks/doors/test_guards.py -k 'mixes or local'",
+    ),
+    Mistake(
+        "mixing layers: the layer that a mixer calls is refused",
+        "mixing",
+        "is_mixing.set(True)",
+        "is_mixing.set(False)",
+        "ranks/doors/test_guards.py -k mixers_call",
     ),
     Mistake(
         "tp: rows that it does not divide leave as plain tensors",

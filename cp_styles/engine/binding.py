@@ -63,8 +63,6 @@ class Tally:
         cuts: those among them that a layout has cut, each with its layout.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
         path: of the innermost module that runs, below the one that has the style.
-        on_range: is called with the result and the arguments of each torch.arange that torch.compile traces in this
-            forward. None for no call.
     """
 
     calls: int = 0
@@ -75,7 +73,6 @@ class Tally:
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     made_mask: Any = None
     path: str = ""
-    on_range: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True)

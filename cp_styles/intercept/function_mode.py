@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -22,7 +22,6 @@ from cp_styles._compat import (
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
-    dispatch_modes_entered,
     fast_path_attention,
     function_modes,
     graph_task_id,
@@ -41,7 +40,6 @@ from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
-from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
@@ -160,10 +158,6 @@ class AttentionCalls(RerunMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
-        elif func is torch.arange and self.tally.on_range is not None:
-            numbers = func(*args, **kwargs)
-            self.tally.on_range(numbers, args, kwargs)
-            return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
@@ -205,7 +199,6 @@ class AttentionCalls(RerunMode):
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_call()
-            self._refuse_mixed(query, key, value)
 
         tensors = query, key, value
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
@@ -215,23 +208,8 @@ class AttentionCalls(RerunMode):
             share = partial(attend, self._scoped, **options)
             self._joint_calls += 1
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
-            out = attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
-        else:
-            out, *_ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
-        return out if compiling else self._followed(out, tensors)
-
-    def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
-        """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
-        if not torch.compiler.is_dynamo_compiling() and dispatch_modes_entered():
-            flow = TokenFlow.entered()
-            words = None if flow is None else flow.mixed_before(tensors, dim, joint=self._joint is not None)
-            if words is not None:
-                raise NotImplementedError(f"{self._name}: {words}")
-
-    @staticmethod
-    def _followed(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
-        if dispatch_modes_entered() and (flow := TokenFlow.entered()) is not None:
-            flow.attended(out, tensors, dim)
+            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
+        out, *_ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
     @never_compiled
@@ -241,9 +219,8 @@ class AttentionCalls(RerunMode):
         noted = self._flex.take()
         if noted is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
-        check = partial(self._check_plain, query, key, value)
-        out, lse = flex_attend(self._scoped.resolve()[0], (query, key, value), noted.call, check)
-        return self._flex.results(noted, self._followed(out, (query, key, value)), lse)
+        out, lse = flex_attend(self._scoped.resolve()[0], (query, key, value), noted.call, self._check_plain)
+        return self._flex.results(noted, out, lse)
 
     @property
     def unscoped(self) -> Binding:
@@ -288,13 +265,13 @@ class AttentionCalls(RerunMode):
         def check() -> None:
             if refuse is not None:
                 refuse()
-            self._check_plain(*tensors, sink=True)
+            self._check_plain(sink=True)
 
         binding = self._scoped.resolve()[0]
         if score_mod is None:
             bound = binding.with_mask(mask)
             out, *_ = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
-            return self._followed(out, tensors)
+            return out
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
@@ -308,7 +285,7 @@ class AttentionCalls(RerunMode):
         out = torch.cat([part for part, _ in results])
         if sink_H is not None:
             out = beside_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
-        return self._followed(out, tensors)
+        return out
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
@@ -338,17 +315,13 @@ class AttentionCalls(RerunMode):
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self.tally.calls += 1
-        tensors = args[:3]
-        out = varlen_operator(self._scoped.resolve()[0], partial(self._check_plain, *tensors, dim=0), *args, **kwargs)
-        self._followed(out[0] if isinstance(out, tuple | list) else out, tensors, 0)
-        return out
+        return varlen_operator(self._scoped.resolve()[0], self._check_plain, *args, **kwargs)
 
-    def _check_plain(self, *tensors: torch.Tensor, dim: int = -2, sink: bool = False) -> None:
+    def _check_plain(self, *, sink: bool = False) -> None:
         """``sink``: the call may have attention sinks."""
         self.check_call()
         if self._joint is not None:
             self._refuse_joint()
-        self._refuse_mixed(*tensors, dim=dim)
         if self._sink is not None and not sink:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
@@ -401,7 +374,7 @@ class AttentionCalls(RerunMode):
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
         self.tally.inputs, self.tally.given = {}, ()
-        self.tally.cuts, self.tally.on_range, self.next_path = (), None, None
+        self.tally.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:

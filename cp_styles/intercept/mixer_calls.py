@@ -106,7 +106,7 @@ def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> An
 
 def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
     """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. What a model
-    makes itself is never asked for states, and is taken out of ``given``: see TokenGuard."""
+    makes itself is never asked for states, and is taken out of ``arguments``."""
     past = cache_given(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
@@ -283,13 +283,25 @@ def lightning_attention(
 
 def _without_kernel(method: Any) -> Callable[..., Any] | None:
     """What runs in place of a method that mixes tokens and calls no kernel. Only for the code that is known: that of
-    another version of the library may compute something else."""
+    another version of the library may compute something else, and is refused."""
     how, *digests = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None,))
-    try:
-        source = "" if how is None else inspect.getsource(method)
-    except OSError:
+    if how is None or _calls_known(method):
         return None
-    return how if hashlib.sha256(source.encode()).hexdigest()[:16] in digests else None
+    try:
+        source = inspect.getsource(method)
+    except OSError:
+        source = ""
+    return how if hashlib.sha256(source.encode()).hexdigest()[:16] in digests else _unknown
+
+
+def _unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    if calls.unscoped.group.size() == 1:
+        return plain(*bound.args, **bound.kwargs)
+    raise NotImplementedError(
+        f"{calls.binding.name}: {calls.tally.path} carries values from token to token by {plain.__qualname__}, whose "
+        "code in this version of the library is not known: use transformers 5.23 or 5.24, or keep the layer out of the "
+        "model"
+    )
 
 
 # By the name of the method. The code is that of transformers 5.23 and 5.24.

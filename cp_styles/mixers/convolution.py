@@ -16,7 +16,16 @@ from cp_styles.collectives.peers import Peers, dim_of
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange, rows_before
+from cp_styles.mixers.fragments import (
+    CutSequence,
+    Described,
+    MixerCall,
+    Packed,
+    RowExchange,
+    mixing,
+    row_exchange,
+    rows_before,
+)
 
 
 @uncompiled
@@ -68,49 +77,43 @@ def context_causal_conv1d(
     return convolved(sequence, conv, x, dim, width)
 
 
+@mixing()
 def convolved(
     sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
 ) -> torch.Tensor:
     """:func:`context_causal_conv1d` of a sequence."""
 
-    def run(sequence: CutSequence) -> torch.Tensor:
-        def describe() -> Described:
-            dim_of(x, dim, "dim")
-            if not isinstance(width, int) or width < 1:
-                raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
-            return [x], dim, {"width": width, "dim": dim}
+    def describe() -> Described:
+        dim_of(x, dim, "dim")
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
+        return [x], dim, {"width": width, "dim": dim}
 
-        with sequence.agreed(describe) as cut:
-            along = dim % x.ndim
-            exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
-            row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
-            MixerCall("rows", cut, {"width": width, "row": row}).tell()
-            before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
-                len(sizes), along
-            )
-        rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
-        out = conv(rows)
-        if out.shape[along] != rows.shape[along]:
-            raise ValueError(
-                f"{sequence.name}: conv returned {out.shape[along]} tokens for {rows.shape[along]}: it must return an "
-                "output for each token, without those of its padding"
-            )
-        if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
-            return out.narrow(along, width - 1, sizes[0])
-        return torch.cat(out.split([count for size in sizes for count in (width - 1, size)], along)[1::2], along)
-
-    return sequence.followed(run, [x], dim)
+    with sequence.agreed(describe) as cut:
+        along = dim % x.ndim
+        exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+        row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
+        MixerCall("rows", cut, {"width": width, "row": row}).tell()
+        before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
+            len(sizes), along
+        )
+    rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
+    out = conv(rows)
+    if out.shape[along] != rows.shape[along]:
+        raise ValueError(
+            f"{sequence.name}: conv returned {out.shape[along]} tokens for {rows.shape[along]}: it must return an "
+            "output for each token, without those of its padding"
+        )
+    if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
+        return out.narrow(along, width - 1, sizes[0])
+    return torch.cat(out.split([count for size in sizes for count in (width - 1, size)], along)[1::2], along)
 
 
 def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """On every rank the last ``count`` rows of the last document, or as many as it has."""
-
-    def run(sequence: CutSequence) -> torch.Tensor:
-        with sequence.agreed(lambda: ([x], dim, {"count": count})) as cut:
-            plan = rows_from_end(cut.layout, min(count, cut.documents[-1]), cut.peers.rank)
-            return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
-
-    return sequence.followed(run, [x], dim)
+    with sequence.agreed(lambda: ([x], dim, {"count": count})) as cut:
+        plan = rows_from_end(cut.layout, min(count, cut.documents[-1]), cut.peers.rank)
+        return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
 
 @remembered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import dispatch_modes, function_modes
+from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import Meeting, StatusRow, StatusRows, compare, plain, short, start_status
@@ -71,6 +72,19 @@ class Cut(NamedTuple):
     peers: Peers
     layout: SequenceLayout
     documents: tuple[int, ...]
+
+
+@contextmanager
+def mixing() -> Iterator[None]:
+    """While a mixer calls its kernel, with all rows that it needs; refuse_mixing_layers in guards.py asks for it."""
+    before = is_mixing.set(True)
+    try:
+        yield
+    finally:
+        is_mixing.reset(before)
+
+
+is_mixing: ContextVar[bool] = ContextVar("is_mixing", default=False)
 
 
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
@@ -259,26 +273,6 @@ class CutSequence:
                 f"{short(lengths[1])}: give the same documents, or leave one out"
             )
         return lengths[0] if lengths else None
-
-    def followed(self, run: Callable[[CutSequence], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
-        """``run(self)``. A TokenFlow takes its first result for the tokens that ``tensors`` have along
-        ``dim``, and do not look at how a kernel computes it."""
-        flow: Any = next((mode for mode in dispatch_modes() if hasattr(mode, "mixed_before")), None)
-        have_dim = [isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim for x in tensors]
-        if flow is None or not have_dim or not all(have_dim):  # errors of the arguments come later
-            return run(self)
-        mixed = flow.mixed_before(tensors, dim)
-
-        def refuse() -> None:
-            if self.refuse is not None:
-                self.refuse()
-            if mixed is not None:
-                raise NotImplementedError(f"{self.name}: {mixed}")
-
-        with flow.paused():
-            out = run(replace(self, refuse=refuse))
-        flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)
-        return out
 
     @contextmanager
     def agreed(self, describe: Callable[[], Described]) -> Iterator[Cut]:

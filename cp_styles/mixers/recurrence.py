@@ -33,6 +33,7 @@ from cp_styles.mixers.fragments import (
     Packed,
     RowExchange,
     arguments_of,
+    mixing,
     refuse_arguments,
     trained,
 )
@@ -158,31 +159,27 @@ def context_recurrence(
     return uncompiled(scan)
 
 
+@mixing()
 def recurred(
     sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence | Channels, *args: Any, **kwargs: Any
 ) -> Any:
     """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
     if isinstance(how, Channels):
-        return sequence.followed(lambda cut: by_channels(cut, kernel, how, args, kwargs), tensors, how.tokens)
+        return by_channels(sequence, kernel, how, args, kwargs)
+    call: Any = None
 
-    def run(sequence: CutSequence) -> Any:
-        call: Any = None
+    def describe() -> Described:
+        nonlocal call
+        call = _KernelCall(kernel, sequence.name, how, args, kwargs)
+        state = call.initial
+        begins = state is not None and [list(state.shape), state.requires_grad]
+        return list(call.cut.values()), 1, {how.wants: call.wants, how.state: begins, **trained(call.tensors())}
 
-        def describe() -> Described:
-            nonlocal call
-            call = _KernelCall(kernel, sequence.name, how, args, kwargs)
-            state = call.initial
-            begins = state is not None and [list(state.shape), state.requires_grad]
-            return list(call.cut.values()), 1, {how.wants: call.wants, how.state: begins, **trained(call.tensors())}
-
-        with sequence.packed_by(kwargs).agreed(describe) as cut:
-            outs, states = _states(call, cut, check=sequence.checks.agreement)
-        out, final = _outputs(call, outs, states)
-        # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
-        return (out, final) if call.wants or not how.transposed else out
-
-    return sequence.followed(run, tensors, 1)
+    with sequence.packed_by(kwargs).agreed(describe) as cut:
+        outs, states = _states(call, cut, check=sequence.checks.agreement)
+    out, final = _outputs(call, outs, states)
+    # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
+    return (out, final) if call.wants or not how.transposed else out
 
 
 # Another direction, another cut, decays of values, and further results.

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FrameType
@@ -20,192 +20,71 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
+from cp_styles._compat import never_compile_alone, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches, cache_given, word_for_cache
-from cp_styles.device_copies import captures_graph
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.custom_ops import refuse_nested
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
-from cp_styles.intercept.token_flow import TokenFlow
-from cp_styles.layout import SequenceLayout, cut_with
+from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
+from cp_styles.mixers.fragments import is_mixing
 from cp_styles.styles.model_options import Window, loss_takes_all, makes_local_masks, padding_position, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 
 
-class TokenGuard:
-    """Refuses modules that carry values from token to token by other means than attention calls, or that count tokens.
+def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
+    """Register a hook on each layer of torch in ``model`` whose class says that it carries values from token to token.
 
-    The first forward of a module in training, and the first in evaluation, are followed: see [Note: token flow]. So is
-    the first that is given other arguments: a model may count where it is given no positions. Modules that run first in
-    a later forward, because of a layer drop for example, are followed then.
+    Its calls are refused: it would end at this rank's part of the tokens. But for the layers in the modules ``local``;
+    for what a mixer of this package calls, which has all the rows that it needs; and for new tokens after a prompt,
+    which are whole on every rank.
     """
+    allowed = {id(layer) for part in local for layer in part.modules()}
+    for path, layer in model.named_modules():
+        if isinstance(layer, _MIXING) and id(layer) not in allowed:
+            layer.register_forward_pre_hook(_MixingHook(name, path or "the module itself").check)
 
-    def __init__(
-        self, name: str, names: Mapping[nn.Module, str], calls: AttentionCalls, trusted: set[nn.Module], *, counts: bool
-    ) -> None:
-        """``counts``: whether to look for positions that are counted."""
-        self._name, self._calls, self._counts = name, calls, counts
-        self._names = {id(module): path for module, path in names.items()}
-        self._trusted = {id(module) for module in trusted}
-        self.followed: set[tuple[Any, ...]] = set()  # what need not be followed any more; see way_of
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
-        twin = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
-        twin._trusted = {id(memo[key]) for key in self._trusted if key in memo}
-        return twin
+@dataclass(frozen=True)
+class _MixingHook:
+    name: str
+    path: str
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        with calls:
-            flow = TokenFlow.entered()
-            if id(module) in self._trusted:
-                if flow is None:
-                    return forward(*args, **kwargs)
-                with flow.paused():
-                    output = forward(*args, **kwargs)
-                for each in (flow, *flow.others):
-                    each.seed(_dims_of_tokens(output, each.length, each.axis))
-                return output
-            around = flow is not None
-            flow = flow or self._flow(module, calls, args, kwargs)
-            if flow is None:
-                return forward(*args, **kwargs)
-            with contextlib.nullcontext() if around else flow, flow.inside(self._describe(module)):
-                output = forward(*args, **kwargs)
-                problem = None if around else flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
-                if problem is not None and (problem.kind != "pooled" or not kwargs.get("logits_to_keep")):  # as prefill
-                    raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
-            self.followed.add(way_of(module, args, kwargs))
-            return output
-
-    def _describe(self, module: nn.Module) -> str:
-        return f"{self._names.get(id(module)) or 'the model itself'} ({type(module).__name__})"
-
-    @never_compiled
-    def _flow(self, module: nn.Module, calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any) -> TokenFlow | None:
-        binding = calls.binding
-        if binding.group.size() == 1 or graph_task_id() >= 0 or captures_graph():
-            return None
-        inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
-        for label, value in inputs.items():
-            if isinstance(value, torch.Tensor):
-                refuse_nested(self._name, label, value)
-        for past in (cache_given(inputs), cache_given(calls.inputs)):
-            past = getattr(past, "self_attention_cache", past)
+    def check(self, layer: nn.Module, args: Any) -> None:
+        """A forward pre-hook. No communication: an error ends the forward, and then the others hear of it."""
+        if not _mixes(layer):
+            return
+        if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
+            calls = AttentionCalls.entered()
+            if calls is None or is_mixing.get():
+                return
+            past = cache_given(calls.inputs)
+            past = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
             if isinstance(past, LayerCaches) and past.prefilled:
-                return None  # new tokens, the same on all ranks
-        given, heads = _tensors_in([*inputs.values(), *args[len(inputs) :]]), [inputs.get(name) for name in _HEADS]
-        readings, flow = dict[Any, Any](), None
-        for axis in _AXES:
-            length = _part_of(binding, calls.inputs, axis) or _part_of(binding, inputs, axis)
-            seeds = list(_dims_of_tokens(given, length, axis, heads))
-            if length != 1:
-                readings.setdefault((length, *(dim for _, dim in seeds)), (axis, seeds))
-        for (length, *_), (axis, seeds) in reversed(readings.items()):
-            counted = self._counts and counting_is_wrong(binding, length)
-            positions = partial(possible_positions, binding) if counted else None
-            flow = TokenFlow(length, positions, group=binding.group, axis=axis, beside=flow)
-            flow.seed(seeds)
-        return flow
+                return
+        raise NotImplementedError(
+            f"{self.name}: {self.path} ({type(layer).__name__}) carries values from token to token, and would end at "
+            "this rank's part of them. Call it through context_causal_conv1d (a causal convolution) or "
+            "context_recurrence of cp_styles.mixers; or gather the tokens of all ranks before it "
+            "(cp_styles.collectives.gather) and cut its result. If its input is whole on each rank, as after a "
+            f"gather, or what it mixes stays within a row of its input: local=[{self.path!r}] of the style"
+            f"{see('A layer that mixes tokens')}"
+        )
 
 
-never_compile_alone(TokenGuard.run)
+_POOLS = nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d
+_MIXING = (nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm, *_POOLS)
 
 
-def way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What may decide which code of a forward runs: its arguments that are given, and flags."""
-    positional = [x if isinstance(x, bool) else x is not None for x in args]
-    named = [(name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None] if kwargs else ()
-    return id(module), module.training, *positional, *named
-
-
-# Inputs that a layout has cut remember the dim. Of others it may be any of these: [B, L], [L, B] and [B, C, L].
-_AXES = (1, 0, -1)
-
-
-def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Those in nested structures; if there are none, those that plain objects hold."""
-    held = [vars(value) for value in values if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]
-    return tensors_in(list(values)) or tensors_in(held)
-
-
-def _part_of(binding: Binding, inputs: Mapping[str, Any], axis: int) -> int | None:
-    """This rank's number of tokens, as the inputs of a model show it if no layout has cut them and ``axis`` is that of
-    the tokens. None if they do not."""
-    tensors = _tensors_in(list(inputs.values()))
-    rank = binding.group.rank()
-    for cut in (cut_with(x) for x in tensors):
-        if cut is not None and cut[0].ranks == binding.group.size():
-            return cut[0].lengths[rank]
-    length = _length(inputs, axis)
-    if length is not None:
-        return length
-    for name, x in inputs.items():
-        if isinstance(x, torch.Tensor) and x.ndim == 4 and name in _HEADS:
-            return x.shape[2]
-    dims = max((x.ndim for x in tensors), default=0)
-    known = [x for x in tensors if x.ndim == 3 or (x.ndim == 2 and _is_whole(x))]
-    known = known or [x for x in tensors if 0 < x.ndim == dims < 3]  # a series [B, L], tokens [L]
-    return known[0].shape[axis if known[0].ndim > 1 else 0] if known else None
-
-
-_HEADS = ("query", "key", "value", "q", "k", "v")
-
-
-def _is_whole(x: torch.Tensor) -> bool:
-    """Whether it holds whole numbers, as ids and positions do. Rotary tables may be complex."""
-    return not (x.is_floating_point() or x.is_complex())
-
-
-def _dims_of_tokens(
-    values: Any, length: int | None, axis: int, heads: Sequence[Any] = ()
-) -> Iterator[tuple[torch.Tensor, int | None]]:
-    # None if it is not clear from a shape. Tensors of four dims may be images, in which one token is many elements.
-    for x in tensors_in(values) if length is not None else ():
-        if x.ndim == 4:
-            dims = [2] if any(x is head for head in heads) else []
-        elif x.ndim < 4 and (cut := cut_with(x)) is not None:
-            dims = [cut[1]]
-        elif x.ndim == 3 and _is_whole(x):  # stacked ids, in front or behind
-            dims = [2, 1] if axis else [0]
-        elif x.ndim == 3 or (x.ndim == 2 and _is_whole(x)):
-            dims = [axis]
-        else:
-            # A series [B, L], or a table [L, D]. A complex tensor is a rotary table, also if D is L.
-            dims = [axis, *range(x.ndim)] if x.ndim == 2 and not x.is_complex() else range(x.ndim)
-        yield x, next((dim % x.ndim for dim in dims if x.shape[dim] == length), None)
-
-
-def possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
-    """The positions of this rank's tokens, for each sequence length that may give it ``length`` tokens."""
-    ranks, rank = binding.group.size(), binding.group.rank()
-    if isinstance(binding.layout, SequenceLayout):
-        if binding.layout.lengths[rank] == length:
-            yield binding.layout.positions(rank, "cpu")
-        return
-    for whole in sorted(
-        range(max(length * ranks - ranks + 1, 0), length * ranks + ranks), key=lambda n: abs(n - length * ranks)
-    ):
-        with contextlib.suppress(Exception):  # of a length that is not the call's
-            layout = binding.layout_for(whole)
-            if layout.lengths[rank] == length:
-                yield layout.positions(rank, "cpu")
-
-
-def counting_is_wrong(binding: Binding, length: int | None) -> bool:
-    """Whether this rank's tokens are not the first ones. Documents count from 0 too."""
-    if not isinstance(binding.mask, Full | Causal | SlidingWindow):
-        return False
-    if length is None:
-        return True
-    first = torch.arange(length, device="cpu")
-    return not any(torch.equal(positions, first) for positions in possible_positions(binding, length))
+def _mixes(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv1d):
+        return layer.kernel_size[0] > 1
+    if isinstance(layer, nn.BatchNorm1d | nn.SyncBatchNorm):
+        return layer.training or layer.running_mean is None
+    return True
 
 
 class Forwards:
@@ -237,18 +116,14 @@ class Forwards:
         module: nn.Module,
         forward: Callable[..., Any],
         calls: AttentionCalls,
-        guard: TokenGuard,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         output = None
         try:
             self._begin(module, args, kwargs)
-            if way_of(module, args, kwargs) in guard.followed:
-                with calls:
-                    output = forward(*args, **kwargs)
-            else:
-                output = guard.run(module, forward, calls, args, kwargs)
+            with calls:
+                output = forward(*args, **kwargs)
         finally:
             self._end(module, args, output)
         return output
@@ -308,7 +183,12 @@ class ModelFacts:
             losses=[type(model) for model in models if hasattr(type(model), "loss_function")],
             windows=windows_of(module),
             padding=padding_position(module),
-            mask_tokens=[model.mask_token_id for model in scaled_by_masks(module)],
+            mask_tokens=[
+                # Experts of NLLB have a token_dropout too, a probability, and know no mask token.
+                layer.mask_token_id
+                for layer in module.modules()
+                if getattr(layer, "token_dropout", False) and hasattr(layer, "mask_token_id")
+            ],
             embeddings=[layer for layer in module.modules() if isinstance(layer, nn.Embedding)],
         )
 
@@ -438,8 +318,6 @@ class InputGuards:
                     "check_inputs=False if the model does not use them"
                     f"{see('Positions that count from 0')}"
                 )
-        if not facts.places or all(inputs.get(name) is None for name in facts.places):
-            self._calls.tally.on_range = partial(_refuse_range, self._name, kind, inputs)
 
     def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
         positions, tokens = inputs.get(POSITIONS), inputs.get("input_ids")
@@ -494,14 +372,8 @@ class InputGuards:
         )
 
 
-def scaled_by_masks(module: nn.Module) -> list[Any]:
-    """The modules in a model that scale embeddings by the share of mask tokens (ESM); by 1 where there are none."""
-    # Experts of NLLB have a token_dropout too, a probability, and know no mask token.
-    return [x for x in module.modules() if getattr(x, "token_dropout", False) and hasattr(x, "mask_token_id")]
-
-
 # Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.
-for _hook in (InputGuards.check, InputGuards.check_output):
+for _hook in (InputGuards.check, InputGuards.check_output, _MixingHook.check):
     never_compile_alone(_hook, nor_what_it_calls=True)
 
 
@@ -524,6 +396,11 @@ _POSITIONS_OF_TOKENS = (
 )
 
 
+def _is_whole(x: torch.Tensor) -> bool:
+    """Whether it holds whole numbers, as ids and positions do. Rotary tables may be complex."""
+    return not (x.is_floating_point() or x.is_complex())
+
+
 def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int], first: int) -> None:
     length = positions.shape[-1] if positions.ndim else 0
     if not _is_whole(positions) or (length not in lengths and not name.endswith(POSITIONS)):
@@ -537,10 +414,11 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
         from_0 or bool((positions == counted + in_order).all())
     ):
         return  # documents count from 0 too
-    # Of a balancer, for each sequence length that gives this rank so many tokens.
-    parts = [part for part in possible_positions(binding, length) if part.numel()]
-    begin = int(parts[0][0]) if parts else 0
-    if from_0 and parts and all(int(part[0]) != 0 for part in parts):
+    part = _part_of(binding, length)
+    if part is None:
+        return
+    begin = int(part[0])
+    if from_0 and begin != 0:
         remedy = f"pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}"
         if positions.ndim == 3:
             remedy = "cut them with the tokens, or let cut_inputs_of of cp_styles.integrations.transformers do it"
@@ -551,13 +429,26 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
             "ranks have them whole, as a text beside a cut image, apply the style to the other attentions alone"
             f"{see('Positions that count from 0')}"
         )
-    if not from_0 and parts and not any(torch.equal(part + first, counted.cpu() + in_order) for part in parts):
+    # Of a balancer it is a guess how many tokens the ranks before this one hold: at most one more, or one less, each.
+    near = 0 if isinstance(binding.layout, SequenceLayout) else rank
+    consecutive = int(part[-1]) - begin == length - 1
+    if not from_0 and not (consecutive and abs(in_order - begin) <= near):
         raise ValueError(
             f"{binding.name}: {name} are {in_order} to {in_order + length - 1} on this rank, as torch.chunk cuts, but "
             f"its part of the layout begins at {begin}: cut tokens and positions with layout.shard and "
             "layout.positions of the layout of the attention, or give the attention layout=contiguous"
             f"{see('Inputs that were cut in another way')}"
         )
+
+
+def _part_of(binding: Binding, length: int) -> torch.Tensor | None:
+    """The positions of this rank's ``length`` tokens. Of a balancer: if all ranks hold as many. None: of no part."""
+    rank, layout = binding.group.rank(), binding.layout
+    with contextlib.suppress(Exception):  # of a balancer, for a length that is not the call's
+        layout = layout if isinstance(layout, SequenceLayout) else binding.layout_for(length * binding.group.size())
+        if length and layout.lengths[rank] == length:
+            return layout.positions(rank, "cpu")
+    return None
 
 
 def _rows_begin_at_0(positions: torch.Tensor) -> bool:
@@ -615,32 +506,6 @@ def is_model(module: nn.Module) -> bool:
 def _lengths(inputs: Mapping[str, Any]) -> list[int]:
     """Candidates for this rank's number of tokens: the second sizes of the model's inputs."""
     return [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1]
-
-
-def _refuse_range(
-    name: str,
-    kind: str,
-    inputs: Mapping[str, Any],
-    numbers: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise if a traced torch.arange counts as many tokens as this rank may have, from 0.
-
-    The error ends the trace, and the forward runs uncompiled, where the token flow decides.
-    """
-    start = kwargs.get("start", args[0] if len(args) > 1 else 0)
-    step = kwargs.get("step", args[2] if len(args) > 2 else 1)
-    if numbers.shape[0] in _lengths(inputs) and start == 0 and step == 1 and _is_whole(numbers):
-        raise NotImplementedError(
-            f"{name}: {kind} makes the numbers 0 to {numbers.shape[0] - 1} inside, as many as this rank has tokens, "
-            "and takes no positions or was given none: it counts this rank's tokens as if they were the first "
-            "ones. Give it positions (layout.positions(rank)), or change it to take them; or apply the style with "
-            f"check_inputs=False if these numbers are not positions{see('Positions that count from 0')}"
-        )
-
-
-never_compile_alone(_refuse_range, nor_what_it_calls=True)
 
 
 def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
@@ -704,9 +569,9 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     state.engaged = False
 
 
-def _length(inputs: Mapping[str, Any], axis: int = 1) -> int | None:
+def _length(inputs: Mapping[str, Any]) -> int | None:
     for name in ("input_ids", "inputs_embeds", "hidden_states"):
         value = inputs.get(name)
         if isinstance(value, torch.Tensor) and value.ndim > 1:
-            return value.shape[axis]
+            return value.shape[1]
     return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import RANGES_ARE_NOT_TRACED, graph_task_id, hooks_in_order, scripted_attention
+from cp_styles._compat import graph_task_id, hooks_in_order, scripted_attention
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.scope import ScopedBinding
@@ -26,16 +26,14 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import Forwards, TokenGuard, scaled_by_masks, way_of
+from cp_styles.styles.guards import Forwards, refuse_mixing_layers
 from cp_styles.styles.parallelize import matches
+from cp_styles.troubleshooting import see
 
 _STATE = "_context_parallel_calls"
-_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, TokenGuard, Forwards, str]
-"""The calls of an eager forward, and those of a traced one; what follows tokens in first forwards; what does the work
-of the hooks where they have not run; and the path of the module below the one that has the style."""
-
-# Leaves of torch's own that may carry values from token to token in training only, or that models leave out at times.
-_MIXING = (nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, Forwards, str]
+"""The calls of an eager forward, and those of a traced one; what does the work of the hooks where they have not run;
+and the path of the module below the one that has the style."""
 
 
 class ModuleContextParallel(ContextParallelStyle):
@@ -66,15 +64,14 @@ class ModuleContextParallel(ContextParallelStyle):
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
-        trusted: names of modules (patterns as in a plan, "layers.*.conv") that may carry values from token to token by
-            other means than attention calls, because what they mix is whole on each rank. What runs in them is not
-            looked at. Where others do so, it is refused when the values reach an attention or the results: see
-            :class:`~cp_styles.styles.guards.TokenGuard`.
+        local: names of modules (patterns as in a plan, "frontend.*") whose input is whole on each rank, or whose mixing
+            stays within a row of their input. Layers of torch that mix tokens are refused outside of them; see Raises.
         check_inputs: True refuses mistakes in the arguments of the model. These are: no ``position_ids`` for a forward
-            that takes them; positions, under any name, that count from 0 on each rank, or that the model counts so or
-            takes from the first rows of a table; labels that a model of transformers would shift after the cut;
-            windows for which it would make masks from this rank's lengths. False is for models that handle context
-            parallelism themselves.
+            that takes them; positions, under any name, that count from 0 on each rank; labels that a model of
+            transformers would shift after the cut; windows for which it would make masks from this rank's lengths.
+            False is for models that handle context parallelism themselves. What a model computes from the number of
+            its tokens is not looked at: :func:`~cp_styles.verify.verify` finds that.
+        trusted: removed. A TypeError names what is there in its place.
 
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
@@ -84,12 +81,15 @@ class ModuleContextParallel(ContextParallelStyle):
     Applying the style sends nothing.
 
     Raises:
-        ValueError, TypeError: when applied, for a mesh without the axis or a module that has the style already. At a
-            call, on every rank, for inputs that do not fit the layout, masks that are not those of the whole sequence,
-            and calls that differ between ranks.
+        ValueError, TypeError: when applied, for a mesh without the axis, a module that has the style already, or a
+            pattern in ``local`` that names no module. At a call, on every rank, for inputs that do not fit the layout,
+            masks that are not those of the whole sequence, and calls that differ between ranks.
         NotImplementedError: at a call, on every rank, for dropout, for attention by other functions, and for the
             weights that nn.MultiheadAttention returns unless need_weights=False. Also if no attention was reached. Also
-            for attention in an autograd.Function inside, whose backward might run it again as local attention.
+            for attention in an autograd.Function inside, whose backward might run it again as local attention. And
+            for layers of torch that mix tokens, outside of ``local`` and of the functions of ``cp_styles.mixers``:
+            recurrences (``nn.RNNBase``), ``nn.Conv1d`` wider than 1, ``nn.BatchNorm1d`` and ``nn.SyncBatchNorm`` with
+            statistics of the batch, ``nn.AvgPool1d``, ``nn.MaxPool1d`` and the adaptive ones.
 
     Example::
 
@@ -107,16 +107,23 @@ class ModuleContextParallel(ContextParallelStyle):
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
         sink: str | None = None,
-        trusted: Sequence[str] = (),
+        local: Sequence[str] = (),
         check_inputs: bool = True,
         verified: bool = False,
+        trusted: Sequence[str] = (),
     ) -> None:
+        if trusted:
+            raise TypeError(
+                "ModuleContextParallel: trusted= was removed, because code between the attention calls is not followed "
+                "any more. Name layers of torch whose input is whole on each rank in local=, leave out the others, and "
+                f"prove the model once by cp_styles.verify.verify{see('A layer that mixes tokens')}"
+            )
         self.joint = layout if isinstance(layout, JointLayout) else None
         layout = layout.balancer if isinstance(layout, JointLayout) else layout
         options = {"strategy": strategy, "layout": layout, "mask": mask, "kernel": kernel, "checks": checks}
         super().__init__(mesh_axis=mesh_axis, **options, verified=verified)
         self.sink = sink
-        self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
+        self.local = (local,) if isinstance(local, str) else tuple(local)
         self.check_inputs = check_inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,25 +152,17 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "
                 "logit for each query head, or leave sink out"
             )
-        names = {child: path for path, child in module.named_modules()}
-        named = {part: {child for child, path in names.items() if matches(path, part)} for part in self.trusted}
+        names = list(module.named_modules(remove_duplicate=False))
+        named = {part: [child for path, child in names if matches(path, part)] for part in self.local}
         if unmatched := [pattern for pattern, children in named.items() if not children]:
             raise ValueError(
-                f"{type(module).__name__}: trusted={unmatched} names no module of it: print the names with "
+                f"{type(module).__name__}: local={unmatched} names no module of it: print the names with "
                 "module.named_modules(); each part between dots may hold * and ?"
             )
-        trusted = set[nn.Module]().union(*named.values())
-        if self.check_inputs:  # which refuses mask tokens, so what these mix is 0
-            trusted.update(scaled_by_masks(module))
-            if RANGES_ARE_NOT_TRACED:
-                warnings.warn(
-                    f"{binding.name}: on torch 2.11 it cannot be seen whether a compiled model counts its tokens from "
-                    "0 by itself. Run it once without torch.compile, where that is refused; or use torch 2.12",
-                    stacklevel=2,
-                )
+        if binding.group.size() > 1:
+            refuse_mixing_layers(module, binding.name, chain.from_iterable(named.values()))
         forwards = Forwards(module, calls, check_inputs=self.check_inputs)
-        guard = TokenGuard(binding.name, names, calls, trusted, counts=self.check_inputs and self.joint is None)
-        self._enter(module, (calls, calls.inlined(), guard, forwards, ""), at_top=True)
+        self._enter(module, (calls, calls.inlined(), forwards, ""), at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
         ours = [before]
         if (guards := forwards.guards(module)) is not None:
@@ -176,18 +175,18 @@ class ModuleContextParallel(ContextParallelStyle):
         """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
         if hasattr(child, _STATE):
             return  # the module occurs twice
-        calls, _, guard, forwards, path = state
+        calls, _, forwards, path = state
         if self.sink is not None and getattr(child, self.sink, None) is not None:
             with_sink = calls.with_sink(child, self.sink)
-            state = with_sink, with_sink.inlined(), guard, forwards, path
+            state = with_sink, with_sink.inlined(), forwards, path
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and there are many of them.
-        if at_top or children or not type(child).__module__.startswith("torch.") or isinstance(child, _MIXING):
+        if at_top or children or not type(child).__module__.startswith("torch."):
             run_known_mixers(child)
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)
         for name, grandchild in children.items():
-            self._enter(grandchild, (state[0], state[1], state[2], state[3], f"{path}.{name}" if path else name))
+            self._enter(grandchild, (*state[:3], f"{path}.{name}" if path else name))
 
 
 def calls_in(model: nn.Module) -> AttentionCalls | None:
@@ -217,16 +216,14 @@ class _Entered(BoundToThisRun):
     """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined, guard, forwards, path = getattr(self, _STATE)
+        calls, inlined, forwards, path = getattr(self, _STATE)
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
             calls.next_path = path
             if not calls.tally.running and graph_task_id() < 0:  # the hooks have not run
-                return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if compiling or way_of(self, args, kwargs) in guard.followed:  # pyright: ignore[reportArgumentType]
-            with inlined if compiling else calls:
-                return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return guard.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+                return forwards.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with inlined if compiling else calls:
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:

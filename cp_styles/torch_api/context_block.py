@@ -20,8 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import (
-    dispatch_modes,
-    graph_task_id,
     never_compile_alone,
     running_modules,
     torch_balances_load,
@@ -37,12 +35,11 @@ from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.proof import proof_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
-from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
-from cp_styles.styles.guards import InputGuards, ModelFacts, counting_is_wrong, is_model, possible_positions
+from cp_styles.styles.guards import InputGuards, ModelFacts, is_model
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
 
@@ -83,8 +80,6 @@ class context_parallel(contextlib.ContextDecorator):
         check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
             :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
-            And what mixes or counts tokens of the buffers: in the first, second, fourth, ... block over these ranks,
-            and in the one after a block in which a model is new.
         verified: a step of the models inside is compared with one device elsewhere, in a test for example. Without it,
             and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
             (``UnverifiedModelWarning``).
@@ -99,8 +94,6 @@ class context_parallel(contextlib.ContextDecorator):
             buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
             requires grad, or whose ``.grad`` does not have the shape of the part.
         TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
-        NotImplementedError: inside, or at its end, for attention in plain ops, such as that of an eager model of
-            transformers, and for what else mixes or counts tokens.
 
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
 
@@ -271,7 +264,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.history = binding.group_state.the(_History)
+        self.models = binding.group_state.the(_Models)
 
     @contextlib.contextmanager
     def inside(self, *, again: bool = False) -> Iterator[None]:
@@ -290,54 +283,15 @@ class _BlockEntry(Opening):
             tally = vars(self.scoped.unscoped.tally)
             stack.callback(tally.update, dict(tally))
             tally.update(vars(Tally()))
-            calls = _BlockCalls(self, again=again)
-            stack.enter_context(calls)
-            flow = calls.flow = None if again or not self.check_inputs else self._flow()
-            if flow is not None:
-                flow.__enter__()
-                # If another mode is innermost, the block ends in another thread.
-                stack.push(lambda *error: flow.__exit__(*error) if dispatch_modes()[-1:] == [flow] else None)
+            stack.enter_context(_BlockCalls(self, again=again))
             yield
-            calls.refuse_mixed_results(unread=True)
-
-    def _flow(self) -> TokenFlow | None:
-        """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
-        be followed."""
-        if not self.history.follows_next() or graph_task_id() >= 0:
-            return None
-        lengths = {part.data.shape[part.dim] for part in self.parts.values()}
-        length = lengths.pop() if len(lengths) == 1 else None
-        binding = self.scoped.unscoped
-        counts = partial(possible_positions, binding) if counting_is_wrong(binding, length) else None
-        flow = TokenFlow(length, counts, group=self.group, looks_at_readers=True)
-        flow.seed((part.buffer, part.dim) for part in self.parts.values())
-        return flow
 
 
-class _History:
-    """Which blocks over the ranks of a group are followed: the first, second, fourth and so on; and the one after a
-    block that was not, in which a model called attention that had not yet done so in a followed one.
-
-    Attributes:
-        facts: of the models that have called attention in blocks.
-    """
+class _Models:
+    """What the checks know of the models that have called attention in blocks over the ranks of a group."""
 
     def __init__(self) -> None:
-        self._blocks, self._due = 0, False
-        self._models: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()  # whether they were in training
         self.facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
-
-    def follows_next(self) -> bool:
-        self._blocks += 1
-        due, self._due = self._due, False
-        return due or not self._blocks & (self._blocks - 1)
-
-    def note(self, module: nn.Module, *, followed: bool) -> None:
-        modes = self._models.setdefault(module, set())
-        if followed:
-            modes.add(module.training)
-        elif module.training not in modes:
-            self._due = True
 
 
 class _BlockCalls(AttentionCalls):
@@ -346,19 +300,8 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
-        self.flow: TokenFlow | None = None
         # Of each model in it: what checks its arguments, and those that a check at the end needs.
         self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
-
-    def refuse_mixed_results(self, *, unread: bool = False) -> None:
-        """Raise if code of the block outside of all modules has read what tokens of this part were mixed into; or, for
-        ``unread``, if it is left to what follows the block."""
-        problem = None if self.flow is None else self.flow.problem_of_outputs((), surely_tokens=True)
-        if self.flow is not None and unread:
-            problem = problem or self.flow.problem_of_unread()
-        if self.flow is not None and problem is not None:
-            self.unscoped.refuse_call()  # ranks with another number of tokens may not see it
-            raise NotImplementedError(f"{self._name}: {self.flow.words(problem)}")
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -367,7 +310,6 @@ class _BlockCalls(AttentionCalls):
             return
         for module, (guard, self.tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
-            self._entry.history.note(module, followed=self.flow is not None)
         if self._entry.parts and not self._again and not self.tally.calls and not self.unscoped.group_state.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -389,7 +331,7 @@ class _BlockCalls(AttentionCalls):
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):
-                by_model = self._entry.history.facts
+                by_model = self._entry.models.facts
                 facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 guard = InputGuards(facts, self)
                 inputs = dict(zip(facts.names, args, strict=False)) | kwargs
@@ -409,8 +351,6 @@ class _BlockCalls(AttentionCalls):
         if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
             if not self.is_around():
                 return func(*args, **(kwargs or {}))
-            if self.flow is not None:
-                self.refuse_mixed_results()
             if not self._entry.parts.keys().isdisjoint(map(id, args)):
                 self.remember()
         return super().__torch_function__(func, types, args, kwargs)

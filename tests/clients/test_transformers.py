@@ -91,12 +91,9 @@ if "dory" in transformers.CONFIG_MAPPING:  # transformers 5.24
     REPEATED += "apertus1p5_text dory exaone lara_mini sarvam_mla sarvam_moe"
     EXACT_MODELS |= each("codegen gptj", {"rotary_dim": 4})  # before, in plain operations
 REFUSED_MODELS = {
-    # Of such layers those whose kernels are known by name are exact: test_mixers.py.
-    "deepseek_v4": r"\(\w+\) carries values from token to token",
     # Attention in plain operations.
-    **each("bloom mpt openai-gpt roformer", r"\(\w+\) carries values from token to token .* call: b?a?d?d?bmm at"),
-    # Positions are counted from this rank's first token.
-    **each("bart blenderbot marian mbart pegasus plbart", r"\(\w+\) makes the numbers 0 to 10 inside at"),
+    **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
+    "deepseek_v4": "positions of the two sequences do not correspond",  # compressed keys beside those of its window
     "inkling_text": "adds a position_bias to its logits",
     "deepseek_v32": "cuts its attention mask itself",  # tokens are selected for each query
     "doge": "gradient of an attention bias",
@@ -138,8 +135,6 @@ def test_positions_by_a_hook(model_type: str):
     model, tokens = tiny(causal_lm, config_of(model_type)), tokens_of()
     found = on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens), how=hooked)
     assert largest_error(found, expected(model, {"input_ids": tokens}, labels_of(tokens))) < EXACT
-    with pytest.raises(RankError, match="module of positions by a forward pre-hook"):
-        on_ranks(model, {"input_ids": tokens}, labels_of(tokens))
 
 
 def test_falcon_with_a_whole_mask():
@@ -427,17 +422,10 @@ def test_a_mask_that_is_dropped_on_its_way_is_refused():
         assert found.value.errors.keys() == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "make", "changes", "words"),
-    [
-        ("llama", transformers.AutoModelForSequenceClassification.from_config, {}, "it has pooled them"),
-        ("mixtral", causal_lm, {"output_router_logits": True}, "the balance of experts on this rank's tokens alone"),
-    ],
-)
-def test_results_of_a_part_are_refused(model_type: str, make: Any, changes: dict[str, Any], words: str):
-    model = tiny(make, config_of(model_type, num_hidden_layers=1, **changes))
+def test_a_loss_for_the_balance_of_experts_is_refused():
+    model = tiny(causal_lm, config_of("mixtral", num_hidden_layers=1, output_router_logits=True))
     inputs = {"input_ids": tokens_of(), "position_ids": positions_of()}
-    with pytest.raises(RankError, match=words) as found:
+    with pytest.raises(RankError, match="the balance of experts on this rank's tokens alone") as found:
         on_ranks(model, inputs, labels_of(tokens_of()))
     assert found.value.errors.keys() == {0, 1}
 
@@ -731,7 +719,6 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
     assert largest_error(steps(NAME, whole=padding), expected(model, batch | padding, labels)) < EXACT
     for implementation, without, extra, words in (
         ("sdpa", "", {}, "sliding_window=15, and the model would make their masks"),
-        ("eager", "", {}, "without an attention call: bmm at .*register_attention"),
         (
             NAME,
             "position_ids",

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, next_token_labels, parallelize_module
 
-REFUSAL = r"positions"
 TOKENS = torch.arange(26).view(2, 13) % 11
 
 

@@ -1,4 +1,7 @@
-"""Programs as five users wrote them in their first hour: refused with a remedy, and exact once it is followed."""
+"""Programs as five users wrote them in their first hour: refused with a remedy, and exact once it is followed.
+
+nanoGPT's counts its own positions, which no error says: verify finds it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from tests.first_hours import deepspeed_ulysses, hugging_face, nanogpt, torch_co
 from tests.oracle import error
 from tests.ranks.attention_case import EXACT, cp_mesh
 
-of_each_user = pytest.mark.parametrize(
-    "program",
-    [nanogpt, hugging_face, torch_context_parallel, video_dit, deepspeed_ulysses],
-    ids=lambda program: program.__name__.rpartition(".")[2],
-)
+REFUSED = [hugging_face, torch_context_parallel, video_dit, deepspeed_ulysses]
+
+
+def name_of(program: ModuleType) -> str:
+    return program.__name__.rpartition(".")[2]
 
 
 def model_of(program: ModuleType) -> nn.Module:
@@ -27,7 +30,7 @@ def model_of(program: ModuleType) -> nn.Module:
     return program.model()
 
 
-@of_each_user
+@pytest.mark.parametrize("program", REFUSED, ids=name_of)
 def test_before(program: ModuleType):
     model = model_of(program)
     errors = run_ranks(lambda _: program.before(copy.deepcopy(model), cp_mesh(2)), 2, return_errors=True)
@@ -36,7 +39,7 @@ def test_before(program: ModuleType):
         assert re.search(program.REFUSAL, str(each)), each
 
 
-@of_each_user
+@pytest.mark.parametrize("program", [nanogpt, *REFUSED], ids=name_of)
 def test_after(program: ModuleType):
     model = model_of(program)
     alone = copy.deepcopy(model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from cp_styles._compat import RANGES_ARE_NOT_TRACED
 from tests.process import compile_tp_cp
 from tests.process.several import Program
 from tests.ranks.attention_case import EXACT
@@ -20,22 +20,20 @@ def test_a_layer_on_cp_and_tp(on_processes):
     """fullgraph, with local tensors and with tp's DTensors between projections and attention: one process' output and
     gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor goes on with the
     attention while a gather over tp is under way: it waits before its use.
-    Models that count their tokens, because they are given no positions, are refused where they are traced too.
+    A model that takes positions and is given none is refused where it is traced too.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
     by_rank = [json.loads(text) for text in on_processes["a compiled layer"].said]
-    assert [len(said["without positions"]) for said in by_rank] == [4, 0, 4, 0]
+    assert [len(said["without positions"]) for said in by_rank] == [2, 0, 2, 0]
     for said in by_rank:
         assert said["local"] < EXACT
         assert said["dtensors"] < EXACT
         assert len(said["refused"]) == 2
         assert all("it is not known which heads" in text for text in said["refused"]), said["refused"]
-        for index, (wrong, graphs, text) in enumerate(said["without positions"]):
+        for wrong, graphs, text in said["without positions"]:
             assert wrong < EXACT
             assert graphs == 1
-            # On 2.11, of which ModuleContextParallel warns, only the last two show it: by the name of their argument.
-            unseen = RANGES_ARE_NOT_TRACED and index < 2
-            assert ("nothing" if unseen else "check_inputs=False if th") in text, text
+            assert "check_inputs=False if the" in text, text
         assert said["order"] == ["start", "attend", "wait"]
         difference, graphs = said["training"]
         assert difference < 1e-9  # of a loss around 4
@@ -43,6 +41,6 @@ def test_a_layer_on_cp_and_tp(on_processes):
         eager, compiled = said["memory"]
         # But for what ranks agree by, and gloo's own. In a backward, 2.11 keeps 1 to 2 query shards more.
         assert compiled[0] == pytest.approx(eager[0], abs=0.05)
-        assert compiled[1] == pytest.approx(eager[1], abs=0.05) or RANGES_ARE_NOT_TRACED
+        assert compiled[1] == pytest.approx(eager[1], abs=0.05) or torch.__version__.startswith("2.11")
         assert compiled[1] <= eager[1] + 2.05
         assert eager[1] <= 13  # query shards, as in test_memory

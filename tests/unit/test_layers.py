@@ -51,8 +51,6 @@ CORE = (
 )
 BESIDE_CORE = (
     "intercept/mixer_calls.py",
-    "intercept/token_flow.py",
-    "intercept/token_rules.py",
     "styles/applied_plan.py",
     "styles/guards.py",
     "styles/model_options.py",
@@ -121,7 +119,7 @@ def sizes() -> dict[str, int]:
 
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
-LIMITS = {"lines of the package": 30_300, "lines of the core path": 13_500, "floors": 10, "entries of state": 46}
+LIMITS = {"lines of the package": 29_500, "lines of the core path": 13_500, "floors": 10, "entries of state": 47}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -181,6 +179,7 @@ STATE = {
         "engine/reruns.py": "_modes",
         "engine/run.py": "listener",
         "engine/scope.py": "_open",
+        "mixers/fragments.py": "is_mixing",
         "torch_api/context_block.py": "_open",
     },
     "settings of torch's API": {

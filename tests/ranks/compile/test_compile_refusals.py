@@ -17,7 +17,7 @@ from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import Ulysses
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import at_night, in_parts, sampled
+from tests.covering import in_parts, sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
@@ -177,44 +177,42 @@ def test_a_compiled_function_that_runs_again_outside_of_its_module(mesh, rank: i
         assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
 
 
-class Layers(nn.Module):
-    """``before``, which is not compiled where its layers are compiled one by one."""
+class WithConvolution(nn.Module):
+    """A convolution along the sequence, ``reached`` or not, before an attention."""
 
-    def __init__(self, before) -> None:
+    def __init__(self, reached: bool) -> None:
         super().__init__()
-        self.before, self.layers = before, nn.Sequential(*(Projected(Grouped()) for _ in range(2)))
+        self.reached, self.conv, self.attention = reached, nn.Conv1d(10, 10, 3, padding=1), Projected(Grouped())
 
     def forward(self, x):
-        return self.layers(self.before(x))
-
-
-TABLE = randn(5, 64, 10)
-BEFORE = {
-    "rolled": (lambda x: x + x.roll(1, 1), "carries values from token to token without an attention call: add at"),
-    "a table": (lambda x: x + TABLE[: x.shape[1]], "takes the first 8 rows of a table of 64 at"),
-    "counted": (lambda x: x + TABLE[torch.arange(x.shape[1])], "makes the numbers 0 to 7 inside at"),
-    "fine": (lambda x: x * 2, None),
-}
+        return self.attention(self.conv(x.mT).mT if self.reached else x)
 
 
 @pytest.mark.parametrize(
-    "case", ["layers, a table", "layers, fine", "model, counted", *at_night("layers, rolled", "model, fine")]
+    ("reached", "fullgraph", "local"),
+    [(False, True, ()), (True, False, ()), (True, True, ()), (True, True, ("conv",))],
+    ids=["not called", "called", "called, one graph", "local"],
 )
 @on_every_rank(RANKS, timeout_seconds=60.0)
-def test_what_surrounds_attention_in_a_graph(mesh, rank: int, case: str):
-    """The first forward follows tokens through graphs that call operators one by one; in a whole model that is traced,
-    where it counts them."""
-    which, before = case.split(", ")
-    act, words = BEFORE[before]
-    x, layout, model = randn(0, 1, 16, 10), head_tail(16, RANKS), Layers(act)
+def test_a_layer_that_mixes_in_a_graph(mesh, rank: int, reached: bool, fullgraph: bool, local: tuple[str, ...]):
+    """The error in its trace ends that, and the forward runs uncompiled, where it is raised on every rank."""
+    x, layout, model = randn(0, 1, 16, 10), head_tail(16, RANKS), WithConvolution(reached).double()
     wanted = model(x).detach()
-    parallelize_module(model, mesh, ModuleContextParallel())
-    if which == "layers":
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-    run = torch.compile(model, backend="aot_eager") if which == "model" else model
-    if words is not None:
-        with pytest.raises(NotImplementedError, match=words):
+    parallelize_module(model, mesh, ModuleContextParallel(local=local))
+    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    if reached and not local:
+        kinds = Exception if fullgraph else NotImplementedError
+        with pytest.raises(kinds, match=r"conv \(Conv1d\) carries values from token to token"):
             run(layout.shard(x, 1, rank))
         return
-    assert error(run(layout.shard(x, 1, rank)).detach(), layout.shard(wanted, 1, rank)) < EXACT
+    out = run(layout.shard(x, 1, rank)).detach()
+    if not reached:
+        assert error(out, layout.shard(wanted, 1, rank)) < EXACT
+
+
+@on_every_rank(1, timeout_seconds=60.0)
+def test_a_layer_that_mixes_in_a_graph_of_one_rank(mesh):
+    x, model = randn(0, 1, 16, 10), WithConvolution(True).double()
+    wanted = model(x).detach()
+    parallelize_module(model, mesh, ModuleContextParallel())
+    assert error(torch.compile(model, backend="aot_eager", fullgraph=True)(x).detach(), wanted) < EXACT

@@ -24,7 +24,7 @@ from cp_styles.decoding import KVCache, context_decode
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, expected_attention
-from tests.ranks.attention_case import EXACT, on_every_rank
+from tests.ranks.attention_case import EXACT
 
 RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
 LAYOUT = head_tail(LENGTH, RANKS)
@@ -184,9 +184,7 @@ def test_torchs_causal_bias_is_causal(door, make):
     """Made for the call's lengths or for the whole sequence, it is is_causal=True, as on one device."""
     q, k, v, grad = tensors()
     wanted = one_device(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
-    ways = [lambda: (Held(make(LENGTH, LENGTH)),)]
-    if door is STYLES["style"]:  # for the others see the next test
-        ways.append(lambda: (MadeInside(make),))
+    ways = [lambda: (Held(make(LENGTH, LENGTH)),), lambda: (MadeInside(make),)]
     if door is not with_block:
         ways.append(lambda: (Passed(), make(LENGTH, LENGTH)))
 
@@ -202,17 +200,6 @@ def test_torchs_causal_bias_is_causal(door, make):
     for each in zip(*run_ranks(on, RANKS), strict=True):
         for parts, whole in zip(zip(*each, strict=True), wanted, strict=True):
             assert error(LAYOUT.unshard(parts, 2), whole) < EXACT
-
-
-@pytest.mark.parametrize("door", ["block", "module"])
-@on_every_rank(RANKS)
-def test_a_mask_made_in_the_first_forward(rank: int, door: str):
-    """torch makes no object of a subclass by its constructor under a dispatch mode. The error says what to do."""
-    q, k, v, _ = tensors()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    with pytest.raises(RuntimeError, match="already associated to a python object") as caught:
-        STYLES[door](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
-    assert "make it before the forward" in caught.value.__notes__[0]
 
 
 class Masks(torch.Tensor):

@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
 from cp_styles.collectives import gather
+from cp_styles.decoding import LayerCaches
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.integrations.transformers import register_attention
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.mask import Documents, SlidingWindow
+from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence
 from cp_styles.styles import ColwiseParallel, ModuleContextParallel
 from cp_styles.styles import parallelize_module as checked
 from cp_styles.testing import run_ranks
@@ -68,34 +70,6 @@ class Mlp(nn.Module):
         return out.view_as(x)
 
 
-class Recurrence(nn.Module):
-    """A state along the sequence, in a loop of plain operations."""
-
-    def forward(self, x):
-        state, out = torch.zeros_like(x[:, 0]), []
-        for token in x.unbind(1):
-            state = 0.5 * state + token
-            out.append(state)
-        return torch.stack(out, 1)
-
-
-class ShortConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
-
-    def forward(self, x, cache=None):
-        return self.conv(x.mT)[..., : x.shape[1]].mT
-
-
-class TokenShift(nn.Module):
-    def forward(self, x):
-        return torch.cat((x[:, 1:], x[:, :1]), 1)
-
-
-MIXERS = [Recurrence, ShortConvolution, TokenShift]  # test_token_flow.py has more
-
-
 class Model(nn.Module):
     """``layers`` after a norm and an attention."""
 
@@ -130,42 +104,149 @@ def refused(model: nn.Module, *args: torch.Tensor, words: str, **options) -> Non
 X = randn(0, 2, LENGTH, WIDTH)
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_layers_that_carry_values_along_the_sequence_are_refused(mixer, mode):
-    model = Model(Mlp(), mixer()).double()
-    # What was shifted meets the other tokens where the model adds it.
-    where = r"layers\.1(\.\w+)? \(\w+\)" if mixer is not TokenShift else r"the model itself \(Model\)"
-    words = where + r" carries values from token to token without an attention call: \w+ at \S+test_guards.py:\d+"
-    refused(model, X, words=words, mode=mode)
+class Inner(nn.Module):
+    """A layer of torch that mixes tokens, over [B, C, L] or, for a recurrence, [B, L, C]."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0] if isinstance(self.inner, nn.RNNBase) else self.inner(x.mT).mT
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_layers_that_work_by_token_are_not_refused(checkpointed: bool):
-    """Nor does the question change anything: outputs, gradients, buffers, or what a checkpoint keeps."""
-    model = Model(Mlp(), Norm(), Mlp(), checkpointed=checkpointed).double()
-
-    def step(rank: int) -> list[torch.Tensor]:
-        mesh, layout, found = cp_mesh(RANKS), head_tail(LENGTH, RANKS), []
-        for options in ({}, {"trusted": ["*"]}):
-            mine = copy.deepcopy(model)
-            parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail, **options))
-            x = layout.shard(X, 1, rank).requires_grad_()
-            for _ in range(2):
-                mine(x).square().sum().backward()
-            sum_gradients(mine, mesh)
-            found.append([x.grad, *(p.grad for p in mine.parameters() if p.grad is not None)])
-        return [a - b for a, b in zip(*found, strict=True)]
-
-    assert all(not difference.any() for each in run_ranks(step, RANKS) for difference in each)
+MIXING = {
+    "RNN": lambda: nn.RNN(WIDTH, WIDTH, batch_first=True),
+    "LSTM": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
+    "GRU": lambda: nn.GRU(WIDTH, WIDTH, batch_first=True),
+    "Conv1d": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(WIDTH),
+    "BatchNorm1d, without statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False).eval(),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(WIDTH),
+    "AvgPool1d": lambda: nn.AvgPool1d(3, 1, 1),
+    "MaxPool1d": lambda: nn.MaxPool1d(3, 1, 1),
+    "AdaptiveAvgPool1d": lambda: nn.AdaptiveAvgPool1d(1),
+    "AdaptiveMaxPool1d": lambda: nn.AdaptiveMaxPool1d(1),
+}
 
 
-def test_who_knows_better_names_the_module():
-    model = Model(ShortConvolution(), ShortConvolution()).double()
-    run_ranks(lambda rank: on(rank, model, X, trusted=["layers.*"]), RANKS)
-    refused(model, X, words=r"layers\.1 \(ShortConvolution\)", trusted=["layers.0"])
-    for pattern in ("layer", "*.conv"):  # as in a plan, * stands for no dot
-        refused(model, X, words=rf"trusted=\['{re.escape(pattern)}'\] names no module", trusted=[pattern])
+@pytest.mark.parametrize("what", MIXING)
+def test_layers_whose_class_mixes_tokens(what: str):
+    """Refused on every rank, also in a copy; not where there is one rank, and not in ``local``."""
+    model, kind = Model(Mlp(), Inner(MIXING[what]())).double(), what.split(",")[0]
+
+    def act(rank: int, ranks: int, **options) -> torch.Tensor:
+        layout, mine = contiguous(LENGTH, ranks), copy.deepcopy(model)
+        mesh = cp_mesh(ranks)
+        mine = copy.deepcopy(parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous, **options)))
+        return mine(layout.shard(X, 1, rank)).detach()
+
+    errors = run_ranks(lambda rank: act(rank, RANKS), RANKS, return_errors=True)
+    words = rf"layers\.1\.inner \({kind}\) carries values .*context_causal_conv1d.* local=\['layers\.1\.inner'\]"
+    assert all(isinstance(each, NotImplementedError) and re.search(words, str(each)) for each in errors), errors
+    if kind != "SyncBatchNorm":  # which torch has for GPUs alone
+        wanted = copy.deepcopy(model)(X).detach()
+        assert error(run_ranks(lambda rank: act(rank, 1), 1)[0], wanted) < EXACT
+        run_ranks(lambda rank: act(rank, RANKS, local="layers.*.inner"), RANKS)
+
+
+def test_a_rank_alone_that_calls_a_layer_that_mixes():
+    """The others, which attend already, hear of it."""
+
+    class Routed(Model):
+        def forward(self, x):
+            return self.attention(self.layers[0](x) if bool(x[0, 0, 0] == X[0, LENGTH // RANKS, 0]) else x)
+
+    errors = run_ranks(
+        lambda rank: on(rank, Routed(Inner(MIXING["GRU"]())).double(), X), RANKS, return_errors=True, timeout_seconds=20
+    )
+    assert "ranks [1] of mesh axis 'cp' refused the attention inside" in str(errors[0]), errors
+    assert "layers.0.inner (GRU) carries values" in str(errors[1]), errors
+
+
+def test_layers_that_do_not_mix():
+    """One tap, statistics that are known, and what is called outside of the model's forward, on whole tokens."""
+    model = Model(Inner(nn.Conv1d(WIDTH, WIDTH, 1)), Inner(nn.BatchNorm1d(WIDTH)), Inner(MIXING["LSTM"]())).double()
+    model.layers[1].eval()
+    before = model.layers.pop(2)
+    wanted = model(before(X)).detach()
+    model.before = before
+
+    def act(rank: int) -> torch.Tensor:
+        mine, layout = copy.deepcopy(model), contiguous(LENGTH, RANKS)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+        x = mine.before.inner(X)[0]
+        out = mine(layout.shard(x, 1, rank)).detach()
+        mine.layers[1].train()
+        with pytest.raises(NotImplementedError, match=r"layers\.1\.inner \(BatchNorm1d\)"):
+            mine(layout.shard(x, 1, rank))
+        return out
+
+    assert error(contiguous(LENGTH, RANKS).unshard(run_ranks(act, RANKS), 1), wanted) < EXACT
+
+
+def test_layers_that_mix_new_tokens_after_a_prompt():
+    """These are whole on every rank."""
+
+    class Cached(Model):
+        def forward(self, x, past_key_values=None):
+            return super().forward(x)
+
+    model = Cached(Inner(MIXING["Conv1d"]())).double()
+
+    def act(rank: int, prefilled: bool) -> None:
+        mesh = cp_mesh(RANKS)
+        mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
+        cache = LayerCaches(mesh.get_group(), contiguous(LENGTH, RANKS))
+        cache.prefilled = prefilled
+        mine(X[:, :6], past_key_values=cache)
+
+    assert "layers.0.inner (Conv1d) carries values" in errors_of(act, prefilled=False)
+    run_ranks(lambda rank: act(rank, True), RANKS)
+
+
+def test_local_names_modules():
+    model = Model(*(Inner(MIXING["Conv1d"]()) for _ in range(2))).double()
+    for allowed in (["layers.*.inner"], ["layers"], ["layers.0", "layers.1"]):
+        run_ranks(lambda rank, allowed=allowed: on(rank, model, X, local=allowed), RANKS)
+    refused(model, X, words=r"layers\.1\.inner \(Conv1d\)", local=["layers.0"])
+    for pattern in ("layer", "*.inner"):  # as in a plan, * stands for no dot
+        refused(model, X, words=rf"local=\['{re.escape(pattern)}'\] names no module", local=["layers", pattern])
+    with pytest.raises(TypeError, match=r"trusted= was removed.*local=.*verify"):
+        ModuleContextParallel(trusted=["layers.*"])
+
+
+class InMixers(Model):
+    """Layers that mix tokens, which mixers call."""
+
+    def __init__(self, mesh=None) -> None:
+        super().__init__()
+        self.conv, self.pool, self.mesh = nn.Conv1d(WIDTH, WIDTH, 3, padding=2), nn.AvgPool1d(2, 1, 1), mesh
+
+    def forward(self, x):
+        conv = lambda x: self.conv(x)[..., : x.shape[-1]]  # noqa: E731
+        pool = lambda x: self.pool(x)[..., : x.shape[-1]]  # noqa: E731
+        if self.mesh is None:
+            return super().forward(x + pool(conv(x.mT)).mT)
+        y = context_causal_conv1d(conv, x.mT, self.mesh, width=3)
+        return super().forward(x + context_recurrence(pool, self.mesh, recurrence=Channels(cut=("x",)))(y).mT)
+
+
+def test_layers_that_mixers_call():
+    model, layout = InMixers().double(), head_tail(LENGTH, RANKS)
+    wanted = model(X).detach()
+
+    def act(rank: int) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        mine.mesh = cp_mesh(RANKS)
+        parallelize_module(mine, mine.mesh, ModuleContextParallel())
+        out = mine(layout.shard(X, 1, rank)).detach()
+        mine.mesh = None
+        with pytest.raises(NotImplementedError, match=r"conv \(Conv1d\) carries values"):
+            mine(layout.shard(X, 1, rank))
+        return out
+
+    assert error(layout.unshard(run_ranks(act, RANKS), 1), wanted) < EXACT
 
 
 class Positioned(Model):
@@ -221,6 +302,10 @@ def test_positions():
     for cut in (torch.Tensor.chunk, torch.Tensor.tensor_split):
         assert "as torch.chunk cuts" in errors_of(chunked, layout=head_tail, cut=cut, length=LENGTH - 1)
         run_ranks(lambda rank, cut=cut: chunked(rank, contiguous, cut, LENGTH - 1), RANKS)
+    # It begins where the cut of torch.chunk does, and goes on elsewhere.
+    gap = SequenceLayout.from_chunks([[(0, 4), (6, 10)], [(4, 6), (10, 12)]])
+    parts = lambda x, ranks, dim: [x[:, :8], x[:, 4:8]]  # noqa: E731
+    assert "are 4 to 7 on this rank, as torch.chunk cuts" in errors_of(chunked, layout=gap, cut=parts)
     # Of 5 tokens the second rank has those at 2 and 3, as torch.chunk gives it of 4.
     shards = lambda x, ranks, dim: [head_tail(5, ranks).shard(x, dim, rank) for rank in range(ranks)]  # noqa: E731
     run_ranks(lambda rank: chunked(rank, head_tail, shards, 5), RANKS)
@@ -236,9 +321,8 @@ class Classifier(Model):
 
 
 def test_a_classifier_that_pools():
-    """Refused, and exact as the page says."""
+    """Exact as the page says. (Pooled on each rank alone it is wrong, which verify finds.)"""
     model, cotangent = Classifier(Mlp()).double(), randn(1, 2, WIDTH)
-    refused(model, X, words=r"not one for each of this rank's 6 tokens, but which it has chosen: it has pooled them")
     one = copy.deepcopy(model)
     (one(X) * cotangent).sum().backward()
     model.__class__ = Model
@@ -282,33 +366,14 @@ class Factorized(Model):
         self.attention = OfFrames()
 
 
-class OfChannels(nn.Module):
-    def forward(self, x):
-        y = x.mT.unsqueeze(1)
-        return F.scaled_dot_product_attention(y, y, y).squeeze(1).mT
-
-
 FRAMES = randn(2, 2, LENGTH, 3, WIDTH)
 
 
 @pytest.mark.parametrize(("model", "x"), [(Model(OfFeatures()), X), (Factorized(), FRAMES)])
 def test_an_attention_that_is_not_along_the_sequence(model: nn.Module, x: torch.Tensor):
-    """Refused through both doors, and exact as the error says."""
+    """Exact with the style on the attentions along the sequence alone."""
     model = copy.deepcopy(model).double()
     layout = contiguous(LENGTH, RANKS)
-
-    def wrong(rank: int, door: str) -> Any:
-        mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
-        if door == "block":
-            part = x.clone()
-            with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1], layout=contiguous):
-                return mine(part)
-        return parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))(layout.shard(x, 1, rank))
-
-    for door in ("style", "block"):
-        words = errors_of(wrong, door=door)
-        assert words.count("along a dim that is not that of this rank's 6 tokens") == RANKS, words
-        assert words.count("Apply ModuleContextParallel to the modules alone whose attention is along") == RANKS, words
 
     def right(rank: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
@@ -339,7 +404,6 @@ class RowsFirst(Model):
 
 
 def test_a_model_whose_batch_comes_second():
-    """Of inputs that do not say how they were cut, the dim of the tokens is a guess."""
     model, layout = RowsFirst().double(), contiguous(LENGTH, RANKS)
 
     def act(rank: int) -> torch.Tensor:
@@ -347,25 +411,6 @@ def test_a_model_whose_batch_comes_second():
         return mine(layout.shard(X, 1, rank).transpose(0, 1).contiguous()).detach()
 
     assert error(layout.unshard(run_ranks(act, RANKS), 0), model(X.transpose(0, 1)).detach()) < EXACT
-
-
-def test_an_attention_between_channels():
-    """It sums over this rank's tokens: no other style would help."""
-    refused(Model(OfChannels()).double(), X, words=r"layers\.0 \(OfChannels\) carries .* the product of query and key")
-
-
-class WithOwnSum(Attention):
-    """Centres its input, by the sum over the tokens of all ranks."""
-
-    def forward(self, x):
-        total = x.detach().sum(1, keepdim=True)
-        torch.distributed.all_reduce(total)
-        return super().forward(x - total / LENGTH)
-
-
-def test_a_sum_over_all_ranks_by_the_model_itself():
-    model = WithOwnSum().double()
-    run_ranks(lambda rank: on(rank, model, X), RANKS)
 
 
 def test_labels():
@@ -489,30 +534,16 @@ def test_a_module_that_gives_positions_itself():
     run_ranks(lambda rank: on(rank, Knowing(POSITIONED), X), RANKS)
 
 
-class Counts(Model):
-    def forward(self, x):
-        return super().forward(x + torch.arange(x.shape[1])[:, None])
+class TakesPositions(Model):
+    def forward(self, x, pos):
+        return super().forward(x + pos[0, :, None])
 
 
-def test_a_model_that_counts_its_tokens():
-    model = Counts().double()
-    refused(model, X, words=r"the model itself \(Counts\) makes the numbers 0 to 5 inside at \S+test_guards.py:\d+")
-    run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
+TAKES_POSITIONS = TakesPositions().double()
 
 
-class CountsUnlessTold(Model):
-    def forward(self, x, pos=None, count=False):
-        pos = torch.arange(x.shape[1]) if pos is None or count else pos[0]
-        return super().forward(x + pos[:, None])
-
-
-COUNTS_UNLESS_TOLD = CountsUnlessTold().double()
-
-
-def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
-    model = COUNTS_UNLESS_TOLD
-    refused(model, X, words=r"\(CountsUnlessTold\) makes the numbers 0 to 5 inside .* that takes positions, pass them")
-    run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
+def test_positions_under_another_name():
+    model = TAKES_POSITIONS
     run_ranks(lambda rank: on(rank, model, X, POSITIONS), RANKS)
     # What each rank would count by itself, of its part, and of the whole sequence where it was not cut.
     local = torch.arange(LENGTH // RANKS).repeat(RANKS).unsqueeze(0)
@@ -521,23 +552,21 @@ def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
     refused(model, *uncut, words="pos count from 0 to 11 on this rank, whose part of the sequence begins at 12")
 
 
-@pytest.mark.parametrize("count", [False, True])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_a_later_forward_that_counts(mode, count: bool):
-    """As where a model is trained with positions, and its own loop that samples gives it none."""
+class WithText(Model):
+    def forward(self, x, text, text_pos):
+        return super().forward(x) + text.sum() + text_pos.sum()
 
-    def on(rank: int) -> None:
-        mine, cut = copy.deepcopy(COUNTS_UNLESS_TOLD), contiguous(LENGTH, RANKS)
-        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
-        part, pos = cut.shard(X, 1, rank), cut.shard(POSITIONS, 1, rank)
-        with mode():
-            for _ in range(2):
-                mine(part, pos=pos, count=False)
-            mine(part, pos=pos if count else None, count=count)
 
-    errors = run_ranks(on, RANKS, return_errors=True)
-    assert "makes the numbers 0 to 5 inside" in str(errors[1]), errors
-    assert all(isinstance(error, NotImplementedError | ValueError | RuntimeError) for error in errors), errors
+def test_positions_of_a_text_that_every_rank_has():
+    """They are no part of the layout."""
+    model, text, cut = WithText().double(), randn(3, 2, 5, WIDTH), contiguous(LENGTH, RANKS)
+
+    def act(rank: int) -> torch.Tensor:
+        mine = parallelize_module(copy.deepcopy(model), cp_mesh(RANKS), ModuleContextParallel(layout=cut))
+        return mine(cut.shard(X, 1, rank), text, torch.arange(5)[None]).detach()
+
+    wanted = model(X, text, torch.arange(5)[None]).detach()
+    assert error(cut.unshard(run_ranks(act, RANKS), 1), wanted) < EXACT
 
 
 class Windowed(Model):

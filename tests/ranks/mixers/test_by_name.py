@@ -38,18 +38,15 @@ def moved(forward):
 class DeltaNet(nn.Module):
     """With the kernels' names as flash-linear-attention has them."""
 
-    def __init__(self, before=None):
+    def __init__(self):
         super().__init__()
         self.taps = nn.Parameter(randn(1, 3 * CHANNELS, 4) * 0.3)
         self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, dtype=torch.float64)
         self.gates = nn.Linear(CHANNELS, 4, dtype=torch.float64)
-        self.before = before
 
     @moved
     def forward(self, x_BLC):
         mixed, _ = causal_conv1d(self.qkv(x_BLC), self.taps, activation="silu")
-        if self.before is not None:
-            mixed = self.before(mixed)
         q, k, v = (each.unflatten(-1, (2, 4)) for each in mixed.chunk(3, -1))
         g, beta = self.gates(x_BLC).chunk(2, -1)
         out, _ = chunk_gated_delta_rule(normalize(q, dim=-1), normalize(k, dim=-1), v, -softplus(g), beta.sigmoid())
@@ -165,19 +162,6 @@ def test_heads_over_tensor_parallel_ranks():
     found = [layout.unshard([each[0] for each in found[::2]], 1), *found[0][1:]]
     for one, expected in zip(found, step(model, X, COTANGENT), strict=True):
         assert error(one, expected) < EXACT
-
-
-def test_what_was_mixed_before_is_refused():
-    model = model_of(DeltaNet(before=lambda x: x.cumsum(1)), Attention())
-
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
-        mine(head_tail(LENGTH, 2).shard(X, 1, rank))
-
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all("carries values from token to token" in str(each) for each in errors), errors
-    assert "chunk_gated_delta_rule of 0" in str(errors[0])
 
 
 class Fused(nn.Module):
