@@ -12,6 +12,7 @@ import argparse
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,6 +57,7 @@ from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
+from cp_styles.verify import verify
 from tests.oracle import randn
 
 S, D, WORDS, RANKS = 12, 8, 64, 2
@@ -2252,20 +2254,100 @@ PROGRAMS: tuple[Program, ...] = (
 """All programs. No two have the same kind and name."""
 
 
-# The command.
+# The proof of a program, and the command.
 
 
-def of_ranks(program: Program, door: Door, ranks: int, act: Callable[..., Any]) -> Any:
-    """``act(model, mesh, batch, step)`` on each rank. Returns the result of the first one, or the error of any."""
+TOLERANCE = 1e-9  # of float64: rounding gives 1e-15 here, and the smallest mistake of the table 1e-2
 
-    def on_rank(rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        return act(door.model(program, mesh), mesh, program.batch, partial(door.step, program))
+
+def proved(program: Program, door: Door) -> BaseException | None:
+    """Verify a program on ranks. Returns the first error of a rank, or None if the program is right.
+
+    A RankTimeout is a mistake of verify, whatever the program is: a rank has waited for another one.
+    """
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        tolerance = TOLERANCE if program.dtype == torch.float64 else None
+        verify(door.model(program, mesh), mesh, program.batch, partial(door.step, program), tolerance=tolerance)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            results = run_ranks(on_rank, ranks, return_errors=True, timeout_seconds=20)
+            results = run_ranks(on_rank, RANKS, return_errors=True, timeout_seconds=20)
         except RankTimeout as waited:
             return waited
-    return next((result for result in results if isinstance(result, BaseException)), results[0])
+    return next((result for result in results if isinstance(result, BaseException)), None)
+
+
+def missing(program: Program, door: Door) -> str:
+    """Why a program cannot be run so; empty if it can."""
+    return door.missing(program) or (program.no_bfloat16 if program.dtype == torch.bfloat16 else "")
+
+
+DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def runs(kind: str = "", doors: Iterable[str] = DOORS, dtypes: Iterable[str] = DTYPES) -> Iterator[tuple[Program, str]]:
+    """All that can be run: programs in each dtype, with the name of the door."""
+    for program, door, dtype in product(PROGRAMS, doors, dtypes):
+        each = program.in_dtype(DTYPES[dtype])
+        if kind in each.kind and not missing(each, DOORS[door]):
+            yield each, door
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Verify the programs, print how many were noticed, and name those that were judged wrongly."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wrong_programs", description=main.__doc__)
+    parser.add_argument("--kind", default="", help="only kinds whose name has this text")
+    parser.add_argument("--door", choices=DOORS, action="append", help="default: all")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
+    options = parser.parse_args(arguments)
+    doors, dtypes = options.door or list(DOORS), options.dtype or list(DTYPES)
+    todo = list(runs(options.kind, doors, dtypes))
+    columns = [(door, dtype) for door in doors for dtype in dtypes]
+    found: dict[str, Counter[Any]] = {each.kind: Counter() for each, _ in todo}
+    misjudged: list[str] = []
+    for index, (each, door) in enumerate(todo):
+        if sys.stderr.isatty():
+            done = "#" * (30 * index // len(todo))
+            print(f"\r[{done:30}] {index}/{len(todo)} {each.kind[:40]:40}", end="", file=sys.stderr, flush=True)
+        error, dtype = proved(each, DOORS[door]), str(each.dtype).removeprefix("torch.")
+        found[each.kind][each.right, door, dtype] += 1
+        if error is not None:
+            found[each.kind][each.right, door, dtype, "noticed"] += 1
+        if each.right != (error is None) or isinstance(error, RankTimeout):
+            words = "was not noticed" if error is None else f"raised {type(error).__name__}: {error}"
+            misjudged.append(f"{each} ({door}, {dtype}) is {'right' if each.right else 'wrong'} and {words}")
+    if sys.stderr.isatty():
+        print(f"\r{'':90}\r", end="", file=sys.stderr)
+    for line in _table(found, columns):
+        print(line)
+    print(*misjudged, sep="\n")
+    return bool(misjudged)
+
+
+def _table(found: Mapping[str, Counter[Any]], columns: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """A line for each kind, and one for all. A cell is "noticed/run"."""
+    titles = [f"{door} {dtype}" for door, dtype in columns]
+    rows = [["kind", "wrong", "flow", *titles, "right", "flow", *titles]]
+
+    def row(name: str, programs: Sequence[Program], counts: Counter[Any]) -> list[str]:
+        cells = [name]
+        for right in (False, True):
+            those = [each for each in programs if each.right == right]
+            cells += [str(len(those)), str(sum(each.flow == "refused" for each in those))]
+            cells += [f"{counts[right, *column, 'noticed']}/{counts[right, *column]}" for column in columns]
+        return cells
+
+    for name, counts in found.items():
+        rows.append(row(name, [each for each in PROGRAMS if each.kind == name], counts))
+    rows.append(row("all", [each for each in PROGRAMS if each.kind in found], sum(found.values(), Counter())))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        name, *numbers = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        yield "  ".join((name, *numbers)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
