@@ -71,7 +71,7 @@ _MAKING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
 @dataclass(frozen=True)
-class Here:
+class RankView:
     """The ranks of a step, the layout of its sequence, and the batch ``x`` [B, S, ...] before it is cut."""
 
     mesh: DeviceMesh
@@ -108,29 +108,29 @@ def weight_of(out: torch.Tensor, length: int) -> torch.Tensor:
     return randn(5, out.shape[0], length, *out.shape[2:])
 
 
-def by_token(out: torch.Tensor, here: Here) -> torch.Tensor:
+def by_token(out: torch.Tensor, view: RankView) -> torch.Tensor:
     """A loss that sums over tokens, of results [B, L, ...]."""
-    return (widened(out) * here.cut(weight_of(out, here.layout.length)).to(widened(out))).sum()
+    return (widened(out) * view.cut(weight_of(out, view.layout.length)).to(widened(out))).sum()
 
 
-def by_sequence(out: torch.Tensor, here: Here) -> torch.Tensor:
+def by_sequence(out: torch.Tensor, view: RankView) -> torch.Tensor:
     """A loss of results that every rank has as a whole, such as the logits [B, C] of a classifier."""
-    return (widened(out).sin() * randn(5, *out.shape).to(widened(out))).sum() / here.size
+    return (widened(out).sin() * randn(5, *out.shape).to(widened(out))).sum() / view.size
 
 
-def total(loss: torch.Tensor, here: Here) -> torch.Tensor:
-    return here.all_reduce(loss.clone())
+def total(loss: torch.Tensor, view: RankView) -> torch.Tensor:
+    return view.all_reduce(loss.clone())
 
 
-def summed(model: nn.Module, here: Here) -> None:
+def summed(model: nn.Module, view: RankView) -> None:
     """Sum the gradients over the ranks. A parameter that only some ranks have used counts as 0 on the other ranks."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            here.all_reduce(parameter.grad)
+            view.all_reduce(parameter.grad)
 
 
-def forward(model: nn.Module, x: torch.Tensor, here: Here) -> torch.Tensor:
+def forward(model: nn.Module, x: torch.Tensor, view: RankView) -> torch.Tensor:
     return model(x)
 
 
@@ -143,7 +143,7 @@ class Program:
         make: returns the model, drawn from torch's generator.
         right: the step is the same on any number of ranks.
         x: the batch, [B, S] or [B, S, D]. It is cut along its second dim.
-        call: ``call(model, x, here)`` returns the results of the model for this rank's part ``x``.
+        call: ``call(model, x, view)`` returns the results of the model for this rank's part ``x``.
         cut: cuts the batch for a style. (A block cuts it by itself.)
         loss: this rank's share of the loss, from the results of ``call``.
         after: what the step does behind the backward.
@@ -152,7 +152,6 @@ class Program:
         options: of the ModuleContextParallel, and of the block.
         apply: puts a model under context parallelism; default: one ModuleContextParallel for the whole model.
         no_block: why there is no such program in a block; empty if there is.
-        no_bfloat16: why there is no such program in bfloat16; empty if there is.
         flow: what the package did with the program under styles before it was proved: "refused" it, or ran it and was
             "silent", or was "right". Measured at 8693cb7, in the last version that followed tokens through operators.
         dtype: of the model and of a batch of floats.
@@ -163,16 +162,15 @@ class Program:
     right: bool
     kind: str = ""
     x: torch.Tensor = X
-    call: Callable[[Any, torch.Tensor, Here], Any] = forward
-    cut: Callable[[Here], torch.Tensor] = lambda here: here.cut(here.x)
-    loss: Callable[[Any, Here], torch.Tensor] = by_token
-    after: Callable[[nn.Module, Here], None] = summed
-    returns: Callable[[torch.Tensor, Here], Any] = total
+    call: Callable[[Any, torch.Tensor, RankView], Any] = forward
+    cut: Callable[[RankView], torch.Tensor] = lambda view: view.cut(view.x)
+    loss: Callable[[Any, RankView], torch.Tensor] = by_token
+    after: Callable[[nn.Module, RankView], None] = summed
+    returns: Callable[[torch.Tensor, RankView], Any] = total
     layout: Callable[[int, int], SequenceLayout] = head_tail
     options: Mapping[str, Any] = field(default_factory=dict)
     apply: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
     no_block: str = ""
-    no_bfloat16: str = ""
     flow: str = ""
     dtype: torch.dtype = torch.float64
 
@@ -206,29 +204,29 @@ class Program:
 
         Returns the loss, summed over the ranks.
         """
-        here = self._here(batch, mesh)
-        return self._run(model, self.cut(here), here)
+        view = self._view(batch, mesh)
+        return self._run(model, self.cut(view), view)
 
     def step_in_block(self, model: nn.Module, batch: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> Any:
-        """The same in a ``context_parallel`` block, of a model without styles."""
-        here, x = self._here(batch, mesh), batch["x"].clone()
+        """Run the step in a ``context_parallel`` block, with a model without styles."""
+        view, x = self._view(batch, mesh), batch["x"].clone()
         cut = {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {x}}
         with context_parallel(mesh, layout=self.layout, **cut, **self.options):
-            return self._run(model, x, here)
+            return self._run(model, x, view)
 
-    def _here(self, batch: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> Here:
-        return Here(mesh, self.layout(batch["x"].shape[1], mesh.size()), batch["x"])
+    def _view(self, batch: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> RankView:
+        return RankView(mesh, self.layout(batch["x"].shape[1], mesh.size()), batch["x"])
 
-    def _run(self, model: nn.Module, x: torch.Tensor, here: Here) -> Any:
-        model.here = here  # pyright: ignore[reportArgumentType]
+    def _run(self, model: nn.Module, x: torch.Tensor, view: RankView) -> Any:
+        model.view = view  # pyright: ignore[reportArgumentType]
         try:
-            loss = self.loss(self.call(model, x, here), here)
+            loss = self.loss(self.call(model, x, view), view)
             if loss.requires_grad:
                 loss.backward()
-                self.after(model, here)
-            return self.returns(loss.detach(), here)
+                self.after(model, view)
+            return self.returns(loss.detach(), view)
         finally:
-            del model.here  # it would keep the groups of the mesh
+            del model.view  # it would keep the groups of the mesh
 
 
 @dataclass(frozen=True)
@@ -298,7 +296,7 @@ class Model(nn.Module):
     ``given`` and ``named``.
     """
 
-    here: Here
+    view: RankView
 
     def __init__(
         self,
@@ -379,7 +377,7 @@ def counted(m, x):
 
 def placed(m, x):
     """The right way to add positions."""
-    return x + m.table[m.here.positions]
+    return x + m.table[m.view.positions]
 
 
 def product_of(q, k, v):
@@ -400,11 +398,11 @@ def by_hand(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(x.tolist(), dtype=x.dtype)
 
 
-def given_by_hand(m, x, here):
+def given_by_hand(m, x, view):
     return m(by_hand(x))
 
 
-def without_gradients(m, x, here):
+def without_gradients(m, x, view):
     with torch.no_grad():
         return m(x)
 
@@ -418,13 +416,13 @@ def on(plan: Callable[[], Any]) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
 
 
 def pooled_over_ranks(m, x):
-    x = gather(x, 1, m.here.mesh, layout=m.here.layout, reduce_gradients=True)
+    x = gather(x, 1, m.view.mesh, layout=m.view.layout, reduce_gradients=True)
     return m.linear(x.mean(1))
 
 
 def centred_over_ranks(m, x):
-    x = gather(x, 1, m.here.mesh, layout=m.here.layout, reduce_gradients=False)
-    return split(centred(m, x), 1, m.here.mesh, layout=m.here.layout)
+    x = gather(x, 1, m.view.mesh, layout=m.view.layout, reduce_gradients=False)
+    return split(centred(m, x), 1, m.view.mesh, layout=m.view.layout)
 
 
 def classifier(behind: Slot | None = None) -> Callable[[], nn.Module]:
@@ -436,13 +434,13 @@ def counted_features(m, x):
 
 
 def rolled(m, x):
-    return context_roll(x, 1, 1, m.here.mesh, fill=0.0, layout=m.here.layout)
+    return context_roll(x, 1, 1, m.view.mesh, fill=0.0, layout=m.view.layout)
 
 
 def convolved(m, x):
     conv = partial(F.conv1d, weight=m.taps, groups=D)
     padded = lambda x: conv(F.pad(x, (2, 0)))  # noqa: E731
-    return context_causal_conv1d(padded, x.mT, m.here.mesh, width=3, layout=m.here.layout).mT
+    return context_causal_conv1d(padded, x.mT, m.view.mesh, width=3, layout=m.view.layout).mT
 
 
 def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None):
@@ -474,7 +472,7 @@ AROUND = (
         right("gathered, centred, split", centred_over_ranks),
         wrong("gathered, centred, split, centred", lambda m, x: centred(m, centred_over_ranks(m, x))),
         wrong("weighted, gathered, centred, split", lambda m, x: centred_over_ranks(m, x * x.softmax(1))),
-        right("centred by a sum over all ranks", lambda m, x: x - m.here.all_reduce(x.detach().sum(1, True)) / S),
+        right("centred by a sum over all ranks", lambda m, x: x - m.view.all_reduce(x.detach().sum(1, True)) / S),
         silent=[ALL],
     ),
     *kind(
@@ -493,7 +491,7 @@ AROUND = (
         right(
             "a hash of two ids by context_roll",
             model=lambda: Model(
-                read=lambda m, i: (i * 7 + context_roll(i, 1, 1, m.here.mesh, fill=0, layout=m.here.layout)) % 11
+                read=lambda m, i: (i * 7 + context_roll(i, 1, 1, m.view.mesh, fill=0, layout=m.view.layout)) % 11
             ),
             x=IDS,
         ),
@@ -586,8 +584,8 @@ BACKWARDS = (
         "a backward that mixes",
         wrong("autograd.Function", lambda m, x: CentredGradient.apply(m.linear(x))),
         wrong("a hook that bounds the norm", bounded_gradient),
-        wrong("a gradient by the number of ranks", lambda m, x: OtherGradient.apply(m.linear(x), m.here.size)),
-        right("a gradient that is written by itself", lambda m, x: FusedLinear.apply(x, m.linear.weight)),
+        wrong("a gradient by the number of ranks", lambda m, x: OtherGradient.apply(m.linear(x), m.view.size)),
+        right("a gradient that is written by itself", lambda m, x: FusedLinear.apply(x * 1, m.linear.weight)),
         silent=[ALL],
     ),
     *kind(
@@ -680,19 +678,13 @@ def within_a_capacity(m, x):
 CHOSEN = (
     *kind(
         "chosen by several tokens",
-        wrong(
-            "masked_fill behind the first event",
-            lambda m, x: x.masked_fill((x[..., :1] > 0.5).cumsum(1) > 0, 0.0),
-        ),
+        wrong("masked_fill behind the first event", lambda m, x: x.masked_fill((x[..., :1] > 0.5).cumsum(1) > 0, 0.0)),
         wrong("y[mask] = 0 behind the first event", put(lambda m, x: (x[..., 0] > 0.5).cumsum(1) > 0)),
         wrong("y[mask] = 0 above the median", put(above_the_median)),
         wrong("y[mask] = layer(x[mask]) above the median", a_layer_above_the_median),
         wrong("the two best by topk are set to 0", two_best_removed),
         wrong("the two best are set to 0 by scatter", two_best_removed_by_scatter),
-        wrong(
-            "the largest by index_fill",
-            lambda m, x: x.index_fill(1, score(m, x).sum(0).argmax()[None], 0.0),
-        ),
+        wrong("the largest by index_fill", lambda m, x: x.index_fill(1, score(m, x).sum(0).argmax()[None], 0.0)),
         wrong("the first <eos> of each row replaced", model=lambda: Model(read=first_replaced), x=IDS),
         right("y[mask] = 0 by token", put(lambda m, x: x[..., 0] > 0.5)),
         silent=[
@@ -744,9 +736,9 @@ def given_positions(m, x):
     return x + m.table[m.given[0]]
 
 
-def with_positions(of: Callable[[Here, int], torch.Tensor | None]) -> Callable[..., Any]:
-    def call(m, x, here):
-        positions = of(here, x.shape[1])
+def with_positions(of: Callable[[RankView, int], torch.Tensor | None]) -> Callable[..., Any]:
+    def call(m, x, view):
+        positions = of(view, x.shape[1])
         return m(x) if positions is None else m(x, position_ids=positions[None])
 
     return call
@@ -756,11 +748,11 @@ def interpolated_table(m, x):
     return x + F.interpolate(widened(m.table).T[None], size=x.shape[1], mode="linear")[0].T
 
 
-def beside(m, x):
+def rows_as_features(m, x):
     return m.join(torch.cat((x, m.table[: x.shape[1]].expand(x.shape[0], -1, -1)), -1))
 
 
-def one_number_beside(m, x):
+def one_number_more(m, x):
     t = torch.arange(x.shape[1]).to(x)[None, :, None] / 10
     return m.join(torch.cat((x, t.expand(x.shape[0], -1, 1)), -1))
 
@@ -846,14 +838,14 @@ DOCUMENTS = (5, 7)
 
 
 def in_scope(mask: Any) -> Callable[..., Any]:
-    def call(m, x, here):
-        with SequenceScope(here.layout, mask=mask):
+    def call(m, x, view):
+        with SequenceScope(view.layout, mask=mask):
             return m(x)
 
     return call
 
 
-def of_part(here: Here, length: int) -> torch.Tensor:
+def of_part(view: RankView, length: int) -> torch.Tensor:
     return torch.arange(length)
 
 
@@ -883,16 +875,15 @@ COUNTED = (
     *kind(
         "counted for rotary embeddings",
         wrong("a range", model=rotary(lambda m, length: torch.arange(length))),
-        right("positions of the layout", model=rotary(lambda m, length: m.here.positions)),
+        right("positions of the layout", model=rotary(lambda m, length: m.view.positions)),
     ),
     *kind(
         "positions that are given",
-        right("of the layout", call=with_positions(lambda here, length: here.positions)),
-        wrong("none", call=with_positions(lambda here, length: None)),
+        right("of the layout", call=with_positions(lambda view, length: view.positions)),
+        wrong("none", call=with_positions(lambda view, length: None)),
         wrong("from 0", call=with_positions(of_part)),
         wrong(
-            "as torch.chunk cuts",
-            call=with_positions(lambda here, length: torch.arange(S).chunk(here.size)[here.rank]),
+            "as torch.chunk cuts", call=with_positions(lambda view, length: torch.arange(S).chunk(view.size)[view.rank])
         ),
         make=lambda: Position(given_positions),
     ),
@@ -900,17 +891,17 @@ COUNTED = (
         "positions of a table",
         wrong("its first rows", model=lambda: Model(lambda m, x: x + m.table[None, : x.size(1)])),
         right("its rows at the positions", placed),
-        right("its rows, cut by the layout", lambda m, x: x + m.here.cut(m.table[None, :S])),
+        right("its rows, cut by the layout", lambda m, x: x + m.view.cut(m.table[None, :S])),
         x=IDS,
     ),
     *kind(
-        "positions beside the features",
-        wrong("table[:L]", model=lambda: Model(beside, join=nn.Linear(2 * D, D))),
-        wrong("arange(L)", model=lambda: Model(one_number_beside, join=nn.Linear(D + 1, D))),
+        "positions as features",
+        wrong("table[:L]", model=lambda: Model(rows_as_features, join=nn.Linear(2 * D, D))),
+        wrong("arange(L)", model=lambda: Model(one_number_more, join=nn.Linear(D + 1, D))),
         silent=[ALL],
     ),
     *kind(
-        "beside a joint text",
+        "with a joint text",
         right("nothing", model=lambda: Joint(causal=False)),
         wrong("centred", model=lambda: Joint(centred, causal=False)),
         wrong("table[:L] of the image", model=lambda: Joint(lambda m, x: x + m.table[: x.shape[1]], causal=False)),
@@ -1136,7 +1127,7 @@ class KernelByToken(torch.autograd.Function):
 
 
 def by_kernel(make: Callable[[torch.Tensor], torch.Tensor]) -> Slot:
-    return lambda m, x: m.linear(CumulativeKernel.apply(widened(x), make).to(x.dtype))
+    return lambda m, x: m.linear(CumulativeKernel.apply(widened(x * 1), make).to(x.dtype))
 
 
 @torch.library.custom_op("cp_styles_wrong_programs::cumulative", mutates_args=())
@@ -1203,7 +1194,7 @@ MEMORY = (
         right("upsampled and taken again", lambda m, x: F.interpolate(widened(x).mT, scale_factor=2)[..., ::2].mT),
         right("vmap over tokens", lambda m, x: torch.vmap(m.linear)(x.flatten(0, 1)).view_as(x)),
         right("one token on each rank", call=given_by_hand, x=X[:1, :RANKS]),
-        right("positions from a layout", lambda m, x: joined(turned(heads(x), m.here.positions))),
+        right("positions from a layout", lambda m, x: joined(turned(heads(x), m.view.positions))),
         right("cut along another dim", lambda m, x: F.pad(x, (0, 0, 2, 1))[:, 2:-1]),
         right("joined and split", lambda m, x: torch.cat((x[:, :1], x), 1).split((1, x.shape[1]), 1)[1] * 2),
         right("checkpointed", lambda m, x: checkpoint(m.linear, x, use_reentrant=False)),
@@ -1222,7 +1213,7 @@ MEMORY = (
         wrong("a kernel in an empty shape", by_kernel(lambda x: torch.empty(x.shape, dtype=x.dtype))),
         wrong("a kernel in zeros", by_kernel(torch.zeros_like)),
         wrong("a kernel in another shape", by_kernel(lambda x: x.new_empty(x.numel()).view_as(x))),
-        right("a kernel by token", lambda m, x: KernelByToken.apply(widened(x))),
+        right("a kernel by token", lambda m, x: KernelByToken.apply(widened(x * 1))),
         wrong("an operator of another library", lambda m, x: cumulative_op(x), call=without_gradients),
         wrong("numpy", by_numpy),
         wrong("item()", lambda m, x: x * x.detach().abs().mean().item()),
@@ -1241,21 +1232,21 @@ def with_branch(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Model(lambda m, x: x + m.branch(x.mT).mT if m.later else x, branch=layer())
 
 
-def runs_later(m, x, here):
+def runs_later(m, x, view):
     m.later = False
     m(x)
     m.later = True
     return m(x)
 
 
-def evaluated_first(m, x, here):
+def evaluated_first(m, x, view):
     m.eval()
     m(x)
     return m.train()(x)
 
 
 def named(first: dict[str, Any], then: dict[str, Any]) -> Callable[..., Any]:
-    def call(m, x, here):
+    def call(m, x, view):
         m(x, **first)
         return m(x, **then)
 
@@ -1276,8 +1267,8 @@ class OfBatch(Model):
         return self.features(batch["x"])
 
 
-def then_without_positions(m, x, here):
-    m({"x": x, "positions": here.positions})
+def then_without_positions(m, x, view):
+    m({"x": x, "positions": view.positions})
     return m({"x": x})
 
 
@@ -1316,9 +1307,9 @@ def attends_to(change: Slot) -> Callable[[], nn.Module]:
 
 
 def with_source(cut: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    def call(m, x, here):
+    def call(m, x, view):
         source = SOURCE.to(x)
-        return m(x, cut(head_tail(source.shape[1], here.size).shard(source, 1, here.rank)))
+        return m(x, cut(head_tail(source.shape[1], view.size).shard(source, 1, view.rank)))
 
     return call
 
@@ -1356,10 +1347,7 @@ FORWARDS = (
             model=lambda: Model(lambda m, x: m.norm(x.mT).mT, norm=nn.BatchNorm1d(D)),
             call=evaluated_first,
         ),
-        right(
-            "a norm in evaluation",
-            model=lambda: Model(lambda m, x: m.norm(x.mT).mT, norm=nn.BatchNorm1d(D)).eval(),
-        ),
+        right("a norm in evaluation", model=lambda: Model(lambda m, x: m.norm(x.mT).mT, norm=nn.BatchNorm1d(D)).eval()),
         silent=["a string", "an integer", "a dict without positions"],
     ),
     *kind(
@@ -1375,14 +1363,14 @@ FORWARDS = (
     *kind(
         "inputs in an object",
         wrong(
-            "beside a mask",
+            "and a mask",
             model=lambda: Model(centred, read=lambda m, batch: batch.x),
-            call=lambda m, x, here: m(SimpleNamespace(x=by_hand(x)), torch.ones(x.shape[:2], dtype=torch.bool)),
+            call=lambda m, x, view: m(SimpleNamespace(x=by_hand(x)), torch.ones(x.shape[:2], dtype=torch.bool)),
         ),
         wrong(
             "an object of an object",
             model=lambda: Model(centred, read=lambda m, outer: outer.batch.x),
-            call=lambda m, x, here: m(SimpleNamespace(batch=SimpleNamespace(x=by_hand(x)))),
+            call=lambda m, x, view: m(SimpleNamespace(batch=SimpleNamespace(x=by_hand(x)))),
         ),
         silent=[ALL],
     ),
@@ -1392,17 +1380,17 @@ FORWARDS = (
         wrong(
             "an object",
             model=lambda: Model(behind=centred, give=lambda m, x: SimpleNamespace(hidden=x)),
-            call=lambda m, x, here: m(x).hidden,
+            call=lambda m, x, view: m(x).hidden,
         ),
         wrong(
             "an attribute",
             model=lambda: Model(behind=centred, give=keep),
-            call=lambda m, x, here: (m(x), vars(m).pop("kept"))[1],
+            call=lambda m, x, view: (m(x), vars(m).pop("kept"))[1],
         ),
         wrong(
             "ids",
             model=lambda: Model(behind=centred, give=lambda m, x: x.argmax(-1)),
-            call=lambda m, x, here: m(x).double(),
+            call=lambda m, x, view: m(x).double(),
         ),
         silent=["an object", "an attribute", "ids"],
     ),
@@ -1412,7 +1400,7 @@ FORWARDS = (
         wrong("counted", counted),
         wrong("centred behind", model=lambda: Model(behind=centred)),
         right("nothing"),
-        call=lambda m, x, here: m.features(x),
+        call=lambda m, x, view: m.features(x),
         silent=[ALL],
     ),
     *kind(
@@ -1712,7 +1700,7 @@ def masked_product(q, k, v):
     return scores.softmax(-1) @ v
 
 
-def masked_here(core, q, k, v):
+def masked_by_rank(core, q, k, v):
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -1799,14 +1787,14 @@ ATTENTION = (
     ),
     *kind(
         "masks of an attention",
-        wrong("of this rank's keys", model=lambda: Model(inside=masked_here)),
+        wrong("of this rank's keys", model=lambda: Model(inside=masked_by_rank)),
         right("of the whole sequence", model=lambda: Model(inside=masked_whole)),
         right("a BlockMask of the whole sequence", model=lambda: Model(inside=with_block_mask), call=without_gradients),
     ),
     *kind(
         "TorchScript",
-        wrong("attention beside a call", model=plus(lambda q, k, v: scripted_attention(q, k, v))),
-        wrong("hidden attention beside a call", model=plus(lambda q, k, v: HIDDEN[0](q, k, v))),
+        wrong("attention and a call", model=plus(lambda q, k, v: scripted_attention(q, k, v))),
+        wrong("hidden attention and a call", model=plus(lambda q, k, v: HIDDEN[0](q, k, v))),
         right("no attention", lambda m, x: scripted_gelu(x)),
     ),
     *kind(
@@ -1873,12 +1861,12 @@ def arranged(name: str, before: Slot | None = None) -> dict[str, Any]:
 
     def inside(m, x):
         x = x.transpose(0, 1)
-        x = x + m.table[m.here.positions][:, None] if before is None else before(m, x)
+        x = x + m.table[m.view.positions][:, None] if before is None else before(m, x)
         return x.transpose(0, 1)
 
     return {
         "model": lambda: Model(inside, read=lambda m, x: read(x), rnn=nn.GRU(D, D)),
-        "call": lambda m, x, here: m(arrange(x)),
+        "call": lambda m, x, view: m(arrange(x)),
         "x": IDS[:1] if "one sequence" in name else IDS,
     }
 
@@ -1908,7 +1896,7 @@ def of_rows(size: int) -> Slot:
     return lambda m, x: torch.stack([m.linear(rows).square().sum() for rows in x.split(size, 1)]).sum()
 
 
-def added(out: torch.Tensor, here: Here) -> torch.Tensor:
+def added(out: torch.Tensor, view: RankView) -> torch.Tensor:
     """The loss that a model returns as this rank's sum."""
     return widened(out).sum()
 
@@ -1942,17 +1930,19 @@ RESULTS = (
             "of the next ids by gather",
             model=lambda: Model(give=lambda m, x: -x.log_softmax(-1).gather(-1, m.ids.roll(-1, 1)[..., None]).sum()),
             x=IDS,
-            call=lambda m, x, here: (setattr(m, "ids", x), m(x))[1],
+            call=lambda m, x, view: (setattr(m, "ids", x), m(x))[1],
         ),
         right(
             "of the next ids, rolled before the cut",
             model=lambda: Model(give=lambda m, x: -x.log_softmax(-1).gather(-1, m.given[0][..., None]).sum()),
             x=IDS,
-            call=lambda m, x, here: m(x, here.cut(here.x.roll(-1, 1))),
+            call=lambda m, x, view: m(x, view.cut(view.x.roll(-1, 1))),
         ),
         wrong(
             "the balance of experts",
-            model=lambda: Model(give=lambda m, x: m.linear(x).softmax(-1).mean((0, 1)).square().sum() + x.sum()),
+            model=lambda: Model(
+                give=lambda m, x: (4 * m.linear(x)).softmax(-1).mean((0, 1)).square().sum() / m.view.size
+            ),
         ),
         wrong("of pairs of tokens", model=lambda: Model(give=lambda m, x: (x @ x.mT).sigmoid().sum())),
         loss=added,
@@ -1965,37 +1955,37 @@ RESULTS = (
 
 
 def labelled(
-    labels: Callable[[Here], torch.Tensor] = lambda here: here.cut(next_token_labels(here.x)),
-    mean: Callable[..., torch.Tensor] = lambda losses, labels, here: global_loss(
-        losses.sum(), global_token_count(labels, here.mesh), here.mesh
+    labels: Callable[[RankView], torch.Tensor] = lambda view: view.cut(next_token_labels(view.x)),
+    mean: Callable[..., torch.Tensor] = lambda losses, labels, view: global_loss(
+        losses.sum(), global_token_count(labels, view.mesh), view.mesh
     ),
     weigh: Callable[[torch.Tensor], torch.Tensor] = lambda losses: losses,
 ) -> dict[str, Any]:
     """Cross entropy of the next token, its mean over all tokens."""
 
-    def loss(logits, here):
-        wanted = labels(here)
+    def loss(logits, view):
+        wanted = labels(view)
         losses = F.cross_entropy(widened(logits).mT, wanted, reduction="none")
-        return mean(weigh(losses), wanted, here)
+        return mean(weigh(losses), wanted, view)
 
-    return {"loss": loss, "returns": lambda loss, here: loss}
+    return {"loss": loss, "returns": lambda loss, view: loss}
 
 
-def of_few(here: Here) -> torch.Tensor:
+def of_few(view: RankView) -> torch.Tensor:
     """Labels in the positions of one rank."""
-    wanted = next_token_labels(here.x)
+    wanted = next_token_labels(view.x)
     wanted[:, : S // 4 + 1] = wanted[:, S - S // 4 - 1 :] = -100
-    return here.cut(wanted)
+    return view.cut(wanted)
 
 
-def ignored_at_the_end(here: Here) -> torch.Tensor:
-    wanted = here.cut(next_token_labels(here.x)).clone()
+def ignored_at_the_end(view: RankView) -> torch.Tensor:
+    wanted = view.cut(next_token_labels(view.x)).clone()
     wanted[:, -1] = -100
     return wanted
 
 
-def half_at_the_end(losses: torch.Tensor) -> torch.Tensor:
-    return losses * by_place(losses[..., None])[..., 0].flip(0) / 2
+def twice_at_the_end(losses: torch.Tensor) -> torch.Tensor:
+    return losses * by_place(losses[..., None])[:, 0]
 
 
 def by_place(x: torch.Tensor) -> torch.Tensor:
@@ -2007,51 +1997,51 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.grad is not None]
 
 
-def then(act: Callable[[nn.Module, Here], None]) -> dict[str, Any]:
+def then(act: Callable[[nn.Module, RankView], None]) -> dict[str, Any]:
     """``act`` behind the sum of the gradients."""
 
-    def after(model, here):
-        summed(model, here)
-        act(model, here)
+    def after(model, view):
+        summed(model, view)
+        act(model, view)
 
     return {"after": after}
 
 
-def only_on_ranks(act: Callable[[nn.Module, Here], None]) -> Callable[[nn.Module, Here], None]:
-    return lambda model, here: act(model, here) if here.size > 1 else None
+def only_on_ranks(act: Callable[[nn.Module, RankView], None]) -> Callable[[nn.Module, RankView], None]:
+    return lambda model, view: act(model, view) if view.size > 1 else None
 
 
-def scaled(factor: float) -> Callable[[nn.Module, Here], None]:
-    def act(model, here):
+def scaled(factor: float) -> Callable[[nn.Module, RankView], None]:
+    def act(model, view):
         for parameter in parameters_of(model):
             parameter.grad *= factor
 
     return only_on_ranks(act)
 
 
-def summed_in_part(model, here):
-    sum_gradients(model.attention, here.mesh)
+def summed_in_part(model, view):
+    sum_gradients(model.attention, view.mesh)
 
 
-def clipped_then_summed(model, here):
+def clipped_then_summed(model, view):
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    summed(model, here)
+    summed(model, view)
 
 
-def clipped(model, here):
+def clipped(model, view):
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
 
 
-def removed(model, here):
+def removed(model, view):
     model.zero_grad()
 
 
-def without_backward(out, here):
-    return by_token(out.detach() if here.size > 1 else out, here)
+def without_backward(out, view):
+    return by_token(out.detach() if view.size > 1 else out, view)
 
 
-def fails_on_a_rank(m, x, here):
-    if here.size > 1 and here.rank == 1:
+def fails_on_a_rank(m, x, view):
+    if view.size > 1 and view.rank == 1:
         raise KeyError("image")
     return m(x)
 
@@ -2076,14 +2066,14 @@ def replicated(model, mesh):
     return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
 
 
-def nobody(model, here):
+def nobody(model, view):
     pass
 
 
 AVERAGED = {
-    "loss": lambda out, here: by_token(out, here) * here.size,
+    "loss": lambda out, view: by_token(out, view) * view.size,
     "after": nobody,
-    "returns": lambda loss, here: total(loss, here) / here.size,
+    "returns": lambda loss, view: total(loss, view) / view.size,
     "no_block": NO_STYLE,
 }
 
@@ -2101,7 +2091,7 @@ def with_statistic() -> nn.Module:
     return model
 
 
-def from_zero(m, x, here):
+def from_zero(m, x, view):
     m.mean.zero_()
     m(x)
     return m(x)
@@ -2122,13 +2112,13 @@ class ByTheRows(torch.autograd.Function):
         return turned(gradient, -ctx.positions), None
 
 
-def turned_from(offset: Callable[[Here], int]) -> dict[str, Any]:
+def turned_from(offset: Callable[[RankView], int]) -> dict[str, Any]:
     def inside(core, q, k, v):
         q, k = (ByTheRows.apply(widened(x).contiguous(), core.offset).to(x.dtype) for x in (q, k))
         return core.attend(q, k, v)
 
-    def call(m, x, here):
-        m.attention.core.offset = offset(here)
+    def call(m, x, view):
+        m.attention.core.offset = offset(view)
         return m(x)
 
     return {"model": lambda: Model(inside=inside), "call": call, "layout": contiguous}
@@ -2140,9 +2130,9 @@ STEPS = (
     *kind(
         "the cut of a batch",
         right("by the layout"),
-        wrong("by torch.chunk", cut=lambda here: here.x.chunk(here.size, 1)[here.rank].clone()),
-        wrong("another sample on each rank", cut=lambda here: here.cut(here.x.roll(here.rank, 0))),
-        wrong("the layout of other ranks", cut=lambda here: head_tail(S, RANKS).shard(here.x, 1, here.rank)),
+        wrong("by torch.chunk", cut=lambda view: view.x.chunk(view.size, 1)[view.rank].clone()),
+        wrong("another sample on each rank", cut=lambda view: view.cut(view.x.roll(view.rank, 0))),
+        wrong("the layout of other ranks", cut=lambda view: head_tail(S, RANKS).shard(view.x, 1, view.rank)),
         no_block="a block cuts the batch",
         silent=["by torch.chunk", "another sample on each rank"],
     ),
@@ -2150,13 +2140,13 @@ STEPS = (
         "labels",
         right("shifted before the cut", **LOGITS, **labelled()),
         right("on one rank", **LOGITS, **labelled(of_few)),
-        wrong("shifted after the cut", **LOGITS, **labelled(lambda here: next_token_labels(here.cut(here.x)))),
+        wrong("shifted after the cut", **LOGITS, **labelled(lambda view: next_token_labels(view.cut(view.x)))),
         wrong("ignored at the end of a part", **LOGITS, **labelled(ignored_at_the_end)),
-        wrong("other weights at the end of a part", **LOGITS, **labelled(weigh=half_at_the_end)),
+        wrong("other weights at the end of a part", **LOGITS, **labelled(weigh=twice_at_the_end)),
         wrong(
             "of another part",
             **LOGITS,
-            **labelled(lambda here: here.layout.shard(next_token_labels(here.x), 1, here.size - 1 - here.rank)),
+            **labelled(lambda view: view.layout.shard(next_token_labels(view.x), 1, view.size - 1 - view.rank)),
         ),
         silent=[ALL],
     ),
@@ -2166,37 +2156,37 @@ STEPS = (
             "of means",
             **LOGITS,
             **labelled(
-                of_few, lambda losses, labels, here: losses.sum() / (labels >= 0).sum().clamp(min=1) / here.size
+                of_few, lambda losses, labels, view: losses.sum() / (labels >= 0).sum().clamp(min=1) / view.size
             ),
         ),
         wrong(
             "that each rank weighs by itself",
             **LOGITS,
-            **labelled(mean=lambda losses, labels, here: losses.sum() / 42 * (1 + 0.5 * here.rank)),
+            **labelled(mean=lambda losses, labels, view: losses.sum() / 42 * (1 + 0.5 * view.rank)),
         ),
         wrong(
             "that is this rank's loss",
             **LOGITS,
-            **labelled(mean=lambda losses, labels, here: losses.sum() / global_token_count(labels, here.mesh)),
+            **labelled(mean=lambda losses, labels, view: losses.sum() / global_token_count(labels, view.mesh)),
         ),
         wrong(
             "averaged_over= without a reducer that averages",
             **LOGITS,
             **labelled(
-                mean=lambda losses, labels, here: global_loss(
-                    losses.sum(), global_token_count(labels, here.mesh), here.mesh, averaged_over=here.size
+                mean=lambda losses, labels, view: global_loss(
+                    losses.sum(), global_token_count(labels, view.mesh), view.mesh, averaged_over=view.size
                 )
             ),
         ),
-        wrong("that is no number", returns=lambda loss, here: loss * (1 if here.size == 1 else float("nan"))),
+        wrong("that is no number", returns=lambda loss, view: loss * (1 if view.size == 1 else float("nan"))),
         right("by token", **LOGITS, **labelled()),
-        right("that is not returned", returns=lambda loss, here: None),
-        right("that is a number", returns=lambda loss, here: total(loss, here).item()),
+        right("that is not returned", returns=lambda loss, view: None),
+        right("that is a number", returns=lambda loss, view: total(loss, view).item()),
         silent=[ALL],
     ),
     *kind(
         "gradients",
-        right("sum_gradients", after=lambda model, here: sum_gradients(model, here.mesh)),
+        right("sum_gradients", after=lambda model, view: sum_gradients(model, view.mesh)),
         right("summed, then clipped", **then(clipped)),
         wrong("not summed", after=nobody),
         wrong("summed in part", placed, after=summed_in_part),
@@ -2216,13 +2206,13 @@ STEPS = (
         "one rank",
         wrong("an error", call=fails_on_a_rank),
         wrong("other weights", placed, apply=other_weights, no_block=NO_STYLE),
-        wrong("another function", lambda m, x: x * (1 + 0.25 * m.here.rank)),
+        wrong("another function", lambda m, x: x * (1 + 0.25 * m.view.rank)),
         silent=["another function"],
     ),
     *kind(
         "randomness",
         wrong("dropout", lambda m, x: F.dropout(x, 0.5)),
-        wrong("a loss that is drawn", returns=lambda loss, here: loss * (1 + torch.rand(()))),
+        wrong("a loss that is drawn", returns=lambda loss, view: loss * (1 + torch.rand(()))),
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
         silent=[ALL],
     ),
@@ -2233,8 +2223,8 @@ STEPS = (
     ),
     *kind(
         "a kernel that counts from an offset",
-        wrong("0", **turned_from(lambda here: 0)),
-        right("the first position", **turned_from(lambda here: int(here.positions[0]))),
+        wrong("0", **turned_from(lambda view: 0)),
+        right("the first position", **turned_from(lambda view: int(view.positions[0]))),
         refused=["the first position"],
     ),
 )
@@ -2257,7 +2247,7 @@ PROGRAMS: tuple[Program, ...] = (
 # The proof of a program, and the command.
 
 
-TOLERANCE = 1e-9  # of float64: rounding gives 1e-15 here, and the smallest mistake of the table 1e-2
+TOLERANCE = 1e-9  # of float64: rounding gives 1e-15 view, and the smallest mistake of the table 1e-2
 
 
 def proved(program: Program, door: Door) -> BaseException | None:
@@ -2280,11 +2270,6 @@ def proved(program: Program, door: Door) -> BaseException | None:
     return next((result for result in results if isinstance(result, BaseException)), None)
 
 
-def missing(program: Program, door: Door) -> str:
-    """Why a program cannot be run so; empty if it can."""
-    return door.missing(program) or (program.no_bfloat16 if program.dtype == torch.bfloat16 else "")
-
-
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -2292,7 +2277,7 @@ def runs(kind: str = "", doors: Iterable[str] = DOORS, dtypes: Iterable[str] = D
     """All that can be run: programs in each dtype, with the name of the door."""
     for program, door, dtype in product(PROGRAMS, doors, dtypes):
         each = program.in_dtype(DTYPES[dtype])
-        if kind in each.kind and not missing(each, DOORS[door]):
+        if kind in each.kind and not DOORS[door].missing(each):
             yield each, door
 
 
