@@ -9,6 +9,8 @@ Run ``python -m tests.wrong_programs`` to count how many of them :func:`cp_style
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 import threading
 import warnings
@@ -103,19 +105,19 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
-def weight_of(out: torch.Tensor, length: int) -> torch.Tensor:
-    """A random cotangent of results, ``length`` rows along the second dim; ones would hide most mistakes."""
-    return randn(5, out.shape[0], length, *out.shape[2:])
+def distance(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A sum of squares. (A sum with random signs would be smaller than its rounding.)"""
+    return (widened(out) - target.to(widened(out))).square().sum() / 2
 
 
 def by_token(out: torch.Tensor, view: RankView) -> torch.Tensor:
-    """A loss that sums over tokens, of results [B, L, ...]."""
-    return (widened(out) * view.cut(weight_of(out, view.layout.length)).to(widened(out))).sum()
+    """This rank's share of a loss that sums over tokens, of results [B, L, ...]."""
+    return distance(out, view.cut(randn(5, out.shape[0], view.layout.length, *out.shape[2:])))
 
 
 def by_sequence(out: torch.Tensor, view: RankView) -> torch.Tensor:
-    """A loss of results that every rank has as a whole, such as the logits [B, C] of a classifier."""
-    return (widened(out).sin() * randn(5, *out.shape).to(widened(out))).sum() / view.size
+    """This rank's share of the loss of results that every rank has as a whole, as the logits [B, C] of a classifier."""
+    return distance(out, randn(5, *out.shape)) / view.size
 
 
 def total(loss: torch.Tensor, view: RankView) -> torch.Tensor:
@@ -1428,7 +1430,7 @@ FORWARDS = (
 
 def scaled_by_the_mean(core, q, k, v):
     """``float(DTensor)`` is a number of this rank."""
-    return F.scaled_dot_product_attention(q, k * float(k.abs().mean()), v)
+    return F.scaled_dot_product_attention(q, k * (10 * float(k.abs().mean())), v)
 
 
 ON_ATTENTION = on(lambda: {"attention": ModuleContextParallel(layout=head_tail)})
@@ -2211,7 +2213,7 @@ STEPS = (
     ),
     *kind(
         "randomness",
-        wrong("dropout", lambda m, x: F.dropout(x, 0.5)),
+        right("dropout", lambda m, x: F.dropout(x, 0.5)),  # which verify turns off
         wrong("a loss that is drawn", returns=lambda loss, view: loss * (1 + torch.rand(()))),
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
         silent=[ALL],
@@ -2261,7 +2263,7 @@ def proved(program: Program, door: Door) -> BaseException | None:
         tolerance = TOLERANCE if program.dtype == torch.float64 else None
         verify(door.model(program, mesh), mesh, program.batch, partial(door.step, program), tolerance=tolerance)
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # verify prints what it has found
         warnings.simplefilter("ignore")
         try:
             results = run_ranks(on_rank, RANKS, return_errors=True, timeout_seconds=20)
