@@ -10,6 +10,7 @@ from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.checks import Checks
 from cp_styles.engine.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
+from cp_styles.engine.proof import UnverifiedModelWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
@@ -60,6 +61,7 @@ __all__ = [
     "Ulysses",
     "UnreducedGradientsError",
     "UnreducedGradientsWarning",
+    "UnverifiedModelWarning",
     "by_work",
     "context_attention",
     "context_flex_attention",

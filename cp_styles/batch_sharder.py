@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import get_worker_info
@@ -28,9 +29,10 @@ from cp_styles.batch import (
 from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents
 from cp_styles.troubleshooting import see
 
@@ -236,8 +238,8 @@ class BatchSharder:
         averaged_over: int = 1,
     ) -> None:
         self._name = type(self).__name__
-        self.mesh_axis, self._group = axis_and_group(self._name, mesh)
-        self.loss_group = self._group if loss_group is None else loss_group
+        self._mesh, self._loss_group = mesh, loss_group
+        self.mesh_axis = axis_and_group(self._name, mesh)[0]
         self.averaged_over = averaged_over
         if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
             raise ValueError(
@@ -254,6 +256,15 @@ class BatchSharder:
         self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return axis_and_group(self._name, self._mesh)[1]
+
+    @property
+    def loss_group(self) -> GroupOrMesh:
+        """The ranks over whose tokens the loss is the mean."""
+        return self._group if self._loss_group is None else self._loss_group
 
     def __call__(self, batch: torch.Tensor | Batch) -> ShardedBatch:
         if get_worker_info() is not None:
@@ -416,7 +427,7 @@ class BatchSharder:
                     f"{self._name}: the layout cuts {self._layout.length} positions, the batch has {length} tokens: "
                     "give layout=head_tail, or a layout that is long enough for every batch"
                 )
-            return self._layout
+            return contiguous(self._layout.length, 1) if state_of(self._group).alone else self._layout
         return layout_made_by(self._layout, length, self._group.size())
 
     def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:

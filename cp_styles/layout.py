@@ -553,6 +553,11 @@ def layout_made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> S
     return _made_by(cut, length, ranks)
 
 
+def layout_of_one(layout: SequenceLayout | Balancer) -> SequenceLayout | Balancer:
+    """The layout of one rank in place of a layout for several; a balancer as it is."""
+    return contiguous(layout.length, 1) if isinstance(layout, SequenceLayout) else layout
+
+
 def is_deterministic(balancer: Balancer) -> bool:
     """Whether the balancer is known to depend only on length and ranks."""
     function, constants = _by_value(balancer)[:2]

@@ -163,7 +163,8 @@ def verification(rank: int, mesh: DeviceMesh) -> Prepared:
         return total
 
     def act() -> list[torch.Tensor]:
-        report = verify(model, {"core": AttentionContextParallel(layout=head_tail)}, mesh, batch, step, tolerance=1e-10)
+        parallel = parallelize_module(model, mesh, {"core": AttentionContextParallel(layout=head_tail)})
+        report = verify(parallel, mesh, batch, step, tolerance=1e-10)
         return [torch.tensor(report.loss[:1], dtype=torch.float64)]
 
     expected = (model_alone(batch["x"]) * batch["y"]).sum() / 120

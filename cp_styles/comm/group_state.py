@@ -77,6 +77,23 @@ _FIRST_TAG = 2**29
 
 
 @dataclass(eq=False)
+class StandIn:
+    """A group that takes the place of another group on this rank, wherever a style, block or function resolves it.
+
+    An attribute of the group and no context variable: a device's backward runs in a thread of its own.
+
+    Attributes:
+        group: of as many ranks, or of this rank alone.
+        mesh: the mesh of the step, with this rank alone on the axis of the sequence; None for a group of as many ranks.
+        made: what other layers have made over ``group``, which ends with it.
+    """
+
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None = None
+    made: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class GroupState:
     """The state of a group on this rank. It must not hold the group.
 
@@ -100,6 +117,9 @@ class GroupState:
             before the first one.
         parts: parts of the group, by their ranks. Never the group itself.
         objects: of other layers, see :meth:`the`.
+        stand_in: what takes the place of the group while :func:`cp_styles.verify.verify` runs a step.
+        alone: the group is this rank alone, in place of the ranks of a sequence, in such a run.
+        proofs: of the models that have a backward in such a run; None where training is no such run.
     """
 
     operations: Operations = field(default_factory=Operations)
@@ -118,6 +138,9 @@ class GroupState:
     mailbox: Any = "new"
     parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     objects: dict[Any, Any] = field(default_factory=dict)
+    stand_in: StandIn | None = None
+    alone: bool = False
+    proofs: set[Any] | None = None
 
     def the(self, kind: Callable[[], T]) -> T:
         """The group's only object of a class of another layer, made at its first use."""

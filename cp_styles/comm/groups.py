@@ -42,19 +42,28 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
         if ordered and group not in state.in_order:
             refuse_other_order(group, ranks)
             state.in_order.add(group)  # looking at the ranks takes as long as a small tile
-        return axis, ranks
+        return axis, acting(ranks)
     if isinstance(group, dist.ProcessGroup):
-        return "group", group
+        return "group", acting(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 
+def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """``group``, or the group that takes its place while :func:`cp_styles.verify.verify` runs a step."""
+    stand_in = state_of(group).stand_in
+    if stand_in is None:
+        return group
+    state_of(stand_in.group).operations.axis = state_of(group).operations.axis
+    return stand_in.group
+
+
 def group_behind(ranks: GroupOrMesh) -> dist.ProcessGroup | None:
     """The group of what a call gives, where it was seen before; None for what :func:`axis_and_group` refuses."""
     if isinstance(ranks, DeviceMesh):
-        return ranks.get_group() if ranks.ndim == 1 else None
-    return ranks if isinstance(ranks, dist.ProcessGroup) else None
+        return acting(ranks.get_group()) if ranks.ndim == 1 else None
+    return acting(ranks) if isinstance(ranks, dist.ProcessGroup) else None
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
@@ -86,6 +95,13 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
     return any(
         len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
     )
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None  # the caller has a mesh
+    return group
 
 
 def world() -> ref[dist.ProcessGroup] | None:

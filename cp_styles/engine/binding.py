@@ -30,6 +30,7 @@ from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import ParameterWatch, watch_of
+from cp_styles.engine.proof import Proof
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
@@ -37,10 +38,11 @@ from cp_styles.layout import (
     cuts_of,
     is_deterministic,
     layout_made_by,
+    layout_of_one,
     refuse_other_cut,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, digest
-from cp_styles.strategies import Attention, Strategy, strategy_on
+from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
 
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
@@ -93,6 +95,7 @@ class Binding:
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         tally: state of the module's forward. An error is raised if its attention was not reached.
         checks: what the ranks check of each other.
+        proof: whether the model whose attention it is was compared with one device; None for functions.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
         texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout,
             and what compiled graphs run with in its place.
@@ -109,6 +112,7 @@ class Binding:
     whole: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     checks: Checks = field(default=CHECKS, compare=False, repr=False)
+    proof: Proof | None = field(default=None, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
@@ -129,6 +133,9 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
+        if self.group_state.alone:  # in place of the ranks for which these were made
+            object.__setattr__(self, "strategy", Ring())
+            object.__setattr__(self, "layout", layout_of_one(self.layout))
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")

@@ -22,12 +22,17 @@ from cp_styles.engine.binding import Binding
 class RerunMode(TorchFunctionMode):
     """A mode for the calls of one module or block, and for those of their recomputations."""
 
-    def __init__(self, name: str, unscoped: Binding) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._name, self.unscoped = name, unscoped
+        self._name = name
         # Of each time that it is entered: the place among the modes of the thread, and the checkpoints around it. These
         # run again what enters the mode by itself.
         self._entered: list[tuple[int, set[int]]] = []
+
+    @property
+    def unscoped(self) -> Binding:
+        """The binding of its calls where no scope is open."""
+        raise NotImplementedError
 
     def __enter__(self) -> Any:
         around = set[int]()

@@ -225,11 +225,27 @@ class ScopedBinding:
         self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
     ) -> None:
         """``layout`` is the layout that the user gave, or None. ``binding`` then has the default."""
-        self.unscoped, self.name = binding, binding.name
-        self.named = layout
+        self._binding, self.name = binding, binding.name
+        self._layout = layout
         self.history = history or ScopeHistory()
         # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
+
+    @property
+    def unscoped(self) -> Binding:
+        """The binding without a scope; over the group that takes the place of its group, if there is one."""
+        stand_in = self._binding.group_state.stand_in
+        if stand_in is None:
+            return self._binding
+        binding = stand_in.made.get(self)
+        if binding is None:
+            binding = stand_in.made[self] = replace(self._binding, group=stand_in.group)
+        return binding
+
+    @property
+    def named(self) -> SequenceLayout | Balancer | None:
+        """The layout that the user gave."""
+        return self.unscoped.layout if isinstance(self._layout, SequenceLayout) else self._layout
 
     def resolve(self) -> tuple[Binding, SequenceScope | None]:
         """The binding for a call at this moment, and the scope that applies.
@@ -238,17 +254,20 @@ class ScopedBinding:
             RuntimeError: on every rank, in a recomputation without its scope.
             ValueError: on every rank, if the module names another layout than the scope.
         """
+        unscoped = self.unscoped
         if not (_open.get() or _open_anywhere or self.history.was_scoped):
-            return self.unscoped, None
+            return unscoped, None
         try:
-            scope = self.history.scope_around(self.name, self.unscoped.axis, self.named)
+            scope = self.history.scope_around(self.name, unscoped.axis, self.named)
         except Exception as error:  # of any kind: the other ranks must raise too
-            self.unscoped.refuse(error)
+            unscoped.refuse(error)
         if scope is None:
-            return self.unscoped, None
-        if scope not in self._under:
-            self._under[scope] = self.bound_to(scope.layout, scope.mask)
-        return self._under[scope], scope
+            return unscoped, None
+        stand_in = self._binding.group_state.stand_in
+        under = self._under if stand_in is None else stand_in.made.setdefault((self, "scopes"), {})
+        if scope not in under:
+            under[scope] = self.bound_to(scope.layout, scope.mask)
+        return under[scope], scope
 
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
         """The binding under a scope with this layout and mask."""

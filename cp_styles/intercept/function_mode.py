@@ -71,7 +71,7 @@ class AttentionCalls(RerunMode):
         counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
         ``joint``: some tokens are whole on every rank; the binding's layout is then that of their shares.
         """
-        super().__init__(name, scoped.unscoped)
+        super().__init__(name)
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
@@ -244,6 +244,11 @@ class AttentionCalls(RerunMode):
         check = partial(self._check_plain, query, key, value)
         out, lse = flex_attend(self._scoped.resolve()[0], (query, key, value), noted.call, check)
         return self._flex.results(noted, self._followed(out, (query, key, value)), lse)
+
+    @property
+    def unscoped(self) -> Binding:
+        """The binding of its calls where no scope is open."""
+        return self._scoped.unscoped
 
     @property
     def binding(self) -> Binding:

@@ -32,6 +32,7 @@ from cp_styles.layout import (
     cuts_of,
     head_tail,
     layout_made_by,
+    layout_of_one,
     refuse_other_cut,
 )
 from cp_styles.mask import All, Documents, Mask, PerRow
@@ -228,6 +229,7 @@ class CutSequence:
         around = [mode.unscoped for mode in function_modes() if isinstance(mode, RerunMode)]
         default = around[-1].layout if around and around[-1].group == process_group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
+        layout = layout_of_one(layout) if state.alone else layout
         watch_of(process_group).leave_out(checks.local)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import applied_by_plan, graph_task_id, never_compile_alone
+from cp_styles._compat import graph_task_id, never_compile_alone
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.subclassing import BoundToThisRun, refuse_pickling
 from cp_styles.styles.parallelize import matches
@@ -38,11 +37,8 @@ class AppliedPlan:
         refuse_pickling(self._binding.name)
 
     @staticmethod
-    def note(style: ParallelStyle, module: nn.Module, binding: Binding) -> None:
-        """Called when ``style`` is applied to ``module``, before the module changes."""
-        root, patterns = applied_by_plan(style)
-        if root is None or root is module:
-            return
+    def note(root: nn.Module, patterns: list[str], module: nn.Module, binding: Binding) -> None:
+        """Called when a style of a plan for ``root`` is applied to ``module``, before the module changes."""
         hooks = (getattr(hook, "__self__", None) for hook in root._forward_pre_hooks.values())
         plan = next((owner for owner in hooks if isinstance(owner, AppliedPlan)), None)
         if plan is None:

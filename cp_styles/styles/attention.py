@@ -65,6 +65,8 @@ class AttentionContextParallel(ContextParallelStyle):
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
+        verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
+            without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -111,8 +113,10 @@ class AttentionContextParallel(ContextParallelStyle):
         checks: Checks = CHECKS,
         seq_dim: int = 2,
         use_local_output: bool = True,
+        verified: bool = False,
     ) -> None:
-        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel, checks=checks)
+        options = {"strategy": strategy, "layout": layout, "mask": mask, "kernel": kernel, "checks": checks}
+        super().__init__(mesh_axis=mesh_axis, **options, verified=verified)
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
         self.seq_dim = seq_dim
@@ -233,7 +237,7 @@ class CoreState:
             self._calls.refuse_tracer(tracer)
         install_handlers()
         self._lifted, self._calls.tally.calls = None, 0
-        self._binding.group_state.engaged = False
+        self._scoped.unscoped.group_state.engaged = False
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
         by_place = len(args) == 3 and not kwargs and self._first
         try:
@@ -251,7 +255,7 @@ class CoreState:
                 binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
             lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
-            self._binding.refuse(error)
+            self._scoped.unscoped.refuse(error)
         self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
         return (tuple(lifted), kwargs) if by_place else self._replaced(args, kwargs, lifted)
 
@@ -276,7 +280,7 @@ class CoreState:
         (input_axes, declared), self._lifted = self._lifted, None
         # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
         if not self._calls.reached() and graph_task_id() < 0:
-            self._binding.refuse_call()
+            self._scoped.unscoped.refuse_call()
             raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
 
         def lower(value: DTensor) -> torch.Tensor:
@@ -307,7 +311,7 @@ class CoreState:
         if lifted is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
         if isinstance(failure, Exception) and not reached:
-            self._binding.refuse_call()  # if it failed before the forward, they know already
+            self._scoped.unscoped.refuse_call()  # if it failed before the forward, they know already
 
     def _note(self, failure: BaseException) -> str:
         """What explains an error of DTensor; nothing for other errors."""

@@ -6,10 +6,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_styles._compat import applied_by_plan
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.engine.proof import proof_of
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -30,6 +32,7 @@ class ContextParallelStyle(ParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
+        verified: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(mesh_axis, str):
@@ -45,10 +48,11 @@ class ContextParallelStyle(ParallelStyle):
         self.mask = Full() if mask is None else mask
         self.kernel = kernel
         self.checks = checks
+        self.verified = verified
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
-        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        axis = take_axis(device_mesh, self.mesh_axis, f"{type(self).__name__} on {type(module).__name__}")
         name, group = axis_and_group(type(self).__name__, axis)
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
@@ -56,8 +60,12 @@ class ContextParallelStyle(ParallelStyle):
         numbers = state_of(group).modules
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
-        binding = Binding(who, name, group, *options, checks=self.checks, site=site)
-        AppliedPlan.note(self, module, binding)
+        root, patterns = applied_by_plan(self)
+        proof = proof_of(module if root is None else root)
+        proof.verified = proof.verified or self.verified
+        binding = Binding(who, name, group, *options, checks=self.checks, proof=proof, site=site)
+        if root is not None and root is not module:
+            AppliedPlan.note(root, patterns, module, binding)
         return axis, binding
 
     def __repr__(self) -> str:

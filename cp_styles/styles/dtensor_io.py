@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.comm.group_state import state_of
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import (
     OtherAxes,
@@ -54,16 +55,36 @@ class DTensorIO:
     def __init__(
         self, group: dist.ProcessGroup, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool
     ) -> None:
-        self._group = group
-        self._axis = axis
-        self._composed = composed
+        self._own = group, axis, composed
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
-        self._known: dict[DeviceMesh, OtherAxes | str] = {}
+        self._known: dict[tuple[DeviceMesh, DeviceMesh], OtherAxes | str] = {}
         # Of inputs without other axes: how they are placed, by what they are beside their values.
         self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)
 
     handle = ""
+
+    def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
+        """Group, axis and composed mesh; those of this rank alone where it takes the place of the ranks."""
+        group, axis, composed = self._own
+        stand_in = state_of(group).stand_in
+        if stand_in is None or stand_in.mesh is None:
+            return self._own
+        mesh = stand_in.mesh
+        one = mesh if mesh.ndim == 1 else mesh[axis.mesh_dim_names or ()]
+        return stand_in.group, one, one if composed.ndim == 1 else mesh
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._ranks()[0]
+
+    @property
+    def _axis(self) -> DeviceMesh:
+        return self._ranks()[1]
+
+    @property
+    def _composed(self) -> DeviceMesh:
+        return self._ranks()[2]
 
     @property
     def _sequence(self) -> str:
@@ -127,11 +148,12 @@ class DTensorIO:
         the balancer that makes it."""
         q, k, v = parts
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-        key = metas, q.device.type, layout.lengths if isinstance(layout, SequenceLayout) else None
+        group = self._group
+        key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
         if input_axes is None and key in self._specs:
             return placed_as(parts, self._specs[key])
-        rank, ranks, dim = self._group.rank(), self._group.size(), self._seq_dim
-        mesh, specs = private_mesh(self._group, q.device.type, input_axes), []
+        rank, ranks, dim = group.rank(), group.size(), self._seq_dim
+        mesh, specs = private_mesh(group, q.device.type, input_axes), []
         for value, part in zip(values, parts, strict=True):
             others = ()
             shape = list(part.shape)
@@ -214,9 +236,10 @@ class DTensorIO:
 
     def of(self, mesh: DeviceMesh) -> OtherAxes | str:
         """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""
-        if mesh not in self._known:
-            self._known[mesh] = other_axes_of(mesh, self._composed, self._sequence)
-        return self._known[mesh]
+        key = mesh, self._composed
+        if key not in self._known:
+            self._known[key] = other_axes_of(*key, self._sequence)
+        return self._known[key]
 
 
 def _uneven(tensor: DTensor) -> bool:

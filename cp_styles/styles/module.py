@@ -61,6 +61,8 @@ class ModuleContextParallel(ContextParallelStyle):
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
+        verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
+            without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
@@ -107,10 +109,12 @@ class ModuleContextParallel(ContextParallelStyle):
         sink: str | None = None,
         trusted: Sequence[str] = (),
         check_inputs: bool = True,
+        verified: bool = False,
     ) -> None:
         self.joint = layout if isinstance(layout, JointLayout) else None
         layout = layout.balancer if isinstance(layout, JointLayout) else layout
-        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel, checks=checks)
+        options = {"strategy": strategy, "layout": layout, "mask": mask, "kernel": kernel, "checks": checks}
+        super().__init__(mesh_axis=mesh_axis, **options, verified=verified)
         self.sink = sink
         self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
         self.check_inputs = check_inputs

@@ -16,8 +16,8 @@ from cp_styles.styles.axis_adapter import AxisAdapter
 from cp_styles.troubleshooting import see
 
 
-def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: nn.Module) -> DeviceMesh:
-    """The 1-D mesh on which ``style`` works: ``device_mesh[axis]``, or ``device_mesh`` itself when it is 1-D.
+def take_axis(device_mesh: DeviceMesh, axis: str, who: str) -> DeviceMesh:
+    """The 1-D mesh on which ``who`` works: ``device_mesh[axis]``, or ``device_mesh`` itself when it is 1-D.
 
     A 1-D mesh is taken whatever its name, as torch's own styles do. No communication.
 
@@ -25,7 +25,6 @@ def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: 
         TypeError: ``device_mesh`` is not a DeviceMesh.
         ValueError: ``device_mesh`` has several axes and none of them is called ``axis``.
     """
-    who = f"{type(style).__name__} on {type(module).__name__}"
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(
             f"{who} needs a DeviceMesh, got {type(device_mesh).__name__}: "
@@ -61,7 +60,7 @@ class OnMeshAxis(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
-        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        axis = take_axis(device_mesh, self.mesh_axis, f"{type(self).__name__} on {type(module).__name__}")
         mark = (
             f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"  # a text, so that copies of the module keep it
         )

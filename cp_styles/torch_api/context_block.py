@@ -34,6 +34,7 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.openings import Opening, innermost
+from cp_styles.engine.proof import proof_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
 from cp_styles.intercept.token_flow import TokenFlow
@@ -84,6 +85,9 @@ class context_parallel(contextlib.ContextDecorator):
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
             And what mixes or counts tokens of the buffers: in the first, second, fourth, ... block over these ranks,
             and in the one after a block in which a model is new.
+        verified: a step of the models inside is compared with one device elsewhere, in a test for example. Without it,
+            and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
+            (``UnverifiedModelWarning``).
 
     It may be entered any number of times, one after the other.
 
@@ -122,8 +126,9 @@ class context_parallel(contextlib.ContextDecorator):
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
         check_inputs: bool = True,
+        verified: bool = False,
     ) -> None:
-        self._check_inputs = check_inputs
+        self._check_inputs, self._verified = check_inputs, verified
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._mesh = mesh
         self._buffers = [] if buffers is None else buffers
@@ -217,7 +222,8 @@ class context_parallel(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        return _BlockEntry(binding, named, parts, innermost(_open.get()), check_inputs=self._check_inputs)
+        flags = {"check_inputs": self._check_inputs, "verified": self._verified}
+        return _BlockEntry(binding, named, parts, innermost(_open.get()), **flags)
 
     def _facts(self, entry: _BlockEntry) -> list[Any]:
         pairs = pairs_of(self._buffers, self._seq_dims)
@@ -257,7 +263,9 @@ class _BlockEntry(Opening):
         outer: _BlockEntry | None,
         *,
         check_inputs: bool,
+        verified: bool,
     ) -> None:
+        self.verified = verified or binding.group.size() == 1
         self.check_inputs = check_inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
@@ -372,9 +380,13 @@ class _BlockCalls(AttentionCalls):
     def check_call(self) -> None:
         """Also check the arguments of the models that make this call, once in each entry."""
         super().check_call()
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or self._again:
             return
-        running = running_modules() if self._entry.check_inputs and not self._again else []
+        if not self._entry.verified and torch.is_grad_enabled():
+            proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
+            if proofs and not any(proof.verified for proof in proofs):
+                proofs[-1].training_begins(self.unscoped.group_state)
+        running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):
                 by_model = self._entry.history.facts

@@ -1,147 +1,397 @@
-"""Verify a model under context parallelism: the same step on one process and on ranks, module by module.
+"""Prove a model under context parallelism: one step of it with all ranks, and the same step with one rank, compared.
 
 ::
 
-    report = verify(model, plan, mesh, batch, step)
+    verify(model, mesh, batch, step)  # once, before training
 
 ``step`` is the user's own: what a training loop does between ``zero_grad`` and the optimizer. See :func:`verify`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
 
-from cp_styles.styles import parallelize_module
-from cp_styles.styles.base import ContextParallelStyle
+from cp_styles.comm.point_to_point import break_off
+from cp_styles.engine.proof import Proof, proof_of
+from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.testing import CommunicationTrace
-from cp_styles.verify.compare import WHOLE, Comparison, Gather, Places, StepResult
+from cp_styles.verify.compare import Comparison, Leeway, Places, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, some
+from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
+from cp_styles.verify.rounding import Perturbed, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
-    Alone,
     Failure,
+    ModelState,
     StepFunction,
+    StepRun,
+    as_one_rank,
     checksums,
+    communicates,
     ending_connections,
     gather_over,
-    mesh_of_its_own,
-    mesh_of_one,
-    run_alone,
+    over_own_groups,
+    run_step,
     run_together,
     telling_others,
+    weights,
 )
 
 __all__ = ["ModuleErrors", "Report", "VerificationError", "verify"]
 
-Plan: TypeAlias = ParallelStyle | Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], nn.Module]
-"""As for ``parallelize_module``; or a function that takes a model and a mesh and returns the parallel model."""
+_TOLERANCE = 1e-4
 
 
 def verify(
     model: nn.Module,
-    plan: Plan,
     mesh: DeviceMesh,
     batch: Any,
     step: StepFunction,
-    *,
-    reference: nn.Module | None = None,
-    tolerance: float = 1e-4,
+    *removed: Any,
+    mesh_axis: str = "cp",
+    plain: StepFunction | None = None,
+    tolerance: float | None = None,
 ) -> Report:
-    """Run ``step`` on one process, and with ``plan`` on the ranks of ``mesh``, and compare all that can be compared.
+    """Prove that a step of ``model`` equals the step of one device: run it with all ranks, and with one, and compare.
 
-    All ranks must call it. First each rank runs the whole batch alone, twice, with a copy of ``model``, on a mesh of
-    one rank with the axes of ``mesh``. Then all ranks run it together, with a copy to which ``plan`` is applied. So the
-    step is the same code in all runs, and cuts the batch for as many ranks as its mesh has.
+    ``model`` is the one that will be trained, in place: with its styles, FSDP2, DDP, tensor parallelism, checkpoints
+    and adapters. For the reference this rank alone takes the place of the ranks of ``mesh_axis``: wherever a style, a
+    ``context_parallel`` block or a function of this package works over that axis, it works over one rank. So the step
+    is the same code in all runs, and cuts the batch for as many ranks as the mesh has that it is given. The remaining
+    axes of the mesh stay as they are.
 
-    These are compared:
+    These are compared, over the ranks of the axis:
 
-    - the outputs of every module, of which a rank has the rows that the layout of the attention gives it;
+    - the output of the model, of which a rank has the rows that the layout of the attention gives it; outputs of all
+      modules, which tell where a mistake is (or, in a step without a backward, that there is one);
     - the loss that the step returns;
-    - the gradients of the modules' outputs, and those of the parameters after the step.
+    - the gradients of all parameters after the step.
+
+    Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
+    before, also after an error. Dropout is off in all runs. Graphs of torch.compile are not used: the code that they
+    were made from is proved.
 
     Args:
-        model: a model in float32 or float64, on the device of the mesh, without dropout. It is not changed.
-        plan: see :data:`Plan`.
-        mesh: the ranks; the axis of the sequence, and others if the plan has them.
-        batch: what the step is given: one whole, small batch, the same on every rank. Mostly a dict of tensors.
+        model: the model, in any floating-point dtype.
+        mesh: the ranks; the axis of the sequence, and others if the step needs them.
+        batch: a small whole batch, the same on every rank of the axis. Mostly a dict of tensors.
         step: ``step(model, batch, mesh)`` does what the training loop does. It cuts the batch, and runs the forward,
-            the loss, the backward and what reduces the gradients. It returns the loss of the whole batch, or None. Its
-            ``mesh`` has the ranks and axes of ``mesh`` over groups of its own, which end with verify: so ranks that
-            wait for one that has failed learn of it at once.
-        reference: the model for one process, if ``model`` itself cannot run there. An example is a model of
-            transformers that has its attention from ``register_attention``. It gets the weights of ``model``.
-        tolerance: the largest error, relative to the norm. Rounding in float32 gives 1e-5 at most, and one key too many
-            or too few 1e-2 in a small batch. Choose 1e-10 for a model that computes in float64 throughout.
+            the loss, the backward and what reduces the gradients, all over the ``mesh`` that it is given. It returns
+            the loss of the whole batch, or None.
+        plain: the reference, if that is not ``step`` with one rank: your old step, with the whole batch, for what the
+            new one changes whatever the number of ranks (positions that it gives, a mask that it leaves out, another
+            loss). It sees the model with its styles, whose masks hold for one rank too.
+        removed: raises TypeError. (There was a plan before ``mesh``.)
+        mesh_axis: the axis that cuts the sequence. A 1-D mesh is used whatever its name.
+        tolerance: the largest error that is rounding, relative to a norm. None: 1e-4 for float32 and float64. (One key
+            too many or too few is 1e-2 in a small batch.) In lower precision it is two units in the last place and four
+            times what changed last bits make of the model's step, measured by one more run.
 
     Returns:
-        A report, the same on every rank; print it.
+        A report, the same on every rank. The first rank also prints its first line.
 
-    Communication: that of the step; all-gathers of small objects over the axes of ``mesh``; an all-reduce of gradients
-    that are wrong.
+    Memory: the gradients twice (as they are sharded), and this rank's rows of the outputs of modules. Time: three small
+    steps, four in lower precision; two more and some parts of the model if something is wrong.
+
+    Communication: that of the steps; all-gathers of small objects over the axes of ``mesh``.
 
     Raises:
         VerificationError: on every rank, if the steps differ, if the step raises on some rank, or if nothing can be
             compared. It names the first wrong module. It names the cause too, if a test shows that it is one of these:
-            positions, labels, layout, a mask or window that only one side has, a layer that mixes tokens, attention on
-            a part, gradients that are not reduced once, dropout, or samples or weights that differ between ranks.
-        ValueError: parameters in lower precision, whose rounding would hide what is wrong; a bad ``tolerance``.
+            positions, labels, layout, a layer that mixes tokens, attention on a part, gradients that are not reduced
+            once, samples or weights that differ between ranks, or random numbers.
+        ValueError: parameters that have gradients; a bad ``tolerance``; a mesh without the axis.
         TypeError: the step returns something else than one number or None.
     """
-    low = {x.dtype for x in model.parameters() if x.is_floating_point() and torch.finfo(x.dtype).bits < 32}
-    if low:
-        raise ValueError(
-            f"verify: the model has parameters of {', '.join(map(str, low))}, whose rounding hides mistakes: give it "
-            "model.float() or model.double()"
+    if removed or not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"verify(model, mesh, batch, step) needs a DeviceMesh as its second argument, got {type(mesh).__name__}. "
+            "It takes no plan any more: apply it first, parallelize_module(model, mesh, plan), and verify the model "
+            "that you will train"
         )
-    if not 0 < tolerance < 1:
+    if tolerance is not None and not 0 < tolerance < 1:
         raise ValueError(
             f"verify: tolerance={tolerance!r} is no error relative to a norm: choose 1e-4, or 1e-10 in float64"
         )
-    with ending_connections(mesh):
-        gather = gather_over(mesh)
-        title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
-        axis = _sequence_axis(plan, mesh)
-        with telling_others(gather, VerificationError):
-            _refuse(title, _differences(gather(checksums(batch, model))))
-            single = copy.deepcopy(model if reference is None else reference)
-            if reference is not None:
-                single.load_state_dict(model.state_dict())
-            scopes_over = None if reference is not None else (axis.mesh_dim_names or ("cp",))[0]
-            with mesh_of_one(mesh) as alone:
-                one, again = (run_alone(copy.deepcopy(single), batch, alone, step, scopes_over) for _ in range(2))
-            _refuse(title, _unusable(one, gather) or _random(one.result, again.result, gather, tolerance))
-
-        trace = CommunicationTrace()
-        with mesh_of_its_own(mesh, gather) as own_mesh:
-            many = run_together(copy.deepcopy(model), partial(_parallel, plan), own_mesh, batch, step, trace)
-            if isinstance(many, StepResult):
-                failures = gather(None)  # the others have finished too, or failed: no message is under way
-        if isinstance(many, Failure):
-            failures = gather(many)
-        _refuse(title, _failed(failures))
-        assert isinstance(many, StepResult)
-        with telling_others(gather, VerificationError):
-            return _report(title, single, one, many, axis, trace, gather, tolerance)
+    axis = take_axis(mesh, mesh_axis, "verify")
+    if present := [name for name, x in model.named_parameters() if x.grad is not None]:
+        raise ValueError(
+            f"verify: parameters have gradients ({some(present)}), to which the step would add: call "
+            "model.zero_grad() before, or verify before training"
+        )
+    title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
+    return _Verification(model, mesh, axis, batch, (step, plain or step), tolerance, title).report()
 
 
-def _parallel(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    if isinstance(plan, ParallelStyle | Mapping):
-        return parallelize_module(model, mesh, plan)
-    return plan(model, mesh)
+class _Verification:
+    """The runs of a step, and their comparison. Every rank takes the same decisions.
+
+    ``steps``: the step with all ranks, and the step with one. ``everyone`` gathers over all ranks of the mesh, and
+    ``line`` over the ranks that share this rank's sequence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        axis: DeviceMesh,
+        batch: Any,
+        steps: tuple[StepFunction, StepFunction],
+        tolerance: float | None,
+        title: str,
+    ) -> None:
+        self._model, self._mesh, self._axis, self._batch, self._steps = model, mesh, axis, batch, steps
+        self._given, self._title = tolerance, title
+        self._everyone, self._line = gather_over(mesh), gather_over(axis)
+        self._trace = CommunicationTrace()
+        self._proofs: set[Proof] = set()
+        self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
+
+    def report(self) -> Report:
+        """Run, compare, and put everything back."""
+        with ending_connections(self._mesh), torch.enable_grad():
+            with telling_others(self._everyone, VerificationError):
+                self._refuse(_differences(self._line(checksums(self._batch, self._model))))
+                self._state, before = ModelState(self._model), weights(self._model, sharded=True)
+            try:
+                report = self._compared(before)
+            finally:
+                self._state.restore()
+                self._progress.end()
+        for proof in {*self._proofs, proof_of(self._model)}:
+            proof.verified = True
+        self._progress.say(report.line)
+        return report
+
+    def _compared(self, before: dict[str, int]) -> Report:
+        many, local = self._together(lambda attentions: Outputs(self._model, _kept))
+        layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
+        places = Places(layouts, self._axis.get_local_rank())
+
+        def rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
+            of_call = local.kept.get(key, [])
+            part = places.part(whole, of_call[at] if at < len(of_call) else None)
+            return None if part is None else part.expected.clone()
+
+        with telling_others(self._everyone, VerificationError):
+            one, expected = self._alone(lambda attentions: Outputs(self._model, rows))
+            self._refuse(_changed(before, weights(self._model, sharded=True)))
+            self._refuse(_unusable(one, bool(expected.kept)))
+            tensors = [*one.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
+            unit = max(self._everyone(unit_of_all(tensors)))
+            tolerance = self._given or max(_TOLERANCE, 2 * unit)
+            outputs = output_errors(local.kept, expected.kept, self._line)
+            parameters = self._errors(many, one, tolerance)
+            losses = self._line((one.loss, many.loss))
+            del many, tensors
+            self._refuse(self._random(one, expected, rows, tolerance))
+            leeway = Leeway(tolerance, {}, {})
+            if unit and self._given is None:
+                noisy, changed = self._alone(lambda attentions: Perturbed(self._model, rows))
+                calls = output_errors(changed.kept, expected.kept, self._line)
+                leeway = Leeway(tolerance, calls, self._errors(noisy, one, tolerance))
+                del noisy, changed
+            # Of outputs that are wrong, and no result is, nothing follows: numbers for a log, for example.
+            results = [key for key in outputs if not parameters or not key[0]]
+            wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
+            wrong += [_LOSS for alone, ran in losses if not _near(alone, ran, leeway.of(_LOSS))][:1]
+            report = self._report(expected.kinds, outputs, parameters, losses, leeway)
+            if not any(self._everyone(bool(layouts))):
+                raise VerificationError(replace(report, findings=(_NO_ATTENTION,)))
+            if not any(self._everyone(bool(outputs or parameters or one.loss is not None))):
+                raise VerificationError(replace(report, findings=(_NOTHING,)))
+            ranks = self._everyone(wrong)
+            if not any(ranks):
+                return report
+            del expected
+        texts = self._causes(leeway) or _of_loss(one.loss, [x for _, x in losses], leeway.of(_LOSS))
+        texts = next(filter(None, self._everyone(texts if wrong else [])), [])
+        names = _names(next(filter(None, ranks)))
+        texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
+        raise VerificationError(replace(report, findings=tuple(texts)))
+
+    def _random(self, one: StepRun, expected: Outputs, rows: Any, tolerance: float) -> list[str]:
+        """A text for the first module in which two steps with one rank differ, or for different losses of the ranks."""
+        again, repeated = self._alone(lambda attentions: Outputs(self._model, rows))
+        errors, leeway = output_errors(repeated.kept, expected.kept, self._line), Leeway(tolerance, {}, {})
+        for key, kind in expected.kinds.items():
+            if not errors.get(key, 0.0) <= tolerance:
+                return [
+                    f"two steps with one rank differ, first in {key[0] or 'the model'} ({kind}): something is drawn at "
+                    "random. Draw it for the whole sequence from a seed, and cut it as the tokens"
+                ]
+        losses, others = zip(*self._line((one.loss, again.loss)), strict=True)
+        drawn = leeway.wrong(self._errors(again, one, tolerance))
+        if drawn or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
+            return [
+                f"two steps with one rank differ in {f'gradients ({some(drawn)})' if drawn else 'the loss'}: the step "
+                "draws something at random, or goes on from where it was (an iterator, a counter)"
+            ]
+        if not all(_near(loss, losses[0], tolerance) for loss in losses):
+            return [
+                f"the step with one rank has another loss on each rank ({', '.join(map(_number, losses))}): "
+                "the sample differs between ranks. The step must not choose it by the rank of the process"
+            ]
+        return []
+
+    def _report(
+        self,
+        kinds: Mapping[Key, str],
+        outputs: Mapping[Key, float],
+        parameters: Mapping[str, float],
+        losses: Sequence[tuple[float | None, float | None]],
+        leeway: Leeway,
+    ) -> Report:
+        """The same on every rank: of each error the largest."""
+        trace = self._trace
+        ranks = self._everyone((kinds, outputs, parameters, losses, dict(trace.calls), trace.sent_bytes))
+        all_kinds, all_outputs, all_parameters, all_losses, calls, sent = zip(*ranks, strict=True)
+        first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
+        names = dict.fromkeys(name for each in all_parameters for name in each)
+        every = {key: kind for each in all_kinds for key, kind in each.items()}
+        return Report(
+            title=self._title,
+            findings=(),
+            modules=tuple(ModuleErrors(key[0], kind, _most(all_outputs, key)) for key, kind in every.items()),
+            parameters=tuple((name, _most(all_parameters, name) or 0.0) for name in names),
+            loss=() if None in first else tuple(first),
+            calls=tuple(
+                (name, max(each.get(name, 0) for each in calls)) for name in sorted({x for each in calls for x in each})
+            ),
+            sent_bytes=tuple(sent),
+            tolerance=leeway.tolerance,
+            rounding=max((leeway.of(key) - leeway.tolerance for key in (*outputs, *parameters)), default=0.0) / 4,
+        )
+
+    def _together(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+        """The step with all ranks."""
+        self._state.restore()
+        failures: list[Failure | None] = []
+        run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
+        with over_own_groups(self._mesh, self._everyone) as proofs:
+            ran = run_together(run, self._trace)
+            if not isinstance(ran, Failure):
+                failures = self._everyone(None)  # the others have finished too, or failed: no message is under way
+        self._proofs |= proofs
+        self._progress.step()
+        if isinstance(ran, Failure):
+            if not ran.of_transfer and communicates(self._model, self._mesh):
+                # Ranks may wait for this one in FSDP2 or DDP, whose groups are the user's.
+                for at in range(self._mesh.ndim):
+                    break_off(self._mesh.get_group(at), RuntimeError(ran.text))
+                raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {ran.text}",)))
+            failures = self._everyone(ran)
+        self._refuse(_failed(failures), same=True)
+        assert not isinstance(ran, Failure)
+        return ran
+
+    def _alone(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+        """The step with this rank in place of those of the sequence."""
+        self._state.restore()
+        ranks = self._axis.mesh.tolist()
+        with as_one_rank(self._mesh, self._axis) as mesh:
+            try:
+                result = run_step(self._model, self._batch, mesh, self._steps[1], recording)
+            except Exception as error:
+                error.add_note(
+                    "verify: this was the step with one rank in place of those of the sequence. Let the step cut the "
+                    "batch, and make layouts and groups, for the mesh that it is given"
+                )
+                raise
+        self._progress.step()
+        if len(ranks) > 1 and any(ran is not None and ran.ranks == ranks for ran in result[0].attentions):
+            raise ValueError(
+                f"verify: attention runs over another process group of the ranks {ranks} than that of the mesh: give "
+                "verify the mesh that the styles and functions were given"
+            )
+        return result
+
+    def _causes(self, leeway: Leeway) -> list[str]:
+        """Run the step twice more and keep everything, to name the first mistake. No text if it finds none."""
+        self._progress.more(2)
+        many, local = self._together(partial(Recording, self._model))
+        with telling_others(self._everyone, VerificationError):
+            one, whole = self._alone(partial(Recording, self._model))
+            layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
+            comparison = Comparison(
+                StepResult(whole, one.gradients, one.loss),
+                StepResult(local, many.gradients, many.loss),
+                Places(layouts, self._axis.get_local_rank()),
+                self._line,
+                leeway,
+            )
+            self._state.restore()
+            with as_one_rank(self._mesh, self._axis):
+                return findings(comparison, self._model, self._axis)
+
+    def _errors(self, actual: StepRun, expected: StepRun, tolerance: float) -> dict[str, float]:
+        return gradient_errors(actual.gradients, expected.gradients, self._line, tolerance)[0]
+
+    def _refuse(self, texts: list[str], *, same: bool = False) -> None:
+        """Raise on every rank if there are texts on one. ``same``: all ranks have the same."""
+        if not same:
+            texts = next((each for each in self._everyone(texts) if each), [])
+        if texts:
+            raise VerificationError(Report(self._title, tuple(texts)))
+
+
+class _Progress:
+    """A line on the terminal while steps run, once they have taken some seconds. Only where there is a title."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 4, False
+
+    def more(self, steps: int) -> None:
+        """Further steps follow."""
+        self._steps = self._done + steps
+
+    def step(self) -> None:
+        """A step has ended."""
+        self._done += 1
+        seconds = time.monotonic() - self._begin
+        if self._title and seconds > 2 and sys.stderr.isatty():
+            self._steps, self._shown = max(self._steps, self._done), True
+            bar = "#" * self._done + "." * (self._steps - self._done)
+            print(f"\rverify [{bar}] step {self._done} of {self._steps}, {seconds:.0f} s", end="", file=sys.stderr)
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._title:
+            print(text)
+
+
+def _kept(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
+    return None if isinstance(x, DTensor) else x.clone()
+
+
+def _most(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:
+    return max((each[key] for each in ranks if key in each), default=None)
+
+
+def _names(wrong: Sequence[Any]) -> str:
+    return some([what if isinstance(what, str) else (what[0] or "the output of the model") for what in wrong])
 
 
 def _failed(failures: list[Failure | None]) -> list[str]:
-    """Texts for what the step has raised on ranks. Those that lost the connection to another one are not the cause."""
+    """Texts for errors of the step on ranks. Ranks that lost the connection to another rank are not the cause."""
     raised = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     ranks: dict[str, list[int]] = {}
     for rank, failure in [(rank, failure) for rank, failure in raised if not failure.of_transfer] or raised:
@@ -171,107 +421,33 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
     return texts
 
 
-def _unusable(one: Alone, gather: Gather) -> list[str]:
-    """A text for a step of one process with which nothing can be compared."""
-    text = None
-    bad = [name for name, x in one.result.gradients.items() if x is not None and not bool(x.isfinite().all())]
-    if not one.result.recording.calls:
-        text = "the step does not call the model that it is given"
-    elif one.result.loss is not None and not math.isfinite(one.result.loss):
-        text = (
-            f"on one process, without the plan, the loss is {one.result.loss}: choose a batch and weights for which it "
-            "is finite"
-        )
-    elif bad:
-        text = (
-            f"on one process, without the plan, gradients are not finite ({some(bad)}): choose a batch and weights for "
-            "which they are"
-        )
-    elif one.removed:
-        text = (
-            f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
-            "zero_grad() out of it, and optimizers that set gradients to None"
-        )
-    return list(filter(None, gather(text)))[:1]
+def _changed(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """A text for a step that trains the model."""
+    names = [name.removeprefix(WEIGHTS) for name in before if after.get(name) != before[name]]
+    return names and [
+        f"the step changes parameters ({some(names)}), and they are changed now: load or make them again. Leave the "
+        "optimizer out of the step, and optimizers that run in the backward"
+    ]
 
 
-def _random(one: StepResult, again: StepResult, gather: Gather, tolerance: float) -> list[str]:
-    """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
-    same = Comparison(one, again, WHOLE, gather, tolerance)
-    for call in same.calls:
-        if same.is_wrong(same.outputs.get(call.key)):
-            return [
-                f"two runs on one process differ, first in {call}: dropout is on, or something else is drawn at "
-                "random. Call model.eval() (it trains all the same), or set dropout to 0"
-            ]
-    losses, others = zip(*gather((one.loss, again.loss)), strict=True)
-    drawn = [name for name, error in same.parameters.items() if same.is_wrong(error)]
-    if drawn or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
-        return [
-            f"two runs of the step on one process differ in {f'gradients ({some(drawn)})' if drawn else 'the loss'}: "
-            "the step draws something at random, or goes on from where it was (an iterator, a counter)"
-        ]
-    if not all(_near(loss, losses[0], tolerance) for loss in losses):
-        return [
-            f"the step of one process has another loss on each rank ({', '.join(map(_number, losses))}): "
-            "the sample differs between ranks. The step must not choose it by the rank of the process"
-        ]
-    return []
+def _unusable(one: StepRun, called: bool) -> list[str]:
+    """A text for a step with one rank with which nothing can be compared."""
+    bad = [name for name, x in one.gradients.items() if x is not None and not bool(x.isfinite().all())]
+    if not called:
+        return ["the step does not call the model that it is given"]
+    if one.loss is not None and not math.isfinite(one.loss):
+        return [f"with one rank the loss is {one.loss}: choose a batch and weights for which it is finite"]
+    if bad:
+        return [f"with one rank gradients are not finite ({some(bad)}): choose a batch and weights for which they are"]
+    return list(one.removed) and [
+        f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
+        "zero_grad() out of it, and optimizers that set gradients to None"
+    ]
 
 
 def _near(loss: float | None, other: float | None, tolerance: float) -> bool:
     """Whether losses are equal but for rounding; None is the loss of a step that returns none."""
     return loss == other or (None not in (loss, other) and math.isclose(loss, other, rel_tol=tolerance))  # pyright: ignore
-
-
-def _report(
-    title: str,
-    single: nn.Module,
-    alone: Alone,
-    many: StepResult,
-    axis: DeviceMesh,
-    trace: CommunicationTrace,
-    gather: Gather,
-    tolerance: float,
-) -> Report:
-    one, ran = alone.result, many.recording.attentions
-    layouts = tuple(dict.fromkeys(layout for attention in ran for layout in attention.layouts))
-    comparison = Comparison(one, many, Places(layouts, axis.get_local_rank()), gather, tolerance)
-    texts = findings(comparison, single, axis) if any(gather(bool(ran))) else [_NO_ATTENTION]
-    losses = gather(many.loss)
-    loss: tuple[float, ...] = ()
-    if one.loss is not None and None not in losses:
-        loss = float(one.loss), *map(float, losses)
-    texts = texts or _of_loss(one.loss, losses, tolerance)
-    if not (texts or loss or comparison.parameters or comparison.outputs):
-        texts = [
-            "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module "
-            "has the shape of a rank's tokens. Let it return the loss"
-        ]
-    if texts and alone.unapplied:
-        texts.append(
-            f"on one process the mask of the SequenceScope ({', '.join(alone.unapplied)}) was not applied: verify can "
-            "do that for bands in scaled_dot_product_attention alone. Give it reference=, a model that makes it itself"
-        )
-    traces = gather((dict(trace.calls), trace.sent_bytes))
-    kinds = sorted({name for calls, _ in traces for name in calls})
-    outputs, gradients = comparison.outputs, comparison.gradients
-    report = Report(
-        title=title,
-        findings=tuple(texts),
-        modules=tuple(
-            ModuleErrors(call.name, call.kind, outputs.get(call.key), gradients.get(call.key))
-            for call in one.recording.calls
-        ),
-        parameters=tuple(comparison.parameters.items()),
-        loss=loss,
-        calls=tuple((name, max(calls.get(name, 0) for calls, _ in traces)) for name in kinds),
-        sent_bytes=tuple(sent for _, sent in traces),
-        tolerance=tolerance,
-    )
-    if texts:
-        raise VerificationError(report)
-    return report
 
 
 def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
@@ -281,31 +457,23 @@ def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> 
     shown = ", ".join(map(_number, ranks))
     losses = [loss for loss in ranks if loss is not None]
     if one is None or len(losses) < len(ranks):
-        return [f"the step returns {_number(one)} as its loss on one process, and {shown} on the ranks"]
+        return [f"the step returns {_number(one)} as its loss with one rank, and {shown} on the ranks"]
     why = "return the mean over the tokens of all ranks, as global_loss does"
     if not all(map(math.isfinite, losses)):
         why = f"it is {shown}. The cause is not known"
-    return [f"the loss that the step returns is another number than on one process, and all gradients are right: {why}"]
+    return [f"the loss that the step returns is another number than with one rank, and all gradients are right: {why}"]
 
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
 
 
-_NO_ATTENTION = (
-    "no attention ran context parallel: the plan covers none that the model calls, or the step does not call the model"
+_LOSS = "the loss"
+_NOTHING = (
+    "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module has the "
+    "shape of a rank's tokens. Let it return the loss"
 )
-
-
-def _refuse(title: str, texts: list[str]) -> None:
-    if texts:
-        raise VerificationError(Report(title, tuple(texts)))
-
-
-def _sequence_axis(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
-    """The axis that cuts the sequence: that of the plan's styles, or the only one, or "cp"."""
-    if mesh.ndim == 1:
-        return mesh
-    styles = plan.values() if isinstance(plan, Mapping) else [plan]
-    names = {style.mesh_axis for style in styles if isinstance(style, ContextParallelStyle)} or {"cp"}
-    return mesh[names.pop()]
+_NO_ATTENTION = (
+    "no attention ran context parallel: no style or block covers attention that the model calls, or the step does not "
+    "call the model"
+)

@@ -1,15 +1,17 @@
-"""The command ``python -m cp_styles verify``: a step of a user's model on ranks against the same on one process.
+"""The command ``python -m cp_styles verify``: a step of a user's model on ranks against the same with one rank.
 
     python -m cp_styles verify tests/cp_case.py:case --mesh cp=2
 
-``case`` is a function without arguments that returns a dict of verify's arguments but for the mesh: model, plan, batch,
-step, and what else there is. The ranks are threads of this process, on CPU. The report is printed; the exit status is 1
-if something is wrong.
+``case`` is a function without arguments that returns a dict of verify's arguments but for the mesh: model, batch, step,
+and what else there is; and ``plan``, as for parallelize_module, or a function of model and mesh that applies styles.
+The ranks are threads of this process, on CPU, each with a copy of the model. The report is printed; the exit status is
+1 if something is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_styles.styles import parallelize_module
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
 
@@ -78,15 +82,23 @@ def main(arguments: Sequence[str]) -> None:
     if make_case is None:
         options.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
     case = make_case()
-    if missing := [name for name in ("model", "plan", "batch", "step") if name not in case]:
+    if missing := [name for name in ("model", "batch", "step") if name not in case]:
         options.error(f"argument case: its dict has no {', '.join(missing)}")
     names, sizes = tuple(args.mesh), tuple(args.mesh.values())
+    plan, model = case.get("plan"), case["model"]
+    options = {name: value for name, value in case.items() if name not in ("plan", "model")}
 
     def on(rank: int) -> str:
-        return str(verify(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names), **case))
+        mesh, of_rank = init_device_mesh("cpu", sizes, mesh_dim_names=names), copy.deepcopy(model)
+        if isinstance(plan, ParallelStyle | Mapping):
+            of_rank = parallelize_module(of_rank, mesh, plan)
+        elif plan is not None:
+            of_rank = plan(of_rank, mesh)
+        return str(verify(of_rank, mesh, **options))
 
     try:
-        print(run_ranks(on, math.prod(sizes))[0])
+        _, *rest = run_ranks(on, math.prod(sizes))[0].splitlines()  # verify has printed the first line
+        print("\n".join(rest))
     except RankError as error:
         first = error.errors[min(error.errors)]
         if not isinstance(first, VerificationError):

@@ -104,10 +104,6 @@ class Places:
         return None if part is None or local is None else squares(local, part.expected)
 
 
-WHOLE = Places((), 0)
-"""Where no tensor is cut."""
-
-
 def _flattened_rows(
     tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, index: torch.Tensor
 ) -> torch.Tensor:
@@ -143,12 +139,80 @@ def _over_ranks(ranks: Sequence[Mapping[_K, Squares | None]]) -> dict[_K, Square
     return {key: total for key, total in totals.items() if total is not None}
 
 
+Kept = Mapping[Key, Sequence[torch.Tensor | None]]
+"""A rank's rows of the outputs of modules, by call."""
+Gradients = Mapping[str, torch.Tensor | None]
+"""A rank's parts of the gradients of parameters; None for parameters without one."""
+
+
+def output_errors(actual: Kept, expected: Kept, gather: Gather) -> dict[Key, float]:
+    """The errors of the outputs of calls over all ranks, of those that can be compared."""
+    terms: dict[Key, Squares | None] = {}
+    for key, tensors in actual.items():
+        pairs = zip(tensors, expected.get(key, ()), strict=False)
+        terms[key] = all_squares(squares(a, b) for a, b in pairs if a is not None and b is not None)
+    return {key: total.error() for key, total in _over_ranks(gather(terms)).items()}
+
+
+def gradient_errors(
+    actual: Gradients, expected: Gradients, gather: Gather, tolerance: float
+) -> tuple[dict[str, float], float]:
+    """The error of each parameter's gradient over all ranks, and the norm that errors are relative to at least.
+
+    A missing gradient counts as 0. A gradient may be 0 up to rounding (that of a key's bias), so that norm is a part of
+    the largest gradient's norm: as much as its rounding may be 100 units in the last place.
+    """
+    terms: dict[str, Squares | None] = {}
+    units = 0.0
+    for name in dict.fromkeys((*expected, *actual)):
+        if (pair := gradient_pair(actual, expected, name)) is not None:
+            alike = pair[0].shape == pair[1].shape
+            terms[name] = squares(*pair) if alike else Squares(math.inf, 0.0)
+            units = max(units, 100 * torch.finfo(pair[1].dtype).eps)
+    ranks, all_units = zip(*gather((terms, units)), strict=True)
+    totals = _over_ranks(ranks)
+    largest = max((total.norm for total in totals.values() if math.isfinite(total.norm)), default=0.0) ** 0.5
+    floor = min(1e-2, max(all_units) / tolerance) * largest
+    return {name: total.error(floor) for name, total in totals.items()}, floor / len(ranks) ** 0.5
+
+
+def gradient_pair(actual: Gradients, expected: Gradients, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A parameter's gradient in two steps. One that is missing is 0. None if both are missing."""
+    first, second = actual.get(name), expected.get(name)
+    if first is None and second is None:
+        return None
+    zero = torch.zeros_like(second if first is None else first)  # pyright: ignore[reportArgumentType]
+    return zero if first is None else first, zero if second is None else second
+
+
+class Leeway:
+    """The largest error that is rounding, by call and by parameter: a tolerance, and four times the error that changes
+    of the last bits make. Two independent roundings, in each of two steps, differ by less.
+    """
+
+    def __init__(self, tolerance: float, calls: Mapping[Key, float], parameters: Mapping[str, float]) -> None:
+        self.tolerance, self._calls, self._parameters = tolerance, calls, parameters
+
+    def of(self, what: Key | str) -> float:
+        """The tolerance of a call's output, or of a parameter's gradient."""
+        noise = self._parameters.get(what, 0.0) if isinstance(what, str) else self._calls.get(what, 0.0)
+        return self.tolerance + 4 * noise
+
+    def scaled(self, what: Key | str, error: float) -> float:
+        """``error`` with the tolerance of all."""
+        return error * self.tolerance / self.of(what)
+
+    def wrong(self, errors: Mapping[Any, float]) -> list[Any]:
+        """The calls or parameters whose errors are more than rounding."""
+        return [what for what, error in errors.items() if not error <= self.of(what)]
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step. ``gradients`` by parameter, whole; None for parameters without a gradient."""
+    """The results of a step. ``gradients``: this rank's parts; None for parameters without a gradient."""
 
     recording: Recording
-    gradients: Mapping[str, torch.Tensor | None]
+    gradients: Gradients
     loss: float | None
 
 
@@ -180,23 +244,19 @@ class Comparison:
         local: those of this rank, by key.
         inputs, outputs, gradients: errors of what can be compared, over all ranks, by call (and the input's name).
             Gradients are those of outputs.
-        parameters: the largest error of all ranks, by parameter. A missing gradient counts as 0.
+        parameters: the error over all ranks, by parameter. A missing gradient counts as 0.
         loss_gradients: by rank; None where they cannot be compared.
     """
 
-    def __init__(self, one: StepResult, many: StepResult, places: Places, gather: Gather, tolerance: float) -> None:
-        self.one, self.many, self.places, self.gather, self.tolerance = one, many, places, gather, tolerance
+    def __init__(self, one: StepResult, many: StepResult, places: Places, gather: Gather, leeway: Leeway) -> None:
+        self.one, self.many, self.places, self.gather, self._leeway = one, many, places, gather, leeway
+        self.tolerance = leeway.tolerance
         self.calls = one.recording.calls
         self.local = {call.key: call for call in many.recording.calls}
-        gradients = [x for x in one.gradients.values() if x is not None]
-        # A gradient may be 0 up to rounding (that of a key's bias). So errors are relative to at least a part of the
-        # largest gradient's norm: as much as its rounding may be 100 units in the last place.
-        units = max((100 * torch.finfo(x.dtype).eps for x in gradients), default=0.0)
-        self._floor_part = min(1e-2, units / tolerance)
-        self._floor = self._floor_part * max((float(x.double().norm()) for x in gradients), default=0.0)
         self.loss_gradients: list[LossGradient | None] = gather(self._loss_gradient())
+        errors, self._floor = gradient_errors(many.gradients, one.gradients, gather, self.tolerance)
+        self.parameters = {name: leeway.scaled(name, error) for name, error in errors.items()}
         self.inputs, self.outputs, self.gradients = self._errors_of_calls()
-        self.parameters = self._errors_of_parameters()
 
     def is_wrong(self, error: float | None) -> bool:
         """Whether an error is one; None is that of what is not compared."""
@@ -215,12 +275,8 @@ class Comparison:
         return [name for name in call.inputs if self.is_wrong(self.inputs.get((call.key, name)))]
 
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A parameter's gradient on ranks and on one process. One that is missing is 0. None if both are missing."""
-        actual, expected = self.many.gradients.get(name), self.one.gradients.get(name)
-        if actual is None and expected is None:
-            return None
-        zero = torch.zeros_like(expected if actual is None else actual)  # pyright: ignore[reportArgumentType]
-        return zero if actual is None else actual, zero if expected is None else expected
+        """A parameter's gradient on ranks and with one rank, see :func:`gradient_pair`."""
+        return gradient_pair(self.many.gradients, self.one.gradients, name)
 
     def loss_factor(self) -> float | None:
         """The factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if there is no
@@ -248,23 +304,13 @@ class Comparison:
                 gradients[call.key] = all_squares(map(compare, scaled, local.gradients))
         of_inputs, of_outputs, of_gradients = zip(*self.gather((inputs, outputs, gradients)), strict=True)
         totals = _over_ranks(of_gradients)
-        floor = self._floor_part * max((total.norm**0.5 for total in totals.values()), default=0.0)
+        floor = 1e-2 * max((total.norm**0.5 for total in totals.values()), default=0.0)
+        of_input = {key: total.error() for key, total in _over_ranks(of_inputs).items()}
         return (
-            {key: total.error() for key, total in _over_ranks(of_inputs).items()},
-            {key: total.error() for key, total in _over_ranks(of_outputs).items()},
-            {key: total.error(floor) for key, total in totals.items()},
+            {(key, name): self._leeway.scaled(key, error) for (key, name), error in of_input.items()},
+            {key: self._leeway.scaled(key, total.error()) for key, total in _over_ranks(of_outputs).items()},
+            {key: self._leeway.scaled(key, total.error(floor)) for key, total in totals.items()},
         )
-
-    def _errors_of_parameters(self) -> dict[str, float]:
-        errors: dict[str, float] = {}
-        for name in self.one.gradients.keys() | self.many.gradients.keys():
-            if pair := self.pair(name):
-                alike = pair[0].shape == pair[1].shape
-                errors[name] = squares(*pair).error(self._floor) if alike else math.inf
-        ranks = self.gather(errors)
-        reported = {name for rank in ranks for name in rank}
-        names = [name for name in dict.fromkeys((*self.one.gradients, *sorted(reported))) if name in reported]
-        return {name: max(rank.get(name, 0.0) for rank in ranks) for name in names}
 
     def _loss_gradient(self) -> LossGradient | None:
         root = self.calls[-1] if self.calls else None

@@ -1,13 +1,13 @@
 """Why a step differs from that of one process: finds the first difference, and tests possible causes.
 
 A cause is not guessed from numbers. The first module whose output differs though its inputs are equal is run once more
-on one process, with the suspected mistake: on this rank's rows alone, or with another mask. If the result is that of
-the rank, the mistake is the cause. Otherwise the cause is not known, and the report says so.
+with one rank and the suspected mistake: on this rank's rows alone, or without the documents. If the result is the
+rank's result, the mistake is the cause. Otherwise the cause is not known, and the report says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
-from cp_styles.mask import PerRow
 from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, all_squares, factor, squares
-from cp_styles.verify.record import AttentionMask, AttentionsSeen, Call, Change, Key, plain_name
+from cp_styles.verify.record import Call, Key, OutsideOfStyles, plain_name
 
 
 def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
     """The first mistake in the order of a step, in sentences; empty if there is none.
 
-    Parts of ``model`` are run to test causes: it is that of one process, and has not run yet. ``axis`` has the ranks
-    that share the sequence.
+    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence. ``axis`` has the
+    ranks that share the sequence.
     """
     for call in comparison.calls:
         if comparison.is_wrong(comparison.outputs.get(call.key)):
@@ -105,26 +104,22 @@ class _WrongCall:
         self._local, target = comparison.local[node.key], comparison.local[(inner or node).key]
         self._right = node.outputs if inner is None else list(inner.inputs.values())
         self._actual = target.outputs if inner is None else list(target.inputs.values())
-        end = (node.attended[1], target.attended[1]) if inner is None else (inner.attended[0], target.attended[0])
-        self._masks = comparison.one.recording.attentions[node.attended[0] : end[0]]
-        self._ran = comparison.many.recording.attentions[self._local.attended[0] : end[1]]
+        end = target.attended[1] if inner is None else target.attended[0]
+        self._ran = comparison.many.recording.attentions[self._local.attended[0] : end]
 
     def cause(self) -> str:
         node, local = self._node, self._local
         if text := self._without_documents():
             return f"{node}: {text}"
-        anywhere = any(self._gather(bool(self._ran)))
+        anywhere = any(self._gather(any(attention is not None for attention in self._ran)))
         if self._explains(lambda: self._again(local.args, local.kwargs), whole=False):
-            if any(self._gather(len(self._ran) < len(self._masks))):
+            if any(self._gather(None in self._ran)):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
                     "is an attention that the style does not know: add the module to the plan"
                 )
             if not anywhere:
                 return self._of_part({}, {}, "")
-        for text, change in self._other_masks():
-            if self._explains(lambda change=change: self._again(node.args, node.kwargs, change=change)):
-                return f"{node}: {text}"
         inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
         if inside and anywhere:
             calls = self._comparison.local
@@ -266,39 +261,12 @@ class _WrongCall:
 
         return all(self._gather(_holds(ask)))
 
-    def _other_masks(self) -> Iterator[tuple[str, Change]]:
-        """Possible mistakes in masks: a text, and the change to calls on one process that makes the same mistake."""
-        seen: list[AttentionMask] = [mask for mask in self._masks if mask is not None]
-        masked = next((mask.attn_mask for mask in seen if mask.attn_mask is not None), None)
-        if masked is not None:
-            what, remedy = _describe(masked)
-            text = f"{what} is dropped: the ranks got attention without it. {remedy}"
-            yield text, lambda sdpa: sdpa | {"attn_mask": None}
-            yield text, lambda sdpa: sdpa | {"attn_mask": None, "is_causal": True}
-        elif any(mask.is_causal for mask in seen):
-            text = "the causal mask is dropped: give the style mask=Causal(), or the call is_causal=True"
-            yield text, lambda sdpa: sdpa | {"is_causal": False}
-        others = list(dict.fromkeys(attention.mask for attention in self._ran))
-        if len(others) == 1 and not (others[0].has_bias or others[0].grids or isinstance(others[0], PerRow)):
-            mask = others[0]
-
-            def change(sdpa: dict[str, Any]) -> dict[str, Any]:
-                query, key = (torch.arange(sdpa[x].shape[-2], device=sdpa[x].device) for x in ("query", "key"))
-                return sdpa | {"attn_mask": mask.allowed(query, key), "is_causal": False}
-
-            yield (
-                f"on the ranks its attention has the mask {mask!r}, and on one process, where no style applies, "
-                "another one. If that of the plan is meant, let reference= be a model that makes it itself; otherwise "
-                "take it out of the plan",
-                change,
-            )
-
     def _other_layout(self) -> str | None:
         """Whether the inputs are cut with one layout, and the attention ran with another one."""
         local = self._local.inputs
         parts = (self._places.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
         cut = {part.layout for part in parts if part is not None and part.layout is not None}
-        attended = {attention.layouts[0] for attention in self._ran}
+        attended = {attention.layouts[0] for attention in self._ran if attention is not None}
         if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
             return None
         return (
@@ -311,13 +279,10 @@ class _WrongCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        change: Change = lambda sdpa: sdpa,
         outputs: Mapping[Key, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """What is wrong, in another run of the call. With ``outputs``, the modules in it do not run, and return these.
-
-        ``change`` changes the arguments of scaled_dot_product_attention.
-        """
+        """What is wrong, in another run of the call with one rank. With ``outputs``, the modules in it do not run, and
+        return these."""
         node, inner, calls = self._node, self._inner, self._comparison.calls
         inputs: list[list[torch.Tensor]] = []
         handle = None
@@ -326,7 +291,7 @@ class _WrongCall:
             def note(module: nn.Module, args: Any, kwargs: Any) -> None:
                 inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
 
-            handle = self._modules[inner.name].register_forward_pre_hook(note, with_kwargs=True)
+            handle = self._modules[inner.name].register_forward_pre_hook(note, prepend=True, with_kwargs=True)
         returns: dict[str, list[Any]] = {}
         for call in calls:
             if call.parent is node and outputs and call.key in outputs:
@@ -335,7 +300,7 @@ class _WrongCall:
             following = iter(values)
             self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
         try:
-            with torch.no_grad(), AttentionsSeen(change=change):
+            with torch.no_grad(), OutsideOfStyles([]):
                 output = self._modules[node.name](*args, **kwargs)
         finally:
             for name in returns:
@@ -447,13 +412,15 @@ def _kind_of(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, 
 
     Communication: a sum over ranks."""
     pair, gather, same = comparison.pair(name), comparison.gather, comparison.same_gradient
-    # No rank has failed: the others take part in the sum.
-    if not all(gather(pair is not None and pair[0].shape == pair[1].shape)):
+    # No rank has failed: all ranks take part in the sum.
+    shapes = gather(pair and [tuple(x.shape) for x in pair])
+    if not all(each and each[0] == each[1] for each in shapes):
         return "wrong", 1.0
     assert pair is not None
     share, expected = pair
     total = share.clone()
-    dist.all_reduce(total, group=axis.get_group())
+    if len({each[0] for each in shapes}) == 1:  # else these are shards of FSDP2
+        dist.all_reduce(total, group=axis.get_group())
     by = factor(share, expected)
     facts = same(share, expected), same(total, expected), same(share, by * expected), by, bool(share.isfinite().all())
     right, shares, times, factors, finite = zip(*gather(facts), strict=True)
@@ -488,22 +455,3 @@ def _positions(ranks: Sequence[set[int]]) -> str:
         return "some places"
     shown = ", ".join(map(str, everywhere[:8])) + (", ..." if len(everywhere) > 8 else "")
     return f"{len(everywhere)} positions ({shown})"
-
-
-def _describe(mask: torch.Tensor) -> tuple[str, str]:
-    """A text for what an attn_mask hides, and the remedy for the ranks."""
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    if allowed.ndim >= 2 and allowed.shape[-1] == allowed.shape[-2]:
-        positions = torch.arange(allowed.shape[-1], device=allowed.device)
-        behind = positions[:, None] - positions[None, :]
-        seen = behind.expand(allowed.shape)[allowed]
-        if seen.numel():
-            low, high = int(seen.min()), int(seen.max())
-            if bool((allowed == (behind >= low) & (behind <= high)).all()) and high < allowed.shape[-1] - 1:
-                after = "" if low == 0 else f", {-low}"
-                return f"a sliding window of {high + 1} positions", f"Give the style mask=SlidingWindow({high}{after})"
-    return (
-        f"a mask (attn_mask of shape {tuple(mask.shape)}, which hides {1 - float(allowed.double().mean()):.0%})",
-        "Pass attn_mask of the whole sequence on every rank, give the style a mask, or open a SequenceScope(layout, "
-        "mask=Documents(...))",
-    )

@@ -15,8 +15,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import FlexAsWritten, graph_task_id, tensors_in, tree_map
-from cp_styles.engine.scope import SequenceScope, open_scope
-from cp_styles.mask import Full, PerRow
 
 Key = tuple[str, int]
 """A module's name, and the number of the call."""
@@ -28,6 +26,55 @@ _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def plain_name(name: str) -> str:
     """``name`` without the parts that wrappers (DDP, checkpoints, torch.compile) add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class Hooks:
+    """Calls ``begin`` and ``end`` around each call of a module under ``model`` while it is entered.
+
+    A recomputation in a backward calls neither. A module under several names has the first one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._numbers: Counter[str] = Counter()
+        self._running: list[Key] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for name, module in self._model.named_modules():
+            # Before the hooks of styles for inputs, and after those for outputs: as the caller sees the module.
+            before = partial(self._before, plain_name(name))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if graph_task_id() < 0:
+            key = name, self._numbers[name]
+            self._numbers[name] += 1
+            self._running.append(key)
+            self.begin(key, module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if graph_task_id() < 0 and self._running:
+            return self.end(self._running.pop(), module, output)
+        return None
+
+    def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of ``module`` begins."""
+
+    def end(self, key: Key, module: nn.Module, output: Any) -> Any:
+        """A call of ``module`` has returned ``output``. Returns a replacement of it, or None."""
+        raise NotImplementedError
+
+    @property
+    def open(self) -> list[Key]:
+        """The calls that have not ended, the innermost last. After an exception, where it was raised."""
+        return self._running
 
 
 @dataclass(eq=False)
@@ -85,36 +132,18 @@ class Call:
         return node is other
 
 
-@dataclass(frozen=True)
-class AttentionMask:
-    """The mask arguments of an attention call."""
+class OutsideOfStyles(TorchFunctionMode):
+    """Notes None for each attention call of this thread that no style or block handles, while it is entered.
 
-    attn_mask: torch.Tensor | None
-    is_causal: bool
-
-
-Change = Callable[[dict[str, Any]], dict[str, Any]]
-"""Other arguments for scaled_dot_product_attention, by name."""
-
-
-class AttentionsSeen(TorchFunctionMode):
-    """While it is entered, notes the attention calls of this thread that no other mode handles first.
-
-    ``masks`` has one entry for each call: the mask of a scaled_dot_product_attention, None for other functions.
-    ``change`` changes the arguments of the former.
-
-    On one process no style applies the mask of a SequenceScope. With ``axis``, this does so for the open scope over
-    that mesh axis. ``unapplied`` are the scopes whose masks it could not apply to a call.
+    Dropout functions return their input: the random numbers of a rank belong to its tokens alone.
     """
 
-    def __init__(self, axis: str | None = None, change: Change = lambda arguments: arguments) -> None:
+    def __init__(self, noted: list[Any]) -> None:
         super().__init__()
-        self._axis, self._change = axis, change
-        self.masks: list[AttentionMask | None] = []
-        self.unapplied: set[str] = set()
+        self._noted = noted
         self._as_written: FlexAsWritten | None = None
 
-    def __enter__(self) -> AttentionsSeen:
+    def __enter__(self) -> OutsideOfStyles:
         self._as_written = FlexAsWritten()  # torch.compile would trace this mode
         return super().__enter__()
 
@@ -125,86 +154,37 @@ class AttentionsSeen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention and getattr(func, "__name__", "") not in _ATTENTIONS:
-            return func(*args, **kwargs)
-        scope, mask = None if self._axis is None else open_scope(self._axis), None
-        if func is F.scaled_dot_product_attention:
-            arguments = {"attn_mask": None, "is_causal": False} | dict(zip(_SDPA, args, strict=False)) | kwargs
-            mask = AttentionMask(_detached(arguments["attn_mask"]), arguments["is_causal"])
-            args, kwargs = (), self._change(arguments if scope is None else self._within(scope, arguments))
-        elif scope is not None and not isinstance(scope.mask, Full):
-            self.unapplied.add(repr(scope.mask))
-        if graph_task_id() < 0:
-            self.masks.append(mask)
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
+        if attends and graph_task_id() < 0:
+            self._noted.append(None)
         return func(*args, **kwargs)
 
-    def _within(self, scope: SequenceScope, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of scaled_dot_product_attention with the mask of ``scope`` too."""
-        query, key, mask = arguments["query"], arguments["key"], scope.mask
-        if isinstance(mask, Full):
-            return arguments
-        rows = mask.masks if isinstance(mask, PerRow) else (mask,)
-        positions = scope.layout.positions(0, query.device)
-        whole = query.shape[-2] == key.shape[-2] == positions.numel() == scope.layout.length
-        if not whole or any(row.has_bias or row.grids for row in rows):
-            self.unapplied.add(repr(mask))
-            return arguments
-        allowed = torch.stack([row.allowed(positions, positions) for row in rows])[:, None]
-        allowed = allowed if len(rows) > 1 else allowed[0, 0]
-        if arguments["is_causal"]:
-            allowed = allowed & torch.ones_like(allowed).tril()
-        before = arguments["attn_mask"]
-        if before is not None and before.dtype != torch.bool:
-            allowed = torch.zeros_like(allowed, dtype=before.dtype).masked_fill(~allowed, float("-inf")) + before
-        elif before is not None:
-            allowed = allowed & before
-        return arguments | {"attn_mask": allowed, "is_causal": False}
 
-
-class Recording:
+class Recording(Hooks):
     """Records the calls of all modules under ``model`` while it is entered. What a backward recomputes is left out.
 
     Attributes:
         calls: those that have ended, in the order in which they did, so children before their parents.
-        open: those that have not, the innermost last. After an exception, where it was raised.
-        attentions: an entry for each attention so far: ``masks`` of an :class:`AttentionsSeen` that is entered with it,
-            or what the strategies were given.
+        attentions: an entry for each attention so far: what a strategy was given, or None if no style handled it.
     """
 
     def __init__(self, model: nn.Module, attentions: Sequence[Any]) -> None:
-        self._model, self.attentions = model, attentions
-        self._numbers: Counter[str] = Counter()
-        self._handles: list[Any] = []
+        super().__init__(model)
+        self.attentions = attentions
         self.calls: list[Call] = []
-        self.open: list[Call] = []
+        self._open: list[Call] = []
 
-    def __enter__(self) -> Recording:
-        for name, module in self._model.named_modules():
-            # Before the hooks of styles for inputs, and after those for outputs: as the caller sees the module.
-            begin = partial(self._begin, plain_name(name))
-            self._handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._end))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if graph_task_id() >= 0:
-            return
-        key = name, self._numbers[name]
-        self._numbers[name] += 1
+    def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         names = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
-        parent = self.open[-1] if self.open else None
+        parent = self._open[-1] if self._open else None
         arguments = tree_map(_detached, args), tree_map(_detached, kwargs)
-        self.open.append(Call(key, type(module).__name__, parent, *arguments, names, (len(self.attentions), 0)))
+        self._open.append(Call(key, type(module).__name__, parent, *arguments, names, (len(self.attentions), 0)))
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if graph_task_id() >= 0 or not self.open:
-            return
-        call = self.open.pop()
+    def end(self, key: Key, module: nn.Module, output: Any) -> None:
+        call = self._open.pop()
         call.attended = call.attended[0], len(self.attentions)
         call.output = tree_map(_detached, output)
         for at, leaf in enumerate(tensors_in(output)):
@@ -214,9 +194,29 @@ class Recording:
         self.calls.append(call)
 
 
+class Outputs(Hooks):
+    """Keeps a part of the outputs of all modules under ``model`` while it is entered.
+
+    Attributes:
+        kept: by call, ``take(key, number of the tensor in the output, tensor)``, detached.
+        kinds: the class of each call's module, in the order in which the calls end.
+    """
+
+    def __init__(self, model: nn.Module, take: Callable[[Key, int, torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__(model)
+        self._take = take
+        self.kept: dict[Key, list[torch.Tensor | None]] = {}
+        self.kinds: dict[Key, str] = {}
+
+    def end(self, key: Key, module: nn.Module, output: Any) -> Any:
+        self.kinds[key] = type(module).__name__
+        tensors = [x.detach() for x in tensors_in(output)]
+        self.kept[key] = [self._take(key, at, x) for at, x in enumerate(tensors)]
+
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _ATTENTIONS = {"flex_attention", "multi_head_attention_forward", "varlen_attn"}
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _detached(value: Any) -> Any:

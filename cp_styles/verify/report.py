@@ -20,28 +20,27 @@ class ModuleErrors:
         name: the module's name in the model.
         kind: the module's class.
         forward: the error of its outputs. None: not compared, because their shape on a rank is not that of its tokens.
-        gradient: the error of the gradients of its outputs. None: not compared, or there is none.
     """
 
     name: str
     kind: str
     forward: float | None
-    gradient: float | None
 
 
 @dataclass(frozen=True)
 class Report:
-    """One step of a model on ranks, compared with the same step on one process. The same on every rank.
+    """One step of a model on ranks, compared with the same step with one rank. The same on every rank.
 
     Attributes:
         title: the model and the mesh.
         findings: what is wrong, in sentences; empty if the step is exact.
         modules: in the order in which their forwards end.
-        parameters: the error of each parameter's gradient, the largest of all ranks.
-        loss: on one process, and on each rank; empty if the step returned none.
+        parameters: the error of each parameter's gradient.
+        loss: with one rank, and on each rank; empty if the step returned none.
         calls: how often a rank called each kind of communication, the most of all ranks.
         sent_bytes: what each rank sent.
-        tolerance: the error above which something is wrong.
+        tolerance: the error above which something is wrong, beside what follows from ``rounding``.
+        rounding: in low precision, the largest error that changes of the last bits make.
     """
 
     title: str
@@ -52,13 +51,26 @@ class Report:
     calls: tuple[tuple[str, int], ...] = ()
     sent_bytes: tuple[int, ...] = ()
     tolerance: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """The result in one line."""
+        if self.findings:
+            return f"{self.title}: WRONG"
+        errors = [x.forward for x in self.modules if x.forward is not None] + [x for _, x in self.parameters]
+        forward = "" if self.parameters else " in the forward (the step has made no gradients)"
+        rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
+        return (
+            f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
+            f"{len(self.parameters)} gradients, worst {max(errors, default=0.0):.0e}{rounding}"
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        forward_alone = "" if self.parameters or not self.modules else " in the forward; the step has made no gradients"
-        yield f"{self.title}: {'WRONG' if self.findings else 'exact' + forward_alone}"
+        yield self.line
         for finding in self.findings:
             yield textwrap.fill(finding, 99, initial_indent="  * ", subsequent_indent="    ", break_long_words=False)
         if self.modules:
@@ -68,9 +80,7 @@ class Report:
             name, error = max(self.parameters, key=itemgetter(1))
             yield f"gradients of {len(self.parameters)} parameters: error at most {error:.1e} ({name})"
         if self.loss:
-            yield f"loss on one process {self.loss[0]:.8g}, on the ranks " + ", ".join(
-                f"{x:.8g}" for x in self.loss[1:]
-            )
+            yield f"loss with one rank {self.loss[0]:.8g}, on the ranks " + ", ".join(f"{x:.8g}" for x in self.loss[1:])
         if self.calls:
             calls = ", ".join(f"{name} x {count}" for name, count in self.calls)
             yield f"communication: {calls}; sent by a rank: {nbytes(max(self.sent_bytes))}"
@@ -80,18 +90,18 @@ class Report:
         wrong = [at for at, errors in enumerate(self.modules) if (errors.forward or 0.0) > self.tolerance]
         first = max(0, wrong[0] - _ROWS // 2) if wrong else 0
         shown = self.modules[first : first + _ROWS]
-        rows = [["module", "", "forward", "gradient"]]
+        rows = [["module", "", "output"]]
         for at, errors in enumerate(shown, first):
             mark = " <- first wrong" if wrong and at == wrong[0] else ""
-            cells = ("-" if error is None else f"{error:.1e}" for error in (errors.forward, errors.gradient))
-            rows.append([(errors.name or "(model)")[-50:], errors.kind[:24] + mark, *cells])
+            error = "-" if errors.forward is None else f"{errors.forward:.1e}"
+            rows.append([(errors.name or "(model)")[-50:], errors.kind[:24] + mark, error])
         yield from table(rows)
         if len(shown) < len(self.modules):
             yield f"  and {len(self.modules) - len(shown)} more"
 
 
 class VerificationError(AssertionError):
-    """The step on the ranks differs from that on one process. ``report`` has the numbers, and is the text."""
+    """The step on the ranks differs from the step with one rank. ``report`` has the numbers, and is the text."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

@@ -1,10 +1,13 @@
-"""Runs a step on one process, or on ranks, and keeps its results."""
+"""Runs a step with one rank in place of the ranks of the sequence, or with all of them, and keeps its results."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
+import random
+import sys
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +20,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import FlexAsWritten, part_of_group, tensors_in, without_groups
+from cp_styles._compat import part_of_group, resolve_group, tensors_in, without_groups
 from cp_styles.checksum import checksum, fingerprint
+from cp_styles.comm.group_state import StandIn, state_of
+from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, break_off, collective
+from cp_styles.engine.proof import Proof
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
 from cp_styles.testing import CommunicationTrace, clear_frames
-from cp_styles.verify.compare import Gather, StepResult
-from cp_styles.verify.record import AttentionsSeen, Recording, plain_name
+from cp_styles.verify.compare import Gather
+from cp_styles.verify.record import Hooks, OutsideOfStyles, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
 """``step(model, batch, mesh)``: a forward, a loss, a backward, and whatever reduces the gradients; returns the loss."""
@@ -81,7 +87,7 @@ def telling_others(gather: Gather, *common: type[BaseException]) -> Iterator[Non
 
 @contextlib.contextmanager
 def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
-    """If this rank is interrupted, its connections end: the others wait for it, and it can tell them nothing."""
+    """Abort this rank's groups on an interrupt, so that the remaining ranks fail instead of waiting."""
     try:
         yield
     except Exception:
@@ -92,68 +98,93 @@ def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
         raise
 
 
+class _GroupOfOne:
+    """The group of this rank alone. One a process: DTensor's caches keep every mesh over it, and so the group."""
+
+    def __init__(self) -> None:
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+        self.group = group
+        state_of(group).alone = True
+
+
 @contextlib.contextmanager
-def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """The axes of ``mesh``, with this rank alone on each, for a ``with``. No communication with other ranks."""
-    rank = dist.get_rank()
-    group = dist.new_group([rank], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
-    alone = _mesh_over([group] * mesh.ndim, torch.tensor(rank, device="cpu").reshape((1,) * mesh.ndim), mesh)
+def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
+    """``mesh`` with this rank alone on ``axis``, and this rank alone in place of the group of ``axis``, for a ``with``.
+
+    No communication.
+    """
+    one = state_of(world_group()).the(_GroupOfOne).group
+    if mesh.ndim == 1:
+        alone = DeviceMesh.from_group(one, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    else:
+        dim = (mesh.mesh_dim_names or ()).index((axis.mesh_dim_names or ("",))[0])
+        groups = [one if at == dim else mesh.get_group(at) for at in range(mesh.ndim)]
+        ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
+        alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
     try:
-        yield alone
+        with _standing_in(axis.get_group(), StandIn(one, alone)):
+            yield alone
     finally:
-        dist.destroy_process_group(group)
         without_groups(alone)
 
 
 @contextlib.contextmanager
-def mesh_of_its_own(mesh: DeviceMesh, gather: Gather) -> Iterator[DeviceMesh]:
-    """The ranks of ``mesh`` with groups that end with the ``with``.
+def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[set[Proof]]:
+    """Copies of the groups of ``mesh`` in place of them, which end with the ``with``. Returns the proofs of the models
+    that have a backward over them.
 
-    When a rank fails in the middle of a step, others may wait for it, in whatever communication the step has. They
-    learn of it because its connections end; the groups of ``mesh`` itself go on.
+    If a rank fails in the middle of a step, ranks may wait for it in any communication of the step. They get an error,
+    because its connections end; the groups of the user go on, and their state does not change.
     """
-    name = gather(uuid.uuid4().hex)[0]
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    groups = [part_of_group(x, dist.get_process_group_ranks(x), f"{x.group_name}/{name}") for x in groups]
-    copied = _mesh_over(groups, mesh.mesh, mesh)
+    name, proofs, groups = gather(uuid.uuid4().hex)[0], set[Proof](), list[dist.ProcessGroup]()
     try:
-        with ending_connections(copied):
-            yield copied
+        with contextlib.ExitStack() as stack:
+            for at in range(mesh.ndim):
+                original = mesh.get_group(at)
+                ranks = dist.get_process_group_ranks(original)
+                groups.append(part_of_group(original, ranks, f"{original.group_name}/{name}"))
+                state_of(groups[-1]).proofs = proofs
+                stack.enter_context(_standing_in(original, StandIn(groups[-1])))
+            yield proofs
+    except BaseException as error:
+        for group in groups:
+            break_off(group, error)
+        raise
     finally:
         for group in groups:
             dist.destroy_process_group(group)
-        without_groups(copied)
-        del group, groups, copied
+            del group
+        groups.clear()
         gc.collect()  # a connection ends when nothing holds its group
 
 
-def _mesh_over(groups: list[dist.ProcessGroup], ranks: torch.Tensor, like: DeviceMesh) -> DeviceMesh:
-    if like.ndim == 1:
-        return DeviceMesh.from_group(groups[0], like.device_type, mesh_dim_names=like.mesh_dim_names)
-    return DeviceMesh.from_group(groups, like.device_type, mesh=ranks, mesh_dim_names=like.mesh_dim_names)
+def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether FSDP2 or DDP may communicate in ``model`` over the groups of ``mesh``."""
+    groups = [mesh.get_group(at) for at in range(mesh.ndim)]
+    sharded = {x.device_mesh for x in model.parameters() if isinstance(x, DTensor)}
+    reduced = any(isinstance(x, DistributedDataParallel) for x in model.modules())
+    return reduced or any(shares_ranks(of_parameter, group) for of_parameter in sharded for group in groups)
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A step on one process.
-
-    Attributes:
-        removed: the parameters that had a gradient, and have none at its end.
-        unapplied: masks of SequenceScopes that were not applied, see AttentionsSeen.
-    """
-
-    result: StepResult
-    removed: tuple[str, ...]
-    unapplied: tuple[str, ...]
+@contextlib.contextmanager
+def _standing_in(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
+    state = state_of(group)
+    if state.stand_in is not None:
+        raise RuntimeError("verify: the step calls verify itself: let it run the model once, with its backward")
+    state.stand_in = stand_in
+    try:
+        yield
+    finally:
+        state.stand_in = None
 
 
 @dataclass(frozen=True)
 class Ran:
-    """An attention that a strategy has run: its mask, and which positions each rank has held."""
+    """An attention, or a mixer, that has run over ranks: which positions each of them has held of queries and keys."""
 
-    mask: Mask
     layouts: tuple[SequenceLayout, SequenceLayout]
+    ranks: list[int]
 
 
 @dataclass(frozen=True)
@@ -164,64 +195,109 @@ class Failure:
     of_transfer: bool
 
 
-def run_alone(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, scopes_over: str | None) -> Alone:
-    """The step on one process. With ``scopes_over``, the masks of SequenceScopes over that axis apply."""
+@dataclass(frozen=True)
+class StepRun:
+    """The results of a step.
+
+    Attributes:
+        gradients: this rank's part of each parameter's gradient; None for parameters without one.
+        removed: the parameters that had a gradient, and have none at the end of the step.
+        attentions: an entry for each attention, in order: Ran, or None if no style or block has handled it.
+    """
+
+    gradients: Mapping[str, torch.Tensor | None]
+    loss: float | None
+    removed: tuple[str, ...]
+    attentions: list[Ran | None]
+
+
+@contextlib.contextmanager
+def attentions_noted() -> Iterator[list[Any]]:
+    """A list that grows by an entry for each attention in this context: see :class:`StepRun`."""
+    noted: list[Any] = []
+
+    def listen(call: Any, attention: Any = None, *tensors: Any) -> None:
+        if attention is None:  # a mixer
+            group = resolve_group(call.cut.peers.name) if call.cut.peers.name else None
+            layouts = call.cut.layout, call.cut.layout
+        else:
+            group, layouts = attention.group, (attention.q_layout, attention.kv_layout)
+        noted.append(Ran(layouts, [] if group is None else dist.get_process_group_ranks(group)))
+
+    token = listener.set(listen)
+    try:
+        with OutsideOfStyles(noted):
+            yield noted
+    finally:
+        listener.reset(token)
+
+
+def run_step(
+    model: nn.Module,
+    batch: Any,
+    mesh: DeviceMesh,
+    step: StepFunction,
+    recording: Callable[[list[Any]], Hooks],
+) -> tuple[StepRun, Hooks]:
+    """One step of ``model`` with the hooks that ``recording`` makes of the list of attentions. The gradients are taken
+    out of the parameters.
+
+    Communication: that of the step.
+    """
     with_gradient: set[str] = set()
 
     def note(name: str, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and bool(parameter.grad.any()):
             with_gradient.add(name)
 
-    named = {plain_name(name): x for name, x in model.named_parameters() if x.requires_grad}
-    handles = [x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items()]
+    named = {plain_name(name): x for name, x in model.named_parameters()}
+    handles = [
+        x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
+    ]
     try:
-        with AttentionsSeen(scopes_over) as seen:
-            recording = Recording(model, seen.masks)
-            loss = _run(recording, batch, mesh, step, model)
-    except Exception as error:
-        error.add_note(
-            "verify: this is the step on one process, without the plan. Give reference= if that needs another model"
-        )
-        raise
+        with attentions_noted() as attentions, _uncompiled(model):
+            hooks = recording(attentions)
+            try:
+                with hooks:
+                    loss = step(model, copy.deepcopy(batch), mesh)
+            except Exception as error:
+                if hooks.open:
+                    name = hooks.open[-1][0]
+                    error.add_note(f"{_NOTE}in {name or 'the model'} ({_kind(model, name)})")
+                raise
+        gradients = {name: None if x.grad is None else _local(x.grad).detach() for name, x in named.items()}
+        removed = [x for x in sorted(with_gradient) if (grad := gradients[x]) is None or not bool(grad.any())]
     finally:
         for handle in handles:
             handle.remove()
-    removed = [name for name in with_gradient if (grad := named[name].grad) is None or not bool(grad.any())]
-    return Alone(_finish(recording, model, loss), tuple(sorted(removed)), tuple(sorted(seen.unapplied)))
+        for x in named.values():
+            x.grad = None
+    if not (loss is None or isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
+    number = float(_whole(loss)) if isinstance(loss, torch.Tensor) else loss
+    return StepRun(gradients, number, tuple(removed), attentions), hooks
 
 
-def run_together(
-    model: nn.Module,
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module],
-    mesh: DeviceMesh,
-    batch: Any,
-    step: StepFunction,
-    trace: CommunicationTrace,
-) -> StepResult | Failure:
-    """The step on the ranks. Its recording notes each attention as Ran. After an error nothing holds ``mesh``."""
-    ran: list[Ran] = []
-
-    def listen(call: Any, attention: Any = None, *tensors: Any) -> None:
-        if attention is not None:  # and no other mixer of tokens
-            ran.append(Ran(attention.mask, (attention.q_layout, attention.kv_layout)))
-
-    token = listener.set(listen)
-    as_written = FlexAsWritten()  # where no style takes it: torch.compile would trace the modes of this
-    recording = None
+def run_together(run: Callable[[], Any], trace: CommunicationTrace) -> Any:
+    """``run()`` on all ranks, or a Failure. After an error nothing holds the group."""
+    failure = None
     try:
-        parallel = parallelize(model, mesh)
-        recording = Recording(parallel, ran)
         with trace:
-            loss = _run(recording, batch, mesh, step, parallel)
-        return _finish(recording, parallel, loss)
+            return run()
     except Exception as error:
-        where = f"in {recording.open[-1]}: " if recording is not None and recording.open else ""
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+        where = f"{notes[0].removeprefix(_NOTE)}: " if notes else ""
         failure = Failure(f"{where}{type(error).__name__}: {error}", _is_of_transfer(error))
         clear_frames(error)
-    finally:
-        as_written.end()
-        listener.reset(token)
     return failure
+
+
+_NOTE = "verify: "
+
+
+def _kind(model: nn.Module, name: str) -> str:
+    return next((type(x).__name__ for path, x in model.named_modules() if plain_name(path) == name), "")
 
 
 def _is_of_transfer(error: BaseException) -> bool:
@@ -234,34 +310,108 @@ def _is_of_transfer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and module in ("torch.distributed.distributed_c10d", "torch._ops")
 
 
-def _run(
-    recording: Recording, batch: Any, mesh: DeviceMesh, step: StepFunction, model: nn.Module
-) -> torch.Tensor | float | None:
-    model.zero_grad()
-    with recording:
-        return step(model, copy.deepcopy(batch), mesh)
+@contextlib.contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run a compiled model without its graphs, which were traced for all ranks of the sequence."""
+    compiled = any(getattr(x, "_orig_mod", None) or getattr(x, "_compiled_call_impl", None) for x in model.modules())
+    if not compiled:
+        yield
+        return
+    # The stance belongs to the process, in which several ranks may be threads: the last one to leave puts it back.
+    with _stance_lock:
+        _eager_steps.append(model)
+        torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            _eager_steps.remove(model)
+            if not _eager_steps:
+                torch.compiler.set_stance("default")
 
 
-def _finish(recording: Recording, model: nn.Module, loss: torch.Tensor | float | None) -> StepResult:
-    """Communication: that of DTensor, for gradients that are DTensors."""
-    if not (loss is None or isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)):
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
-    gradients = {plain_name(name): None if x.grad is None else _whole(x.grad) for name, x in model.named_parameters()}
-    return StepResult(recording, gradients, float(_whole(loss)) if isinstance(loss, torch.Tensor) else loss)
+_stance_lock = threading.Lock()
+_eager_steps: list[nn.Module] = []
+
+
+class ModelState:
+    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules,
+    training flags, and the states of random generators."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
+            for module in model.modules()
+        ]
+        tensors = {
+            id(x): x
+            for _, *tables in self._modules
+            for table in tables
+            for x in table.values()
+            if isinstance(x, torch.Tensor)
+        }
+        self._values = [(x, x.detach().clone()) for x in tensors.values()]
+        self._random = _random_states()
+
+    def restore(self) -> None:
+        """Put all of it back. No communication."""
+        for module, buffers, attributes in self._modules:
+            module.training = attributes["training"]
+            if module._buffers != buffers:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            if type(module).__module__.startswith("torch."):  # wrappers such as DDP count their forwards
+                continue
+            for name in [name for name, x in vars(module).items() if _is_plain(x) and name not in attributes]:
+                del module.__dict__[name]
+            vars(module).update({name: x for name, x in attributes.items() if vars(module).get(name) is not x})
+        with torch.no_grad():
+            for tensor, value in self._values:
+                if tensor.shape == value.shape:
+                    tensor.copy_(value)
+        for put, state in self._random:
+            put(state)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    return states
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
-    """Checksums of the entries of the batch, and of the parameters and buffers of the model, by name."""
+    """Checksums of the entries of the batch, and of this rank's parameters and buffers of the model, by name.
+
+    Parameters that are DTensors are left out: each rank may have a shard of its own.
+    """
     entries = batch.items() if isinstance(batch, Mapping) else [("", batch)]
     entries = [(f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch", value) for name, value in entries]
-    tensors = model.state_dict(keep_vars=True).items()
-    entries += [(WEIGHTS + name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
-    return {name: fingerprint([*map(_facts, tensors_in(value))] or [value]) for name, value in entries}
+    return {name: fingerprint([*map(_facts, tensors_in(value))] or [value]) for name, value in entries} | weights(model)
+
+
+def weights(model: nn.Module, *, sharded: bool = False) -> dict[str, int]:
+    """Checksums of the parameters and buffers of the model. ``sharded``: also of DTensors' local parts."""
+    tensors = [*model.named_parameters(), *(() if sharded else model.named_buffers())]
+    tensors = [(name, x) for name, x in tensors if sharded or not isinstance(x, DTensor)]
+    return {WEIGHTS + plain_name(name): fingerprint([_facts(_local(x))]) for name, x in tensors}
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers.integrations.neftune import neftune_post_forward_hook
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cp_styles
 from cp_styles import (
@@ -636,24 +635,18 @@ def train_on_parts(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: 
     return loss
 
 
-def test_verify_with_a_reference():
-    """With attention from the interface it is exact; one that takes no window is found, with its size."""
+def test_verify_in_place():
+    """A model of transformers with windows is exact, in place."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)).eval()
-    reference = copy.deepcopy(model)
-    reference.set_attn_implementation("sdpa")
-    transformers.AttentionInterface.register("without_masks", sdpa_attention_forward)
+    model.set_attn_implementation(NAME)
 
-    def on(rank: int, implementation: str) -> Any:
+    def on(rank: int) -> Any:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(implementation)
-        plan, batch = ModuleContextParallel(check_inputs=implementation == NAME), {"tokens": tokens_of()}
-        return verify(mine, plan, mesh, batch, train_on_parts, reference=reference, tolerance=EXACT)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        return verify(mine, mesh, {"tokens": tokens_of()}, train_on_parts, tolerance=EXACT)
 
-    report = run_ranks(on, 2, NAME)[0]
+    report = run_ranks(on, 2)[0]
     assert all(each.forward is not None for each in report.modules)
-    dropped = r"model\.layers\.0\.self_attn \(MistralAttention\): a sliding window of 5 positions is dropped"
-    with pytest.raises(RankError, match=dropped):
-        run_ranks(on, 2, "without_masks")
 
 
 def windowed(model_type: str, window: int | None, **changes: Any) -> Any:
@@ -834,14 +827,12 @@ def test_positions_after_that_of_padding(model_type: str, way: str):
 def test_verify_reports_positions_that_are_refused(model_type: str):
     """The step is wrong on one process too, so the two are equal: the refusal alone can tell."""
     model = tiny(causal_lm, config_of(model_type, is_decoder=True))
-    reference = copy.deepcopy(model)
-    reference.set_attn_implementation("sdpa")
 
     def on(rank: int) -> Any:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
-        batch = {"tokens": tokens_of()}
-        return verify(mine, ModuleContextParallel(), mesh, batch, train_on_parts, reference=reference, tolerance=EXACT)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        return verify(mine, mesh, {"tokens": tokens_of()}, train_on_parts, tolerance=EXACT)
 
     with pytest.raises(RankError) as caught:
         run_ranks(on, 2)

@@ -276,4 +276,4 @@ class Early(OtherBackward):
 def test_a_kernel_whose_logsumexp_is_wrong():
     """Kernels are believed: nothing looks at each row. verify finds it."""
     plan = {"layers.*.attention.core": AttentionContextParallel(kernel=Early())}
-    test_verify.wrong(test_verify.llama(), plan, words=r"layers\.0\.attention\.core")
+    test_verify.wrong(test_verify.llama(), plan, words=r"gradients are not finite")

@@ -32,7 +32,7 @@ del KNOWN["IGNORE_INDEX"]  # a number
 TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}
 TORCHS |= {"Shard": Shard, "Replicate": Replicate}
 # Errors, and a mask without arguments.
-WITHOUT = {"TransferError", "UnreducedGradientsError", "UnreducedGradientsWarning", "Full"}
+WITHOUT = {"TransferError", "UnreducedGradientsError", "UnreducedGradientsWarning", "UnverifiedModelWarning", "Full"}
 
 
 def example_of(name: str) -> str:

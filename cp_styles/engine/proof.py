@@ -1,0 +1,57 @@
+"""Whether a model was compared with one device: what surrounds its attention is known to be right, or it is said."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from cp_styles.comm.group_state import GroupState
+from cp_styles.troubleshooting import see
+
+
+class UnverifiedModelWarning(UserWarning):
+    """A model has begun to train under context parallelism, and no step of it was compared with one device."""
+
+
+@dataclass(eq=False)
+class Proof:
+    """Whether a step of a model was compared with one device by :func:`cp_styles.verify.verify`.
+
+    Attributes:
+        kind: the class of the model, for the warning.
+        verified: a comparison has found no difference, or a user says that one was made elsewhere.
+        missed: the warning was given.
+    """
+
+    kind: str
+    verified: bool = False
+    missed: bool = False
+
+    def training_begins(self, state: GroupState) -> None:
+        """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
+        if state.proofs is not None:
+            state.proofs.add(self)
+        elif not (self.verified or self.missed):
+            self.missed = True
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"{self.kind} begins to train, and no step of it was compared with one device. Its attention is "
+                    "exact or an error, but code around it may count, pool or shift the tokens of one rank alone. "
+                    "Before training write on every rank: verify(model, mesh, batch, step). If a test does so, give "
+                    f"the style or the block verified=True{see('A model that was never compared')}",
+                    UnverifiedModelWarning,
+                    stacklevel=2,
+                )
+
+
+def proof_of(model: nn.Module) -> Proof:
+    """The proof of a model: one for all styles in it."""
+    proof = _proofs.get(model)
+    return _proofs.setdefault(model, Proof(type(model).__name__)) if proof is None else proof
+
+
+_proofs: WeakKeyDictionary[nn.Module, Proof] = WeakKeyDictionary()
