@@ -1316,15 +1316,16 @@ def with_source(cut: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., An
     return call
 
 
-def scanned(m, x):
-    def step(state, token):
-        return 0.5 * state + token, (0.5 * state + token).clone()
-
+def scanned(x: torch.Tensor, step: Callable[..., Any]) -> torch.Tensor:
     return scan(step, x.new_zeros(len(x), D), x.movedim(1, 0))[1].movedim(0, 1)
 
 
-def by_cond(m, x):
-    return centred(m, torch.cond(x.sum() > -1e9, lambda t: t * 2, lambda t: t * 3, (x,)))
+def recurrent_step(state, token):
+    return 0.5 * state + token, (0.5 * state + token).clone()
+
+
+def doubled(m, x):
+    return torch.cond(x.sum() > -1e9, lambda t: t * 2, lambda t: t * 3, (x,))
 
 
 FORWARDS = (
@@ -1416,9 +1417,12 @@ FORWARDS = (
     ),
     *kind(
         "higher-order operators",
-        wrong("scan", scanned),
+        wrong("scan", lambda m, x: scanned(x, recurrent_step)),
         wrong("map over samples", lambda m, x: map_rows(lambda row: row - row.mean(0), x)),
-        wrong("cond, then centred", by_cond),
+        wrong("cond, then centred", lambda m, x: centred(m, doubled(m, x))),
+        right("scan of single tokens", lambda m, x: scanned(x, lambda state, token: (state.clone(), 2 * token))),
+        right("map over samples by token", lambda m, x: map_rows(lambda row: 2 * row, x)),
+        right("cond", lambda m, x: doubled(m, x)),
         call=without_gradients,
         silent=[ALL],
     ),
