@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -60,10 +62,12 @@ class ContextParallelStyle(ParallelStyle):
         numbers = state_of(group).modules
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
+        binding = Binding(who, name, group, *options, checks=self.checks, site=site)
+        # After what may raise: it reads the locals of frames, which then outlive an error, and with them the group.
         root, patterns = applied_by_plan(self)
         proof = proof_of(module if root is None else root)
         proof.verified = proof.verified or self.verified
-        binding = Binding(who, name, group, *options, checks=self.checks, proof=proof, site=site)
+        binding = replace(binding, proof=proof)
         if root is not None and root is not module:
             AppliedPlan.note(root, patterns, module, binding)
         return axis, binding
