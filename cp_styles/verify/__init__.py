@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from cp_styles.comm.point_to_point import break_off
 from cp_styles.engine.proof import Proof, proof_of
 from cp_styles.styles.on_mesh_axis import take_axis
-from cp_styles.testing import CommunicationTrace
 from cp_styles.verify.compare import Comparison, Leeway, Places, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, some
 from cp_styles.verify.record import Key, Outputs, Recording
@@ -157,7 +156,6 @@ class _Verification:
         self._model, self._mesh, self._axis, self._batch, self._steps = model, mesh, axis, batch, steps
         self._given, self._title = tolerance, title
         self._everyone, self._line = gather_over(mesh), gather_over(axis)
-        self._trace = CommunicationTrace()
         self._proofs: set[Proof] = set()
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
 
@@ -182,9 +180,13 @@ class _Verification:
         layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
         places = Places(layouts, self._axis.get_local_rank())
 
+        uncut: set[tuple[Key, int]] = set()
+
         def rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
             of_call = local.kept.get(key, [])
             part = places.part(whole, of_call[at] if at < len(of_call) else None)
+            if part is not None and part.layout is None:
+                uncut.add((key, at))
             return None if part is None else part.expected.clone()
 
         with telling_others(self._everyone, VerificationError):
@@ -194,6 +196,9 @@ class _Verification:
             tensors = [*one.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
             unit = max(self._everyone(unit_of_all(tensors)))
             tolerance = self._given or max(_TOLERANCE, 2 * unit)
+            for key, at in uncut:
+                if expected.trained and not key[0]:  # it may be a rank's share of a sum: gradients show if it is not
+                    expected.kept[key][at] = None
             outputs = output_errors(local.kept, expected.kept, self._line)
             parameters = self._errors(many, one, tolerance)
             losses = self._line((one.loss, many.loss))
@@ -265,12 +270,10 @@ class _Verification:
         leeway: Leeway,
     ) -> Report:
         """The same on every rank: of each error the largest."""
-        trace = self._trace
         worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
-        facts = kinds, outputs, parameters, losses, dict(trace.calls), trace.sent_bytes, worst, unused
-        ranks = self._everyone(facts)
-        all_kinds, all_outputs, all_parameters, all_losses, calls, sent, worsts, unuseds = zip(*ranks, strict=True)
+        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused))
+        all_kinds, all_outputs, all_parameters, all_losses, worsts, unuseds = zip(*ranks, strict=True)
         first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
         names = dict.fromkeys(name for each in all_parameters for name in each)
         every = {key: kind for each in all_kinds for key, kind in each.items()}
@@ -280,10 +283,6 @@ class _Verification:
             modules=tuple(ModuleErrors(key[0], kind, _most(all_outputs, key)) for key, kind in every.items()),
             parameters=tuple((name, _most(all_parameters, name) or 0.0) for name in names),
             loss=() if None in first else tuple(first),
-            calls=tuple(
-                (name, max(each.get(name, 0) for each in calls)) for name in sorted({x for each in calls for x in each})
-            ),
-            sent_bytes=tuple(sent),
             worst=max(worsts),
             unused=tuple(dict.fromkeys(name for each in unuseds for name in each)),
             tolerance=leeway.tolerance,
@@ -296,7 +295,7 @@ class _Verification:
         failures: list[Failure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_own_groups(self._mesh, self._everyone) as own:
-            ran = run_together(run, self._trace, broken_by_error(self._model))
+            ran = run_together(run, broken_by_error(self._model))
             own.leave()
             if not isinstance(ran, Failure):
                 failures = self._everyone(None)  # the others have finished too, or failed: no message is under way

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FlexAsWritten, graph_task_id, tensors_in, tree_map
+from cp_styles._compat import FlexAsWritten, graph_task_id, is_in_torch_func, tensors_in, tree_map
 
 Key = tuple[str, int]
 """A module's name, and the number of the call."""
@@ -223,7 +223,7 @@ class Outputs(Hooks):
         for x in tensors_in(output):
             if x.requires_grad:
                 x.register_hook(lambda gradient: self.trained.add(key))
-        tensors = [x.detach() for x in tensors_in(output)]
+        tensors = [x.detach() for x in tensors_in(output) if not is_in_torch_func(x)]
         self.kept[key] = [self._take(key, at, x) for at, x in enumerate(tensors)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from cp_styles.explain.text import nbytes, table
+from cp_styles.explain.text import table
 
 _ROWS = 24
 
@@ -37,8 +37,6 @@ class Report:
         modules: in the order in which their forwards end.
         parameters: the error of each parameter's gradient.
         loss: with one rank, and on each rank; empty if the step returned none.
-        calls: how often a rank called each kind of communication, the most of all ranks.
-        sent_bytes: what each rank sent.
         worst: the largest error of a gradient, or of what the model returns.
         unused: modules whose outputs differ, although no gradient does: nothing follows from them.
         tolerance: the error above which something is wrong, beside what follows from ``rounding``.
@@ -50,8 +48,6 @@ class Report:
     modules: tuple[ModuleErrors, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()
     loss: tuple[float, ...] = ()
-    calls: tuple[tuple[str, int], ...] = ()
-    sent_bytes: tuple[int, ...] = ()
     worst: float = 0.0
     unused: tuple[str, ...] = ()
     tolerance: float = 0.0
@@ -85,9 +81,6 @@ class Report:
             yield f"gradients of {len(self.parameters)} parameters: error at most {error:.1e} ({name})"
         if self.loss:
             yield f"loss with one rank {self.loss[0]:.8g}, on the ranks " + ", ".join(f"{x:.8g}" for x in self.loss[1:])
-        if self.calls:
-            calls = ", ".join(f"{name} x {count}" for name, count in self.calls)
-            yield f"communication: {calls}; sent by a rank: {nbytes(max(self.sent_bytes))}"
 
     def _table(self) -> Iterator[str]:
         """The first wrong module with its neighbours; of a step that is exact, the modules with the largest errors."""

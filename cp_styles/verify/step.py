@@ -32,7 +32,7 @@ from cp_styles.comm.point_to_point import TransferError, break_off, collective
 from cp_styles.engine.proof import Proof
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
-from cp_styles.testing import CommunicationTrace, clear_frames
+from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
 from cp_styles.verify.record import Hooks, OutsideOfStyles, plain_name
 
@@ -340,12 +340,11 @@ def run_step(
     return StepRun(gradients, number, tuple(removed), attentions), hooks
 
 
-def run_together(run: Callable[[], Any], trace: CommunicationTrace, after: str) -> Any:
+def run_together(run: Callable[[], Any], after: str) -> Any:
     """``run()`` on all ranks, or a Failure, whose text ends with ``after``. After an error nothing holds the group."""
     failure = None
     try:
-        with trace:
-            return run()
+        return run()
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
         where = f"{notes[0].removeprefix(_NOTE)}: " if notes else ""

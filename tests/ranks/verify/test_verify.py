@@ -136,9 +136,6 @@ def test_a_step_that_is_exact(plan, ranks: int):
     assert names >= {"", "embed", "layers.1.attention.core"}
     assert len(report.parameters) == len(list(llama().parameters()))
     assert report.loss[1:] == pytest.approx([report.loss[0]] * ranks)
-    calls = dict(report.calls)
-    assert calls["all_reduce"] >= 3  # tokens, loss, gradients
-    assert min(report.sent_bytes) > 0
     text = str(report)
     assert text.isascii()
     assert max(map(len, text.splitlines())) < 110

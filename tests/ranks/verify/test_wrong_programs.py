@@ -11,19 +11,6 @@ import pytest
 from cp_styles.testing import RankTimeout
 from tests.wrong_programs import DOORS, DTYPES, PROGRAMS, Program, main, proved, runs
 
-# Right programs that verify calls wrong. Each entry is a mistake of verify, and goes when that is mended.
-_SHARE = "an output of equal shape on every rank is taken for a whole one; here it is this rank's share of a sum"
-_UNDER_MODES = "torch's higher-order operators cannot be traced under the function mode of verify"
-MISJUDGED = {
-    "sums that a model returns: by sequence": _SHARE,
-    "sums that a model returns: row by row": _SHARE,
-    "sums that a model returns: by three rows": _SHARE,
-    "sums that a model returns: of the next ids, rolled before the cut": _SHARE,
-    "higher-order operators: scan of single tokens": _UNDER_MODES,
-    "higher-order operators: cond": _UNDER_MODES,
-    "operators without a rule: vmap over tokens": "outputs of a module inside vmap are compared as plain tensors",
-}
-
 
 def by_default() -> Collection[tuple[str, str]]:
     """The name and the door of what a default run has: every program at one door, and the doors in turn."""
@@ -47,8 +34,6 @@ def rows(dtype: str, chosen: Collection[tuple[str, str]]) -> pytest.MarkDecorato
     for program, door in runs(dtypes=[dtype]):
         name = str(program)
         marks = [] if (name, door) in chosen else [pytest.mark.nightly]
-        if name in MISJUDGED:
-            marks.append(pytest.mark.xfail(strict=True, reason=MISJUDGED[name]))
         values.append(pytest.param(program, door, id=f"{name} ({door})", marks=marks))
     return pytest.mark.parametrize(("program", "door"), values)
 
@@ -73,7 +58,6 @@ def test_the_table():
     """Each row has a name of its own, and says what happened at 8693cb7. Each door has right and wrong programs."""
     names = Counter(map(str, PROGRAMS))
     assert max(names.values()) == 1
-    assert names.keys() >= MISJUDGED.keys()
     assert {each.flow for each in PROGRAMS if each.right} == {"right", "refused"}
     assert {each.flow for each in PROGRAMS if not each.right} == {"silent", "refused"}
     everything = [(door, dtype, right) for door in DOORS for dtype in DTYPES.values() for right in (False, True)]
