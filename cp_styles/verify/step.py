@@ -396,8 +396,8 @@ _eager_steps: list[nn.Module] = []
 
 
 class ModelState:
-    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules,
-    training flags, and the states of random generators."""
+    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules, hooks
+    that the model registers on itself, training flags, and the states of random generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
@@ -405,6 +405,7 @@ class ModelState:
             (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
             for module in model.modules()
         ]
+        self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
         tensors = {
             id(x): x
             for _, *tables in self._modules
@@ -428,12 +429,28 @@ class ModelState:
             for name in [name for name, x in vars(module).items() if _is_plain(x) and name not in attributes]:
                 del module.__dict__[name]
             vars(module).update({name: x for name, x in attributes.items() if vars(module).get(name) is not x})
+        for table, before in self._hooks:
+            for key in [key for key, hook in table.items() if key not in before and _is_foreign(hook)]:
+                del table[key]
         with torch.no_grad():
             for tensor, value in self._values:
                 if tensor.shape == value.shape:
                     tensor.copy_(value)
         for put, state in self._random:
             put(state)
+
+
+def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is neither torch's nor this package's, which remember in objects of their own what they register.
+
+    Models of transformers register hooks at a forward and note it in a flag. The flag is put back, so are the hooks.
+    """
+    module = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or "torch."
+    return not module.startswith(("torch.", "cp_styles."))
 
 
 def _is_plain(value: Any) -> bool:

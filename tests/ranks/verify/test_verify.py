@@ -252,6 +252,37 @@ def test_nothing_is_left_behind(fails: bool):
     assert losses[0][1] == 1
 
 
+class Hooked(nn.Module):
+    """A layer that registers a hook at its first forward, and notes it in a flag, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hooked = nn.Identity(), False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.inner.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.hooked = True
+        return self.inner(x)
+
+
+def test_hooks_that_a_model_registers_on_itself():
+    """Each run begins without them, and so does training."""
+    whole = llama()
+    whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Hooked())
+
+    def on(rank: int, prove: bool) -> float:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = parallel(whole, CORES, mesh)
+        if prove:
+            verify(model, mesh, {"tokens": TOKENS}, step)
+            hooked = model.layers[0].feed_forward[1]
+            assert (len(hooked.inner._forward_hooks), hooked.hooked) == (0, False)
+        return step(model, {"tokens": TOKENS}, mesh).item()
+
+    assert run_ranks(on, 2, True) == run_ranks(on, 2, False)
+
+
 def warned(act: Callable[[int], None]) -> list[str]:
     """What is warned about models that were never compared while ``act`` runs on ranks."""
     with warnings.catch_warnings(record=True) as caught:  # in all threads
