@@ -305,11 +305,11 @@ def run_step(
 
     Communication: that of the step.
     """
-    with_gradient: set[str] = set()
+    with_gradient: dict[str, Any] = {}  # the placements of a gradient that is not 0 on this rank
 
     def note(name: str, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and bool(parameter.grad.any()):
-            with_gradient.add(name)
+        if parameter.grad is not None and bool(_local(parameter.grad).any()):
+            with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
     handles = [
@@ -327,7 +327,13 @@ def run_step(
                     error.add_note(f"{_NOTE}in {name or 'the model'} ({_kind(model, name)})")
                 raise
         gradients = {name: None if x.grad is None else _local(x.grad).detach() for name, x in named.items()}
-        removed = [x for x in sorted(with_gradient) if (grad := gradients[x]) is None or not bool(grad.any())]
+        removed = [
+            name
+            for name, placements in sorted(with_gradient.items())
+            # A style that shards a gradient may leave a rank a part that is 0.
+            if (grad := gradients[name]) is None
+            or (placements == getattr(named[name].grad, "placements", None) and not bool(grad.any()))
+        ]
     finally:
         for handle in handles:
             handle.remove()

@@ -193,6 +193,18 @@ def test_axes_of_tensor_parallelism():
         run_ranks(lambda rank: on(rank, reduce=lambda model, cp: None), 4)
 
 
+def test_a_rank_whose_part_of_a_gradient_is_zero():
+    """Tokens of the first half of the vocabulary, whose rows of the embedding are on the first rank of tp."""
+
+    def on(rank: int) -> Report:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = parallelize_module(llama(), mesh, parallel_plan(AttentionContextParallel()))
+        half = model.embed.weight.shape[0] // 2
+        return verify(model, mesh, {"tokens": TOKENS[:, :20] % half}, step, tolerance=1e-10)
+
+    assert len(run_ranks(on, 4)[0].parameters) == 21
+
+
 class Counted(nn.Module):
     """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first."""
 
