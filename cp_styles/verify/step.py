@@ -194,8 +194,7 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
     own = OwnGroups(mesh, name)
     try:
         with contextlib.ExitStack() as stack:
-            for at in range(mesh.ndim):
-                original = mesh.get_group(at)
+            for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):  # axes of one rank share one
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(part_of_group(original, ranks, f"{original.group_name}/{name}"))
                 state_of(groups[-1]).proofs = own.proofs

@@ -193,6 +193,18 @@ def test_axes_of_tensor_parallelism():
         run_ranks(lambda rank: on(rank, reduce=lambda model, cp: None), 4)
 
 
+def test_axes_that_share_a_group():
+    """On one process, both axes of a mesh have the default group."""
+
+    def on(rank: int) -> Report:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
+        assert mesh.get_group("cp") is mesh.get_group("tp")
+        model = parallelize_module(llama(), mesh, parallel_plan(AttentionContextParallel()))
+        return verify(model, mesh, {"tokens": TOKENS}, step, tolerance=1e-10)
+
+    assert len(run_ranks(on, 1)[0].parameters) == 21
+
+
 def test_a_rank_whose_part_of_a_gradient_is_zero():
     """Tokens of the first half of the vocabulary, whose rows of the embedding are on the first rank of tp."""
 
