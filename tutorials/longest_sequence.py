@@ -71,7 +71,7 @@ def step_bytes(
         model = Llama(config)
         for parameter in model.parameters():
             parameter.detach().fill_(0.01)  # the same on all ranks; what they are makes no difference here
-        style = AttentionContextParallel(strategy=strategy, layout=layout)
+        style = AttentionContextParallel(strategy=strategy, layout=layout, verified=True)  # by train_llama.py
         parallelize_module(model, cp, {"layers.*.attention.core": style})
         for layer in model.layers if recompute else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

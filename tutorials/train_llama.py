@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 tutorials/train_llama.py --cp 4 --tp 1 --strategy hybrid --documents --layout by_work
     torchrun --nproc-per-node 8 tutorials/train_llama.py --cp 4 --tp 2 --device cuda --dtype bfloat16 --seq-len 16384
 
-Every rank trains on its part of every sequence. Then rank 0 alone trains the same model on the same data, whole, and
-the two are compared: losses and parameters. Exits with 1 if they differ by more than rounding can explain. For
-sequences that are too long for one process: --no-compare.
+The step is proved first, on a short sequence. Every rank trains on its part of every sequence. Then rank 0 alone trains
+the same model on the same data, whole, and the two are compared: losses and parameters. Exits with 1 if they differ by
+more than rounding can explain. For sequences that are too long for one process: --no-compare.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from cp_styles import (
 from cp_styles.batch import document_positions, shard_batch
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
+from cp_styles.verify import verify
 
 # Each is given how many ranks exchange heads; only the hybrid asks.
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {
@@ -76,6 +77,7 @@ LAYOUTS: dict[str, Callable[[int, int, tuple[int, ...]], SequenceLayout]] = {
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CONFIG = LlamaConfig(VOCABULARY)
 MiB = 2**20
+PROOF = 512  # tokens of the sequence on which the step is proved
 
 # How far losses and parameters may be from those of one process, relative (of parameters: of their norm). Summing in
 # another order costs a few epsilons a step, and every step starts from the last one's difference; seen were, after 20
@@ -165,15 +167,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def layout_of(args: argparse.Namespace, documents: Documents | None) -> SequenceLayout:
-    """How a sequence is cut, in units of as many tokens as there are tp ranks, for these cut every part once more.
+def layout_of(args: argparse.Namespace, documents: Documents | None, length: int, cp: int) -> SequenceLayout:
+    """How a sequence is cut over ``cp`` ranks, in units of as many tokens as there are tp ranks.
 
-    A document may begin inside a unit. The cut, and nothing else, takes it to begin with the unit.
+    These cut every part once more. A document may begin inside a unit. The cut, and nothing else, takes it to begin
+    with the unit.
     """
-    lengths = (args.seq_len,) if documents is None else documents.lengths
+    lengths = (length,) if documents is None else documents.lengths
     ends = [end // args.tp for end in itertools.accumulate(lengths)]
     in_units = tuple(stop - start for start, stop in itertools.pairwise([0, *ends]) if stop > start)
-    cut = LAYOUTS[args.layout](args.seq_len // args.tp, args.cp, in_units)
+    cut = LAYOUTS[args.layout](length // args.tp, cp, in_units)
     return SequenceLayout.from_chunks([(start * args.tp, stop * args.tp) for start, stop in own] for own in cut.chunks)
 
 
@@ -246,29 +249,32 @@ def new_model(args: argparse.Namespace) -> Llama:
     return Llama(CONFIG).to(DTYPES[args.dtype]).to(args.device)
 
 
-def train_in_parallel(args: argparse.Namespace, mesh: DeviceMesh, batches: list[Batch]) -> Run:
-    cp = mesh["cp"]
+def train_in_parallel(args: argparse.Namespace, mesh: DeviceMesh, batches: list[Batch], proof: Batch) -> Run:
+    """Prove the step on the batch ``proof``, and train."""
     strategy = STRATEGIES[args.strategy](args.ulysses_size)
     model = parallelize_module(new_model(args), mesh, parallel_plan(AttentionContextParallel(strategy=strategy)))
-    mine = []
-    for batch in batches:
-        layout = layout_of(args, batch.documents)
-        part = shard_batch(
-            batch.tensors, layout, cp.get_local_rank(), seq_dims={"tokens": 1, "labels": 1, "positions": 0}
-        )
-        mine.append(Batch(part, batch.documents, SequenceScope(layout, mask=batch.documents)))
 
-    def step(model: Llama, batch: Batch) -> torch.Tensor:
-        with batch.scope:
-            logits = model(batch.tensors["tokens"], batch.tensors["positions"])
-        labels = batch.tensors["labels"]
+    def cut(batch: Batch, cp: DeviceMesh) -> Batch:
+        layout = layout_of(args, batch.documents, batch.tensors["tokens"].shape[1], cp.size())
+        seq_dims = {"tokens": 1, "labels": 1, "positions": 0}
+        part = shard_batch(batch.tensors, layout, cp.get_local_rank(), seq_dims=seq_dims)
+        return Batch(part, batch.documents, SequenceScope(layout, mask=batch.documents))
+
+    def step(model: Llama, part: Batch, cp: DeviceMesh) -> torch.Tensor:
+        with part.scope:
+            logits = model(part.tensors["tokens"], part.tensors["positions"])
+        labels = part.tensors["labels"]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = global_loss(losses, global_token_count(labels, cp), cp)
         loss.backward()
         sum_gradients(model, cp)
         return loss
 
-    return train(f"cp {args.cp} x tp {args.tp}", model, mine, step, args.seq_len)
+    verify(model, mesh, proof, lambda model, batch, mesh: step(model, cut(batch, mesh["cp"]), mesh["cp"]))
+    cp = mesh["cp"]
+    mine = [cut(batch, cp) for batch in batches]
+    title = f"cp {args.cp} x tp {args.tp}"
+    return train(title, model, mine, lambda model, part: step(model, part, cp), args.seq_len)
 
 
 class OneByOne(CoreAttention):
@@ -300,22 +306,25 @@ def train_alone(args: argparse.Namespace, batches: list[Batch]) -> Run:
     return train("one process", model, batches, step, args.seq_len)
 
 
-def read_batches(args: argparse.Namespace) -> list[Batch]:
-    """One whole sequence a step. Rank 0 reads: another machine may have another Python, and so another library."""
+def batch_of(args: argparse.Namespace, tokens_S: torch.Tensor, ids_S: torch.Tensor) -> Batch:
+    """A whole sequence. No label crosses the end of a file, with --documents or not."""
+    documents = Documents.from_ids(ids_S) if args.documents else None
+    positions = document_positions(ids_S) if args.documents else torch.arange(len(ids_S), device=args.device)
+    tokens, labels = tokens_S[None], next_token_labels(tokens_S[None], document_ids=ids_S[None])
+    return Batch({"tokens": tokens, "labels": labels, "positions": positions}, documents)
+
+
+def read_batches(args: argparse.Namespace) -> tuple[list[Batch], Batch]:
+    """One whole sequence a step, and the end of the last one for the proof.
+
+    Rank 0 reads: another machine may have another Python, and so another library.
+    """
     tokens, ids = packed_documents(args.steps, args.seq_len) if is_first() else torch.zeros(2, args.steps, args.seq_len)
     data = torch.stack([tokens, ids]).long().to(args.device)
     dist.broadcast(data, 0)
-    tokens, ids = data
-    labels = next_token_labels(tokens, document_ids=ids)  # no label crosses the end of a file, with --documents or not
-    batches = []
-    for row in range(args.steps):
-        documents = None
-        positions = torch.arange(args.seq_len, device=args.device)
-        if args.documents:
-            documents, positions = Documents.from_ids(ids[row]), document_positions(ids[row])
-        tensors = {"tokens": tokens[row : row + 1], "labels": labels[row : row + 1], "positions": positions}
-        batches.append(Batch(tensors, documents))
-    return batches
+    batches = [batch_of(args, *row) for row in data.unbind(1)]
+    short = min(args.seq_len, max(PROOF, 2 * args.cp * args.tp) // args.tp * args.tp)
+    return batches, batch_of(args, *data[:, -1, -short:])
 
 
 def parameter_difference(run: Run, reference: Run | None) -> tuple[float, str]:
@@ -365,7 +374,7 @@ def report(
     print("\nthe last step, and the peak of all of them\nrank  cp  tp  tokens  sent (MiB)  peak memory (MiB)  calls")
     for rank in ranks:
         print("{rank:>4} {cp:>3} {tp:>3} {tokens:>7} {sent:>11.2f} {peak:>18.0f}  {calls}".format(**rank))
-    layout = layout_of(args, last.documents)
+    layout = layout_of(args, last.documents, args.seq_len, args.cp)
     mask: Mask = Causal() if last.documents is None else Causal() & last.documents
     print(f"\n{title} took {run.seconds:.1f} s for {args.steps} steps")
     if reference is not None:
@@ -407,13 +416,14 @@ def main() -> int:
     # All wait while rank 0 trains alone, which on long sequences takes longer than what torch waits by itself.
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(days=1))
     mesh = init_device_mesh(args.device, (args.cp, args.tp), mesh_dim_names=("cp", "tp"))
-    batches = read_batches(args)
-    run = train_in_parallel(args, mesh, batches)
+    batches, proof = read_batches(args)
+    run = train_in_parallel(args, mesh, batches, proof)
+    layout = layout_of(args, batches[-1].documents, args.seq_len, args.cp)
     mine = {
         "rank": dist.get_rank(),
         "cp": mesh["cp"].get_local_rank(),
         "tp": mesh["tp"].get_local_rank(),
-        "tokens": layout_of(args, batches[-1].documents).lengths[mesh["cp"].get_local_rank()],
+        "tokens": layout.lengths[mesh["cp"].get_local_rank()],
         "sent": run.sent_bytes / MiB,
         "peak": peak_memory(args.device),
         "calls": ", ".join(f"{count} {name}" for name, count in sorted(run.calls.items())),

@@ -194,8 +194,7 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
     own = OwnGroups(mesh, name)
     try:
         with contextlib.ExitStack() as stack:
-            for at in range(mesh.ndim):
-                original = mesh.get_group(at)
+            for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):  # axes of one rank share one
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(part_of_group(original, ranks, f"{original.group_name}/{name}"))
                 state_of(groups[-1]).proofs = own.proofs
@@ -305,11 +304,11 @@ def run_step(
 
     Communication: that of the step.
     """
-    with_gradient: set[str] = set()
+    with_gradient: dict[str, Any] = {}  # the placements of a gradient that is not 0 on this rank
 
     def note(name: str, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and bool(parameter.grad.any()):
-            with_gradient.add(name)
+        if parameter.grad is not None and bool(_local(parameter.grad).any()):
+            with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
     handles = [
@@ -327,7 +326,13 @@ def run_step(
                     error.add_note(f"{_NOTE}in {name or 'the model'} ({_kind(model, name)})")
                 raise
         gradients = {name: None if x.grad is None else _local(x.grad).detach() for name, x in named.items()}
-        removed = [x for x in sorted(with_gradient) if (grad := gradients[x]) is None or not bool(grad.any())]
+        removed = [
+            name
+            for name, placements in sorted(with_gradient.items())
+            # A style that shards a gradient may leave a rank a part that is 0.
+            if (grad := gradients[name]) is None
+            or (placements == getattr(named[name].grad, "placements", None) and not bool(grad.any()))
+        ]
     finally:
         for handle in handles:
             handle.remove()
@@ -395,8 +400,8 @@ _eager_steps: list[nn.Module] = []
 
 
 class ModelState:
-    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules,
-    training flags, and the states of random generators."""
+    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules, hooks
+    that the model registers on itself, training flags, and the states of random generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
@@ -404,6 +409,7 @@ class ModelState:
             (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
             for module in model.modules()
         ]
+        self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
         tensors = {
             id(x): x
             for _, *tables in self._modules
@@ -427,12 +433,28 @@ class ModelState:
             for name in [name for name, x in vars(module).items() if _is_plain(x) and name not in attributes]:
                 del module.__dict__[name]
             vars(module).update({name: x for name, x in attributes.items() if vars(module).get(name) is not x})
+        for table, before in self._hooks:
+            for key in [key for key, hook in table.items() if key not in before and _is_foreign(hook)]:
+                del table[key]
         with torch.no_grad():
             for tensor, value in self._values:
                 if tensor.shape == value.shape:
                     tensor.copy_(value)
         for put, state in self._random:
             put(state)
+
+
+def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is neither torch's nor this package's, which remember in objects of their own what they register.
+
+    Models of transformers register hooks at a forward and note it in a flag. The flag is put back, so are the hooks.
+    """
+    module = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or "torch."
+    return not module.startswith(("torch.", "cp_styles."))
 
 
 def _is_plain(value: Any) -> bool:

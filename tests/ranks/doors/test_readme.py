@@ -151,6 +151,7 @@ def one_process(model: Llama, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.filterwarnings("error::cp_styles.UnverifiedModelWarning")
 @pytest.mark.parametrize("name", ["example: five lines", "example: module"])
 def test_a_model_whose_code_stays_as_it_is(name: str):
     model, tokens = small_llama()

@@ -190,6 +190,30 @@ def test_axes_of_tensor_parallelism():
         run_ranks(lambda rank: on(rank, reduce=lambda model, cp: None), 4)
 
 
+def test_axes_that_share_a_group():
+    """On one process, both axes of a mesh have the default group."""
+
+    def on(rank: int) -> Report:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
+        assert mesh.get_group("cp") is mesh.get_group("tp")
+        model = parallelize_module(llama(), mesh, parallel_plan(AttentionContextParallel()))
+        return verify(model, mesh, {"tokens": TOKENS}, step, tolerance=1e-10)
+
+    assert len(run_ranks(on, 1)[0].parameters) == 21
+
+
+def test_a_rank_whose_part_of_a_gradient_is_zero():
+    """Tokens of the first half of the vocabulary, whose rows of the embedding are on the first rank of tp."""
+
+    def on(rank: int) -> Report:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = parallelize_module(llama(), mesh, parallel_plan(AttentionContextParallel()))
+        half = model.embed.weight.shape[0] // 2
+        return verify(model, mesh, {"tokens": TOKENS[:, :20] % half}, step, tolerance=1e-10)
+
+    assert len(run_ranks(on, 4)[0].parameters) == 21
+
+
 class Counted(nn.Module):
     """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first."""
 
@@ -247,6 +271,37 @@ def test_nothing_is_left_behind(fails: bool):
     assert torch.equal(torch.get_rng_state(), drawn)
     assert losses[0] == losses[1]
     assert losses[0][1] == 1
+
+
+class Hooked(nn.Module):
+    """A layer that registers a hook at its first forward, and notes it in a flag, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hooked = nn.Identity(), False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.inner.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.hooked = True
+        return self.inner(x)
+
+
+def test_hooks_that_a_model_registers_on_itself():
+    """Each run begins without them, and so does training."""
+    whole = llama()
+    whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Hooked())
+
+    def on(rank: int, prove: bool) -> float:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = parallel(whole, CORES, mesh)
+        if prove:
+            verify(model, mesh, {"tokens": TOKENS}, step)
+            hooked = model.layers[0].feed_forward[1]
+            assert (len(hooked.inner._forward_hooks), hooked.hooked) == (0, False)
+        return step(model, {"tokens": TOKENS}, mesh).item()
+
+    assert run_ranks(on, 2, True) == run_ranks(on, 2, False)
 
 
 def warned(act: Callable[[int], None]) -> list[str]:
