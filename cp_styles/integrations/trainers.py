@@ -10,11 +10,15 @@ This file imports no other library. Shapes: B batch, L tokens of this rank, S to
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
@@ -23,6 +27,7 @@ from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.model_options import padding_position
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
+from cp_styles.verify import verify
 
 
 def __getattr__(name: str) -> Any:
@@ -81,12 +86,16 @@ class ContextParallelTrainer:
 
     - Data loaders give the ranks of one sequence the same batches. (The ranks compare them.)
     - ``compute_loss`` cuts the batch by :meth:`context_parallel_collator`, and the loss is each rank's share.
+    - The first batch is proved, cut to at most 2,048 tokens, before the first step: :func:`~cp_styles.verify.verify`. A
+      subclass turns that off by ``verify = False``. (Not with DeepSpeed, whose backward is its optimizer's too.)
     - Evaluation returns the loss of the whole sequence, and predictions of whole sequences, for ``compute_metrics``,
       once for each sample.
 
     Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
     part of the labels; predictions for batches without labels. (The style refuses ``neftune_noise_alpha``.)
     """
+
+    verify = True
 
     def context_parallel_collator(self) -> BatchSharder:
         """The sharder that cuts the batches. Override this method for other entries, or for padding.
@@ -126,16 +135,19 @@ class ContextParallelTrainer:
         return super()
 
     @cached_property
-    def _firsts(self) -> list[int]:
-        """The first rank of each group of ranks that share a sequence. Communication, once: an all-gather."""
-        first = dist.get_process_group_ranks(self._cut._group)[0]
+    def _lines(self) -> list[list[int]]:
+        """The ranks that share a sequence, of each sequence. Communication, once: an all-gather."""
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, first)
-        return sorted(set(ranks))
+        dist.all_gather_object(ranks, dist.get_process_group_ranks(self._cut._group))
+        return sorted(map(list, set(map(tuple, ranks))))
+
+    @property
+    def _firsts(self) -> list[int]:
+        return [line[0] for line in self._lines]
 
     def _shared(self, dataloader: Any) -> Any:
-        index = self._firsts.index(dist.get_process_group_ranks(self._cut._group)[0])
-        return share_batches(dataloader, num_replicas=len(self._firsts), rank=index)
+        index = self._lines.index(dist.get_process_group_ranks(self._cut._group))
+        return share_batches(dataloader, num_replicas=len(self._lines), rank=index)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's loader, with the same batches for the ranks of one sequence."""
@@ -152,6 +164,45 @@ class ContextParallelTrainer:
     def get_cp_size(self) -> int:
         """The number by which the Trainer divides its count of tokens, because each rank counts the whole batch."""
         return self._cut._group.size()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, for all ``args`` and ``kwargs`` of the Trainer's method. The first batch is proved.
+
+        Raises:
+            VerificationError: on every rank, if a step of all ranks differs from that of one device.
+        """
+        samples = self._parent.get_batch_samples(*args, **kwargs)
+        batches, trainer = samples[0], self._trainer
+        if self.verify and batches and not hasattr(trainer.model_wrapped, "backward"):  # of DeepSpeed's engine
+            self.verify = False  # of this object
+            binding = binding_of(trainer.model)
+            if binding is not None and binding.proof is not None and not binding.proof.verified:
+                self._prove(batches[0])
+        return samples
+
+    def _prove(self, batch: Any) -> None:
+        trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
+        group = self._cut._group
+
+        def step(model: Any, batch: Any, mesh: DeviceMesh) -> None:
+            model.train()
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+            trainer.accelerator.backward(loss)
+
+        lines = [line for line in self._lines if dist.get_rank() in line]
+        cp = DeviceMesh.from_group(group, trainer.args.device.type, mesh_dim_names=("cp",))
+        if len(self._lines) > 1:
+            ranks = torch.tensor(self._lines, device="cpu")
+            column = ranks[:, lines[0].index(dist.get_rank())].tolist()
+            across = dist.new_group(column, use_local_synchronization=True)
+            groups = [across, group]
+            cp = DeviceMesh.from_group(groups, trainer.args.device.type, mesh=ranks, mesh_dim_names=("dp", "cp"))
+        try:
+            verify(trainer.model_wrapped, cp, _first_tokens(batch), step)
+        finally:
+            if metrics is not None:  # of TRL, which adds to them at each loss
+                self._metrics = metrics
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -240,3 +291,20 @@ class ContextParallelTrainer:
         rows = accelerator.gather(data).unflatten(0, (dist.get_world_size(), -1))[self._firsts].flatten(0, 1)
         state = accelerator.gradient_state
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+
+_TOKENS_TO_PROVE = 2048
+
+
+def _first_tokens(batch: Any) -> Any:
+    """The beginning of each sequence of a batch, of so many tokens in all; the whole batch if they have no labels."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+        return batch
+    length = max(_TOKENS_TO_PROVE // tokens.shape[0], 1)
+    known = all(not isinstance(x, torch.Tensor) or x.ndim < 2 or x.shape == tokens.shape for x in batch.values())
+    if tokens.shape[1] <= length or not known:
+        return batch
+    cut = {name: x[:, :length] if isinstance(x, torch.Tensor) and x.ndim == 2 else x for name, x in batch.items()}
+    labels = cut.get("labels")
+    return batch if labels is None or not bool((labels[:, 1:] != IGNORE_INDEX).any()) else cut

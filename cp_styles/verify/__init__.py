@@ -60,7 +60,8 @@ def verify(
     mesh: DeviceMesh,
     batch: Any,
     step: StepFunction,
-    *removed: Any,
+    removed: Any = None,
+    *,
     mesh_axis: str = "cp",
     plain: StepFunction | None = None,
     tolerance: float | None = None,
@@ -116,7 +117,7 @@ def verify(
         ValueError: parameters that have gradients; a bad ``tolerance``; a mesh without the axis.
         TypeError: the step returns something else than one number or None.
     """
-    if removed or not isinstance(mesh, DeviceMesh):
+    if removed is not None or not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"verify(model, mesh, batch, step) needs a DeviceMesh as its second argument, got {type(mesh).__name__}. "
             "It takes no plan any more: apply it first, parallelize_module(model, mesh, plan), and verify the model "

@@ -117,11 +117,16 @@ class _MeshOfOne(DeviceMesh):
     group of axes that are flattened with an axis of one rank is there already: the group of the remaining axis.
     """
 
+    @staticmethod
+    def of(mesh: DeviceMesh) -> _MeshOfOne:
+        """``mesh`` with the methods of this class: torch's constructors make their own."""
+        twin = object.__new__(_MeshOfOne)
+        vars(twin).update(vars(mesh))
+        return twin
+
     def __getitem__(self, mesh_dim_names: Any) -> Any:
         mesh = super().__getitem__(mesh_dim_names)
-        if mesh.ndim > 1:
-            mesh.__class__ = _MeshOfOne
-        return mesh
+        return mesh if mesh.ndim == 1 else _MeshOfOne.of(mesh)
 
     def _flatten(self, mesh_dim_name: str | None = None, *backend: Any) -> DeviceMesh:
         names = self.mesh_dim_names or ()
@@ -150,7 +155,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         groups = [one if at == dim else mesh.get_group(at) for at in range(mesh.ndim)]
         ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
-        alone.__class__ = _MeshOfOne
+        alone = _MeshOfOne.of(alone)
     try:
         with _standing_in(axis.get_group(), StandIn(one, alone)):
             yield alone

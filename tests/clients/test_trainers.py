@@ -18,8 +18,16 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("trainer_job.py")
 
-REFUSED = ["a plain Trainer", "a plain Trainer that cuts", "label smoothing"]
-MORE = ["the page's Trainer", "a plain Trainer, packed", "workers", "a loss function", "neftune", "dispatched batches"]
+REFUSED = ["a plain Trainer", "a plain Trainer that cuts", "label smoothing", "a token shift"]
+MORE = [
+    "the page's Trainer",
+    "a plain Trainer, packed",
+    "workers",
+    "a loss function",
+    "neftune",
+    "dispatched batches",
+    "a token shift that nobody proves",
+]
 
 SHARDED = ["accelerate's sharding", "accelerate's sharding, a block"]
 TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "datasets", "einops"]

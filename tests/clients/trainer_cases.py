@@ -407,6 +407,24 @@ CASES: dict[str, Callable[[], Training]] = {
     "torchtitan": torchtitan,
     "data parallel": partial(hugging_face, data=samples(8)),
 }
+
+
+def shifted_tokens(*, proved: bool) -> Training:
+    """A model that adds to each token what is before it, in this rank's part: by a hook, which no argument shows."""
+
+    class Trained(LongTrainer):
+        verify = proved
+
+    model = model_of()
+    model.set_attn_implementation(NAME)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    parallelize_module(model, mesh, ModuleContextParallel())
+    embed = model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, args, x: x + torch.nn.functional.pad(x, (0, 0, 1, -1)))
+    done = train(Trained(model, arguments(), train_dataset=samples(8), data_collator=default_data_collator))
+    raise AssertionError(f"trained {len(done.losses)} steps")
+
+
 REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
     "a plain Trainer": (plain_trainer, "takes position_ids and was given none"),
     "a plain Trainer, packed": (
@@ -423,6 +441,11 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         partial(hugging_face, compute_loss_func=lambda *args, **kwargs: None),
         "compute_loss_func gets this rank's part",
     ),
+    "a token shift": (
+        partial(shifted_tokens, proved=True),
+        "(Embedding): it carries values from token to token",
+    ),
+    "a token shift that nobody proves": (partial(shifted_tokens, proved=False), "trained 4 steps"),
     "neftune": (partial(hugging_face, args={"neftune_noise_alpha": 5.0}), "neftune_noise_alpha) adds noise"),
     "dispatched batches": (
         partial(hugging_face, args={"accelerator_config": {"dispatch_batches": True}}),

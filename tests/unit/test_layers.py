@@ -30,8 +30,9 @@ LAYERS = (
     ("engine",),
     ("batch_sharder", "decoding", "explain", "functions", "joint_layout", "mixers"),
     ("intercept",),
-    ("styles", "torch_api", "integrations"),
+    ("styles", "torch_api"),
     ("verify",),
+    ("integrations",),
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]
