@@ -165,13 +165,14 @@ class ContextParallelTrainer:
         """The number by which the Trainer divides its count of tokens, because each rank counts the whole batch."""
         return self._cut._group.size()
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, for all ``args`` and ``kwargs`` of the Trainer's method. The first batch is proved.
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The Trainer's (batches, number of labels), for ``epoch_iterator``, ``num_batches`` and ``device`` as in the
+        Trainer. The first batch is proved.
 
         Raises:
             VerificationError: on every rank, if a step of all ranks differs from that of one device.
         """
-        samples = self._parent.get_batch_samples(*args, **kwargs)
+        samples = self._parent.get_batch_samples(epoch_iterator, num_batches, device)
         batches, trainer = samples[0], self._trainer
         if self.verify and batches and not hasattr(trainer.model_wrapped, "backward"):  # of DeepSpeed's engine
             self.verify = False  # of this object

@@ -236,6 +236,8 @@ def _detached(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _add_gradient(call: Call, at: int, gradient: torch.Tensor) -> None:
+def _add_gradient(call: Call, at: int, gradient: torch.Tensor | None) -> None:
     total = call.gradients[at]
+    if gradient is None:  # a backward that leaves it undefined, which means 0
+        return
     call.gradients[at] = gradient.detach().clone() if total is None else total + gradient.detach()

@@ -2,14 +2,19 @@
 
     python -m tests.clients.sweep [--kind causal|seq2seq|masked] [--training] [MODEL_TYPE ...]
 
-A tiny model of each type, with random weights in float64, makes one step on one process and one on two ranks. Prints a
-line for each type, and a table at the end. About ten minutes for the causal ones on two cores.
+A tiny model of each type, with random weights in float64, makes one step on one process and one on two ranks, and is
+proved in place by verify: "proved", or "noticed" if verify calls it wrong. Prints a line for each type, and a table at
+the end. The exit status counts the types that are wrong or that are misjudged. About fifteen minutes for the causal
+ones on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import copy
+import io
 import re
 import sys
 import warnings
@@ -18,10 +23,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.auto import modeling_auto
 
-from cp_styles.testing import RankError
+from cp_styles import ModuleContextParallel, head_tail, parallelize_module, sum_gradients
+from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     NAME,
     config_of,
@@ -30,6 +39,7 @@ from tests.clients.hugging_face import (
     largest_error,
     on_ranks,
     positions_of,
+    step,
     tiny,
     tokens_of,
 )
@@ -147,7 +157,36 @@ def verdict(kind: str, model_type: str, *, training: bool) -> tuple[str, str]:
         return "refused", words(error)
     except Exception as error:
         return "error", words(error)
-    return ("exact" if off < EXACT else "wrong"), f"{off:.1e}"
+    proof = proved(model, inputs, labels)
+    kind = f"{'exact' if off < EXACT else 'wrong'}, {'proved' if proof is None else 'noticed'}"
+    return kind, f"{off:.1e} {proof or ''}"
+
+
+def proved(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> str | None:
+    """None, or the finding of verify."""
+
+    def act(mine: Any, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:
+        parts = {
+            name: head_tail(x.shape[-1], mesh.size()).shard(x, -1, mesh.get_local_rank()) for name, x in batch.items()
+        }
+        of_part = parts.pop("labels")
+        total = step(mine, parts, of_part).detach().clone()
+        sum_gradients(mine, mesh)
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    def on(rank: int) -> None:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        verify(mine, mesh, inputs | {"labels": labels}, act, tolerance=1e-9)
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_ranks(on, 2)
+    except Exception as error:
+        return words(error)
+    return None
 
 
 def words(error: Exception) -> str:
@@ -169,10 +208,10 @@ def main(arguments: list[str]) -> int:
     for model_type in options.model_type or [*KINDS[options.kind][1], *more]:
         kind, details = verdict(options.kind, model_type, training=options.training)
         table[kind].append(model_type)
-        print(f"{model_type:28} {kind:8} {details}", flush=True)
+        print(f"{model_type:28} {kind:14} {details}", flush=True)
     for kind, names in table.items():
         print(f"\n{kind}: {len(names)}\n{' '.join(names)}")
-    return len(table["wrong"])
+    return sum(len(names) for kind, names in table.items() if "wrong" in kind or kind == "exact, noticed")
 
 
 if __name__ == "__main__":

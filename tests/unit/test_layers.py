@@ -31,8 +31,7 @@ LAYERS = (
     ("batch_sharder", "decoding", "explain", "functions", "joint_layout", "mixers"),
     ("intercept",),
     ("styles", "torch_api"),
-    ("verify",),
-    ("integrations",),
+    ("verify", "integrations"),
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]

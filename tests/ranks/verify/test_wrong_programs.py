@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cp_styles.testing import RankTimeout
-from tests.wrong_programs import DOORS, DTYPES, PROGRAMS, Program, main, proved, runs
+from tests import wrong_programs
+from tests.wrong_programs import DOORS, DTYPES, Program, main, proved, runs
 
 
 def by_default() -> Collection[tuple[str, str]]:
@@ -23,7 +24,7 @@ def by_default() -> Collection[tuple[str, str]]:
 def first_of_kinds() -> Collection[tuple[str, str]]:
     """The first wrong program and the first right one of each kind, under styles."""
     first: dict[tuple[str, bool], str] = {}
-    for program in PROGRAMS:
+    for program in wrong_programs.PROGRAMS:
         first.setdefault((program.kind, program.right), str(program))
     return {(name, "style") for name in first.values()}
 
@@ -56,10 +57,10 @@ def test_a_program_in_bfloat16(program: Program, door: str):
 
 def test_the_table():
     """Each row has a name of its own, and says what happened at 8693cb7. Each door has right and wrong programs."""
-    names = Counter(map(str, PROGRAMS))
+    names = Counter(map(str, wrong_programs.PROGRAMS))
     assert max(names.values()) == 1
-    assert {each.flow for each in PROGRAMS if each.right} == {"right", "refused"}
-    assert {each.flow for each in PROGRAMS if not each.right} == {"silent", "refused"}
+    assert {each.flow for each in wrong_programs.PROGRAMS if each.right} == {"right", "refused"}
+    assert {each.flow for each in wrong_programs.PROGRAMS if not each.right} == {"silent", "refused"}
     everything = [(door, dtype, right) for door in DOORS for dtype in DTYPES.values() for right in (False, True)]
     assert {(door, each.dtype, each.right) for each, door in runs()} == set(everything)
 
