@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import tree_map
+from cp_styles._compat import is_in_torch_func, tree_map
 from cp_styles.verify.record import Key, Outputs
 
 _EXACT = 1e-6
@@ -45,7 +45,9 @@ class Perturbed(Outputs):
         number = iter(range(1000))
 
         def perturbed(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or unit_of(value) <= _EXACT:
+            if not isinstance(value, torch.Tensor) or unit_of(value) <= _EXACT:
+                return value
+            if isinstance(value, DTensor) or is_in_torch_func(value):  # inside of vmap
                 return value
             return _Perturb.apply(value, zlib.crc32(repr((key, next(number))).encode()))
 

@@ -65,9 +65,9 @@ by_fsdp_over_cp_with_tp
     send: 30720 bytes
 Stage on 4 ranks, mesh axes ('pp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_pipeline
-    all_gather: 10 calls, 880 bytes
+    all_gather: 9 calls, 792 bytes
     all_reduce: 2 calls, 72200 bytes
-    send: 60082 bytes
+    send: 57344 bytes
 """,
     )
 

@@ -259,22 +259,26 @@ def by_pipeline() -> Training:
     pp, index = mesh["pp"], mesh["pp"].get_local_rank()
     model = parallelize_module(new_model(), mesh["cp"], cp_plan(2))
     part = Stage(model, range(index, index + 1), torch.empty(0))
+    # A schedule keeps the lengths of its first step: one for each number of ranks, as verify has two.
+    schedules: dict[int, Schedule1F1B] = {}
+    counts: dict[int, torch.Tensor] = {}
 
     def step(part: nn.Module, batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
         cp = mesh["cp"]
         layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
         mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
-        count = global_token_count(mine["labels"], cp) if index else torch.tensor(0)
         part.positions = layout.positions(rank)
+        counts[cp.size()] = global_token_count(mine["labels"], cp) if index else torch.tensor(0)
 
         def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            return global_loss(losses, count, cp)
+            return global_loss(losses, counts[cp.size()], cp)
 
-        # A schedule keeps the lengths of its first step: one for each number of ranks.
-        stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
-        # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
-        schedule = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
+        if cp.size() not in schedules:
+            stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
+            # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
+            schedules[cp.size()] = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
+        schedule = schedules[cp.size()]
         losses: list[torch.Tensor] = []
         if index == 0:
             schedule.step(mine["tokens"])

@@ -31,7 +31,7 @@ from cp_styles import (
 )
 from cp_styles.__main__ import main
 from cp_styles.comm.group_state import state_of
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
@@ -49,6 +49,7 @@ def llama() -> Llama:
     return model
 
 
+WIDE = LlamaConfig(vocabulary=32, width=128, layers=12, heads=4, kv_heads=2, hidden=384)
 TOKENS = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 CORES = {"layers.*.attention.core": AttentionContextParallel()}
 
@@ -392,6 +393,77 @@ def test_a_plain_step_shows_what_the_recipe_changes():
 
     run(llama(), act=shifted)
     wrong(llama(), act=shifted, plain=plain, words="argument 'positions_L' of the model")
+
+
+def test_an_error_with_one_rank_on_one_rank():
+    """The rank that raises has its error, with what it is about; the other one hears of it."""
+
+    def act(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
+        if mesh.size() == 1 and dist.get_rank() == 1:
+            raise KeyError("planned")
+        return step(model, batch, mesh)
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = parallel(llama(), CORES, mesh)
+        words = "another rank has raised KeyError" if rank == 0 else "planned"
+        with pytest.raises((KeyError, RuntimeError), match=words) as caught:
+            verify(model, mesh, {"tokens": TOKENS}, act)
+        if rank == 1:
+            assert "the step with one rank in place of those of the sequence" in caught.value.__notes__[-1]
+        verify(model, mesh, {"tokens": TOKENS}, step)
+
+    run_ranks(on, 2)
+
+
+@pytest.mark.parametrize("run_before", [False, True])
+def test_a_compiled_model_is_proved_without_its_graphs(run_before: bool):
+    """Also after its graphs were made, which know the lengths of two ranks; and it runs by them afterwards."""
+    traced: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = torch.compile(parallel(llama(), ModuleContextParallel(), mesh), backend=backend)
+        if run_before:
+            step(model, {"tokens": TOKENS}, mesh)
+            model.zero_grad()
+        dist.barrier()
+        graphs = len(traced)
+        verify(model, mesh, {"tokens": TOKENS}, step)
+        dist.barrier()
+        assert len(traced) == graphs
+        dist.barrier()
+        step(model, {"tokens": TOKENS}, mesh)
+        dist.barrier()
+        assert traced
+
+    run_ranks(on, 2)
+
+
+def test_the_gradients_are_kept_twice_at_most():
+    """Beside what a step needs: its gradients once, and those of the step with all ranks. The model is large, and its
+    activations are small."""
+
+    def on(rank: int, *, proved: bool) -> int:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = parallel(wide, CORES, mesh)
+        with MemoryTrace() as trace:
+            if proved:
+                verify(model, mesh, {"tokens": TOKENS[:1, :6]}, step)
+            else:
+                step(model, {"tokens": TOKENS[:1, :6]}, mesh)
+        return trace.peak
+
+    wide = Llama(WIDE)
+    sizes = [x.nbytes for x in wide.parameters()]
+    needed, peak = (max(run_ranks(partial(on, proved=proved), 2)) for proved in (False, True))
+    assert sum(sizes) < needed
+    # Gradients are compared one by one, in float64: some copies of the largest one.
+    assert peak - needed < 1.1 * sum(sizes) + 8 * max(sizes)
 
 
 def test_a_module_that_calls_no_attention():
