@@ -128,6 +128,8 @@ class _WrongCall:
                 return self._of_part(inside, outputs, ", in its own code between the modules")
         if text := self._other_layout():
             return f"{node}: {text}"
+        if text := self._pooled():
+            return text
         wrong = self._wrong_positions()
         positions = _positions(self._gather(set() if wrong is None else wrong[0]))
         return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
@@ -137,6 +139,8 @@ class _WrongCall:
 
         If modules in the call are right, ``inside`` is what they return on one process, and on this rank.
         """
+        if text := self._pooled():
+            return text
         wholes = self._node.args, self._node.kwargs, inside
         parts = self._local.args, self._local.kwargs, local_inside
 
@@ -260,6 +264,28 @@ class _WrongCall:
             return total is not None and total.error() <= self._comparison.tolerance and (whole or None not in errors)
 
         return all(self._gather(_holds(ask)))
+
+    def _pooled(self) -> str:
+        """The cause if what is wrong has no rows of tokens on any rank."""
+        of_ranks = [cut for rank in self._gather(self._wrong_tensors()) for cut in rank]
+        if not of_ranks or any(of_ranks):
+            return ""
+        return (
+            f"{self._where} is another one than of all tokens, and has no row for each of them: it is pooled from this "
+            "rank's part (a mean, a sum, a maximum, the first or the last token). Gather the tokens before: "
+            "cp_styles.collectives.gather(x, 1, mesh, layout=layout), on the page Training"
+        )
+
+    def _wrong_tensors(self) -> list[bool]:
+        """Of each tensor that is wrong on this rank, whether it has rows of this rank's tokens."""
+        parts = [
+            (self._places.part(whole, local), local) for whole, local in zip(self._right, self._actual, strict=True)
+        ]
+        return [
+            part.layout is not None
+            for part, local in parts
+            if part is not None and not self._equal(local, part.expected)
+        ]
 
     def _other_layout(self) -> str | None:
         """Whether the inputs are cut with one layout, and the attention ran with another one."""

@@ -442,6 +442,27 @@ MIXES = r"carries values from token to token, and no attention"
 ALONE = r"blocks.1.core \(Core\): its attention ran on each rank's part alone"
 UNKNOWN = r"The cause is not known"
 
+
+class Pooled(nn.Module):
+    """A classifier of a mean over tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, positions):
+        return self.model(tokens, positions).mean(1)
+
+
+def pooled_step(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
+    layout, rank = head_tail(S, mesh.size()), mesh.get_local_rank()
+    out = model(layout.shard(batch["tokens"], 1, rank), layout.positions(rank))
+    loss = global_loss(out.square().sum(), mesh.size(), mesh)
+    loss.backward()
+    sum_gradients(model, mesh)
+    return loss
+
+
 # The first finding of the report, by mistake.
 MISTAKES: dict[str, tuple[Case, str]] = {
     # Positions.
@@ -485,6 +506,10 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     "the mean over tokens in the model": (
         Case(lambda: Model(within=lambda model, x: x - x.mean(1, keepdim=True))),
         rf"the model \(Model\): it {MIXES}",
+    ),
+    "a pooled token": (
+        Case(lambda: Pooled(Model()), plan={"model.blocks.*.core": AttentionContextParallel()}, act=pooled_step),
+        r"the model \(Pooled\): its output .* pooled from this rank's part",
     ),
     "a softmax over tokens behind attention": (
         Case(lambda: Behind(Model()), plan={"model.blocks.*.core": AttentionContextParallel()}),
@@ -818,7 +843,7 @@ SOME_MISTAKES = (
     *("labels rolled after the cut", "a mean of means", "gradients that nobody sums", "gradients of some"),
     "random numbers of a rank",
     *("gradients that are summed twice", "gradients that are averaged", "cut by hand"),
-    *("a recurrence", "a causal convolution", "documents that a recurrence is not given"),
+    *("a recurrence", "a pooled token", "a causal convolution", "documents that a recurrence is not given"),
     *("attention that the plan leaves out", "another batch by rank", "other weights by rank"),
 )
 SOME_RIGHT = (
