@@ -170,7 +170,7 @@ class ContextParallelTrainer:
         Trainer. The first batch is proved.
 
         Raises:
-            VerificationError: on every rank, if a step of all ranks differs from that of one device.
+            VerificationError: on every rank, if a step of all ranks differs from the step of one device.
         """
         samples = self._parent.get_batch_samples(epoch_iterator, num_batches, device)
         batches, trainer = samples[0], self._trainer

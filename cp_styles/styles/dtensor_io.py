@@ -65,7 +65,7 @@ class DTensorIO:
     handle = ""
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
-        """Group, axis and composed mesh; those of this rank alone where it takes the place of the ranks."""
+        """Group, axis and composed mesh. Where this rank takes the place of the ranks, they have one rank."""
         group, axis, composed = self._own
         stand_in = state_of(group).stand_in
         if stand_in is None or stand_in.mesh is None:

@@ -54,7 +54,7 @@ class _MixingHook:
     path: str
 
     def check(self, layer: nn.Module, args: Any) -> None:
-        """A forward pre-hook. No communication: an error ends the forward, and then the others hear of it."""
+        """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
         if not _mixes(layer):
             return
         if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled

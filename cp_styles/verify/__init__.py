@@ -107,7 +107,7 @@ def verify(
     Memory: the gradients twice (as they are sharded), and this rank's rows of the outputs of modules. Time: three small
     steps, four in lower precision; two more and some parts of the model if something is wrong.
 
-    Communication: that of the steps; all-gathers of small objects over the axes of ``mesh``.
+    Communication: the steps' own, and all-gathers of small objects over the axes of ``mesh``.
 
     Raises:
         VerificationError: on every rank, if the steps differ, if the step raises on some rank, or if nothing can be
@@ -270,7 +270,7 @@ class _Verification:
         losses: Sequence[tuple[float | None, float | None]],
         leeway: Leeway,
     ) -> Report:
-        """The same on every rank: of each error the largest."""
+        """The report, equal on every rank: it has the largest of each error."""
         worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
         ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused))
@@ -299,7 +299,7 @@ class _Verification:
             ran = run_together(run, broken_by_error(self._model))
             own.leave()
             if not isinstance(ran, Failure):
-                failures = self._everyone(None)  # the others have finished too, or failed: no message is under way
+                failures = self._everyone(None)  # all ranks have finished or failed: no message is under way
         self._proofs |= own.proofs
         self._progress.step()
         if isinstance(ran, Failure):
@@ -314,7 +314,7 @@ class _Verification:
         return ran
 
     def _alone(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
-        """The step with this rank in place of those of the sequence."""
+        """The step with this rank in place of the ranks of the sequence."""
         self._state.restore()
         ranks = self._axis.mesh.tolist()
         with as_one_rank(self._mesh, self._axis) as mesh:
@@ -322,7 +322,7 @@ class _Verification:
                 result = run_step(self._model, self._batch, mesh, self._steps[1], recording)
             except Exception as error:
                 error.add_note(
-                    "verify: this was the step with one rank in place of those of the sequence. Let the step cut the "
+                    "verify: this was the step with one rank in place of all of the sequence. Let the step cut the "
                     "batch, and make layouts, groups and the schedules of a pipeline, for the mesh that it is given"
                     f"{broken_by_error(self._model)}"
                 )
@@ -330,7 +330,7 @@ class _Verification:
         self._progress.step()
         if len(ranks) > 1 and any(ran is not None and ran.ranks == ranks for ran in result[0].attentions):
             raise ValueError(
-                f"verify: attention runs over another process group of the ranks {ranks} than that of the mesh: give "
+                f"verify: attention runs over a process group of the ranks {ranks} that the mesh does not have: give "
                 "verify the mesh that the styles and functions were given"
             )
         return result

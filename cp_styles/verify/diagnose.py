@@ -277,7 +277,7 @@ class _WrongCall:
         )
 
     def _wrong_tensors(self) -> list[bool]:
-        """Of each tensor that is wrong on this rank, whether it has rows of this rank's tokens."""
+        """Whether each tensor that is wrong on this rank has rows of this rank's tokens."""
         parts = [
             (self._places.part(whole, local), local) for whole, local in zip(self._right, self._actual, strict=True)
         ]
@@ -307,8 +307,8 @@ class _WrongCall:
         *,
         outputs: Mapping[Key, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """What is wrong, in another run of the call with one rank. With ``outputs``, the modules in it do not run, and
-        return these."""
+        """The tensors that were wrong, from another run of the call with one rank. With ``outputs``, the modules in it
+        do not run, and return these."""
         node, inner, calls = self._node, self._inner, self._comparison.calls
         inputs: list[list[torch.Tensor]] = []
         handle = None

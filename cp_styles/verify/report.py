@@ -29,7 +29,7 @@ class ModuleErrors:
 
 @dataclass(frozen=True)
 class Report:
-    """One step of a model on ranks, compared with the same step with one rank. The same on every rank.
+    """One step of a model on ranks, compared with the same step with one rank. Every rank has an equal report.
 
     Attributes:
         title: the model and the mesh.
@@ -39,7 +39,7 @@ class Report:
         loss: with one rank, and on each rank; empty if the step returned none.
         worst: the largest error of a gradient, or of what the model returns.
         unused: modules whose outputs differ, although no gradient does: nothing follows from them.
-        tolerance: the error above which something is wrong, beside what follows from ``rounding``.
+        tolerance: the error above which something is wrong; in low precision more is allowed, see ``rounding``.
         rounding: in low precision, the largest error that changes of the last bits make.
     """
 

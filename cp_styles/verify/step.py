@@ -164,7 +164,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 class OwnGroups:
-    """What ranks know of each other in :func:`over_own_groups`, besides what they send.
+    """State of the ranks in :func:`over_own_groups`, shared through a store and not by messages.
 
     Attributes:
         proofs: of the models that have a backward over the groups.
@@ -218,7 +218,7 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
 
 
 def broken_by_error(model: nn.Module) -> str:
-    """What else is to be said of an error in the step: FSDP2 does not leave its forward then."""
+    """The end of the text of an error in the step: FSDP2 does not leave its forward then."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return ""
     return ". FSDP2 does not recover from an error inside of its forward: make the model again before you train it"
@@ -405,7 +405,7 @@ _eager_steps: list[nn.Module] = []
 
 
 class ModelState:
-    """What a step changes in a model and in the process, beside gradients: buffers, plain attributes of modules, hooks
+    """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks
     that the model registers on itself, training flags, and the states of random generators."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -410,7 +410,7 @@ def test_an_error_with_one_rank_on_one_rank():
         with pytest.raises((KeyError, RuntimeError), match=words) as caught:
             verify(model, mesh, {"tokens": TOKENS}, act)
         if rank == 1:
-            assert "the step with one rank in place of those of the sequence" in caught.value.__notes__[-1]
+            assert "the step with one rank in place of all of the sequence" in caught.value.__notes__[-1]
         verify(model, mesh, {"tokens": TOKENS}, step)
 
     run_ranks(on, 2)
