@@ -49,7 +49,7 @@ def llama() -> Llama:
     return model
 
 
-WIDE = LlamaConfig(vocabulary=32, width=128, layers=12, heads=4, kv_heads=2, hidden=384)
+WIDE = LlamaConfig(vocabulary=32, width=128, layers=4, heads=4, kv_heads=2, hidden=384)
 TOKENS = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 CORES = {"layers.*.attention.core": AttentionContextParallel()}
 

@@ -13,20 +13,19 @@ from tests import wrong_programs
 from tests.wrong_programs import DOORS, DTYPES, Program, main, proved, runs
 
 
-def by_default() -> Collection[tuple[str, str]]:
-    """The name and the door of what a default run has: every program at one door, and the doors in turn."""
+def first_of_kinds(number: int, kinds: int = 1) -> Collection[tuple[str, str]]:
+    """The name and the door of the first wrong programs and the first right ones of every ``kinds``-th kind, at the
+    doors in turn."""
     doors: dict[str, list[str]] = {}
     for program, door in runs(dtypes=["float64"]):
         doors.setdefault(str(program), []).append(door)
-    return {(name, each[index % len(each)]) for index, (name, each) in enumerate(doors.items())}
-
-
-def first_of_kinds() -> Collection[tuple[str, str]]:
-    """The first wrong program and the first right one of each kind, under styles."""
-    first: dict[tuple[str, bool], str] = {}
+    names = list(dict.fromkeys(program.kind for program in wrong_programs.PROGRAMS))[::kinds]
+    first: dict[tuple[str, bool], list[str]] = {}
     for program in wrong_programs.PROGRAMS:
-        first.setdefault((program.kind, program.right), str(program))
-    return {(name, "style") for name in first.values()}
+        if program.kind in names:
+            first.setdefault((program.kind, program.right), []).append(str(program))
+    chosen = [name for each in first.values() for name in each[:number]]
+    return {(name, doors[name][index % len(doors[name])]) for index, name in enumerate(chosen)}
 
 
 def rows(dtype: str, chosen: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -45,12 +44,12 @@ def judged(program: Program, door: str) -> None:
     assert (error is None) == program.right, error
 
 
-@rows("float64", by_default())
+@rows("float64", first_of_kinds(2))
 def test_a_program(program: Program, door: str):
     judged(program, door)
 
 
-@rows("bfloat16", first_of_kinds())
+@rows("bfloat16", first_of_kinds(1, kinds=3))
 def test_a_program_in_bfloat16(program: Program, door: str):
     judged(program, door)
 
