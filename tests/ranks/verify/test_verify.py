@@ -20,8 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
+    BatchSharder,
+    Causal,
     ModuleContextParallel,
     UnverifiedModelWarning,
+    context_attention,
     global_loss,
     global_token_count,
     head_tail,
@@ -393,6 +396,42 @@ def test_a_plain_step_shows_what_the_recipe_changes():
 
     run(llama(), act=shifted)
     wrong(llama(), act=shifted, plain=plain, words="argument 'positions_L' of the model")
+
+
+class Called(nn.Module):
+    """Attention by a function of the real mesh, which the model was given when it was made."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, q, k, v):
+        return context_attention(q, k, v, self.mesh, mask=Causal(), layout=head_tail(LENGTH, self.mesh.size()))
+
+
+def test_what_was_given_the_real_mesh_follows():
+    """A function in the model, a sharder that was made before the step, and functions of batch.py."""
+
+    def on(rank: int, *, shift: bool) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model, sharder = parallel(llama(), lambda model, mesh: model, mesh), BatchSharder(mesh)
+        for layer in model.layers:
+            layer.attention.core = Called(mesh)
+        if shift:
+            model.norm.register_forward_hook(lambda module, args, x: x + x.roll(1, 1))
+
+        def act(model: nn.Module, tokens: torch.Tensor, given: Any) -> torch.Tensor:
+            batch = sharder(tokens)
+            loss = batch.loss(model(batch.tokens, batch.positions))
+            loss.backward()
+            sum_gradients(model, mesh)
+            return loss
+
+        return verify(model, mesh, TOKENS, act, tolerance=1e-10).line
+
+    assert "equal to one device" in run_ranks(partial(on, shift=False), 2)[0]
+    with pytest.raises(RankError, match="carries values from token to token"):
+        run_ranks(partial(on, shift=True), 2)
 
 
 def test_an_error_with_one_rank_on_one_rank():
