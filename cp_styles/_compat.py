@@ -245,6 +245,10 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
     return part
 
 
+# What torch.compile(module) returns. Seen: 2.11 to 2.15.
+OptimizedModule = eval_frame.OptimizedModule
+
+
 def store_of(group: dist.ProcessGroup) -> Any:
     """The store of a group. Seen: 2.11 to 2.15 (``_world.pg_map``)."""
     return dist.distributed_c10d._world.pg_map[group][1]  # pyright: ignore[reportAttributeAccessIssue]

@@ -448,8 +448,8 @@ OTHERS = [
     Mistake(
         "mixing layers: the layer that a mixer calls is refused",
         "mixing",
-        "is_mixing.set(True)",
-        "is_mixing.set(False)",
+        "tally.mixing = True",
+        "tally.mixing = False",
         "ranks/doors/test_guards.py -k mixers_call",
     ),
     Mistake(

@@ -63,6 +63,7 @@ class Tally:
         cuts: those among them that a layout has cut, each with its layout.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
         path: of the innermost module that runs, below the one that has the style.
+        mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
     """
 
     calls: int = 0
@@ -73,6 +74,7 @@ class Tally:
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     made_mask: Any = None
     path: str = ""
+    mixing: bool = False
 
 
 @dataclass(frozen=True)

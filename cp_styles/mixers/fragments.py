@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -76,15 +75,16 @@ class Cut(NamedTuple):
 
 @contextmanager
 def mixing() -> Iterator[None]:
-    """While a mixer calls its kernel, with all rows that it needs; refuse_mixing_layers in guards.py asks for it."""
-    before = is_mixing.set(True)
+    """While a mixer calls its kernel, with all rows that it needs: the modules around it know, by their tallies."""
+    tallies = [mode.unscoped.tally for mode in function_modes() if isinstance(mode, RerunMode)]
+    before = [tally.mixing for tally in tallies]
+    for tally in tallies:
+        tally.mixing = True
     try:
         yield
     finally:
-        is_mixing.reset(before)
-
-
-is_mixing: ContextVar[bool] = ContextVar("is_mixing", default=False)
+        for tally, mixing_before in zip(tallies, before, strict=True):
+            tally.mixing = mixing_before
 
 
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:

@@ -28,7 +28,6 @@ from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
-from cp_styles.mixers.fragments import is_mixing
 from cp_styles.styles.model_options import Window, loss_takes_all, makes_local_masks, padding_position, windows_of
 from cp_styles.troubleshooting import see
 
@@ -38,8 +37,8 @@ POSITIONS = "position_ids"
 def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
     """Register a hook on each layer of torch in ``model`` whose class says that it carries values from token to token.
 
-    Its calls are refused: it would end at this rank's part of the tokens. But for the layers in the modules ``local``;
-    for what a mixer of this package calls, which has all the rows that it needs; and for new tokens after a prompt,
+    The hook refuses calls: the layer would end at this rank's part of the tokens. It allows layers in the modules
+    ``local``; calls by a mixer of this package, which has all the rows that it needs; and new tokens after a prompt,
     which are whole on every rank.
     """
     allowed = {id(layer) for part in local for layer in part.modules()}
@@ -59,7 +58,7 @@ class _MixingHook:
             return
         if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
             calls = AttentionCalls.entered()
-            if calls is None or is_mixing.get():
+            if calls is None or calls.tally.mixing:
                 return
             past = cache_given(calls.inputs)
             past = getattr(past, "self_attention_cache", past)  # beside keys of an encoder

@@ -82,8 +82,8 @@ def verify(
     - the gradients of all parameters after the step.
 
     Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
-    before, also after an error. Dropout is off in all runs. Graphs of torch.compile are not used: the code that they
-    were made from is proved.
+    before, also after an error. (FSDP2 does not recover from an error inside of its forward; the error says so then.)
+    Dropout is off in all runs. Compiled modules run without their graphs: the code that they were made from is proved.
 
     Args:
         model: the model, in any floating-point dtype.

@@ -7,7 +7,6 @@ import copy
 import gc
 import random
 import sys
-import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import part_of_group, resolve_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, part_of_group, resolve_group, store_of, tensors_in, without_groups
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
@@ -128,7 +127,7 @@ class _MeshOfOne(DeviceMesh):
         mesh = super().__getitem__(mesh_dim_names)
         return mesh if mesh.ndim == 1 else _MeshOfOne.of(mesh)
 
-    def _flatten(self, mesh_dim_name: str | None = None, *backend: Any) -> DeviceMesh:
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
         names = self.mesh_dim_names or ()
         groups = [self.get_group(at) for at in range(self.ndim)]
         larger = [group for group in groups if group.size() > 1]
@@ -382,26 +381,29 @@ def _is_of_transfer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run a compiled model without its graphs, which were traced for all ranks of the sequence."""
-    compiled = any(getattr(x, "_orig_mod", None) or getattr(x, "_compiled_call_impl", None) for x in model.modules())
-    if not compiled:
-        yield
-        return
-    # The stance belongs to the process, in which several ranks may be threads: the last one to leave puts it back.
-    with _stance_lock:
-        _eager_steps.append(model)
-        torch.compiler.set_stance("force_eager")
+    """Run compiled modules without their graphs, which were traced for all ranks of the sequence.
+
+    torch's stance would do that for the process, in which several ranks may be threads, and in place of the user's own.
+    """
+    changed = [
+        (vars(module), {name: vars(module)[name] for name in eager}, eager)
+        for module in model.modules()
+        if (eager := _eager(module))
+    ]
+    for attributes, _, eager in changed:
+        attributes.update(eager)
     try:
         yield
     finally:
-        with _stance_lock:
-            _eager_steps.remove(model)
-            if not _eager_steps:
-                torch.compiler.set_stance("default")
+        for attributes, before, _ in changed:
+            attributes.update(before)
 
 
-_stance_lock = threading.Lock()
-_eager_steps: list[nn.Module] = []
+def _eager(module: nn.Module) -> dict[str, Any]:
+    """The attributes with which a module runs uncompiled after torch.compile(module) or module.compile()."""
+    if isinstance(module, OptimizedModule):
+        return {"forward": module._orig_mod}
+    return {"_compiled_call_impl": None} if vars(module).get("_compiled_call_impl") is not None else {}
 
 
 class ModelState:

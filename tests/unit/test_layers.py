@@ -119,7 +119,7 @@ def sizes() -> dict[str, int]:
 
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
-LIMITS = {"lines of the package": 29_500, "lines of the core path": 13_500, "floors": 10, "entries of state": 47}
+LIMITS = {"lines of the package": 29_500, "lines of the core path": 13_500, "floors": 10, "entries of state": 45}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -179,7 +179,6 @@ STATE = {
         "engine/reruns.py": "_modes",
         "engine/run.py": "listener",
         "engine/scope.py": "_open",
-        "mixers/fragments.py": "is_mixing",
         "torch_api/context_block.py": "_open",
     },
     "settings of torch's API": {
@@ -208,7 +207,6 @@ STATE = {
         "strategies/ulysses.py": "_geometry joined",
     },
     "one in a process": {
-        "verify/step.py": "_eager_steps",
         "_compat.py": "_gloo_on_one_device",
         "kernels/sdpa.py": "_computed_shapes",
     },
