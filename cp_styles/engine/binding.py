@@ -447,7 +447,7 @@ class _Call:
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
-            watch=binding._watch.look(self.tensors, binding.group),
+            watch=binding._watch.look(self.tensors, binding.group, binding.proof),
         )
 
     def _made_for(self, guess: tuple[int, int], balancer: Balancer) -> AgreedCall | None:

@@ -35,7 +35,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -51,7 +51,7 @@ from cp_styles._compat import current_autograd_node, graph_task_id, without_disp
 from cp_styles.checksum import device_checksum
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import mesh_of, shares_ranks, world
+from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.troubleshooting import see
 
@@ -87,10 +87,11 @@ class Finding:
 class ParameterWatch:
     """Compares the parameters behind the attentions of one group between its ranks.
 
-    This is done at the attentions number 1, 2, 4, 8, ... that have parameters behind them. So after n attentions, a
-    step with unreduced gradients is noticed within n more, and mostly in the next forward. A comparison reads up to
-    65,536 elements of each parameter and waits for the device. Comparisons become rare, so they cost nothing in the
-    long run.
+    Compares at the attentions number 1, 2, 4, 8, ... that have parameters behind them. The attentions of each model are
+    counted, and counted anew when an optimizer has stepped a parameter for the first time. So a step with unreduced
+    gradients is noticed in the next forward of a new model, of a new optimizer and of a layer that is unfrozen; and
+    within n attentions after n right ones. A comparison reads up to 65,536 elements of each parameter and waits for the
+    device. Comparisons become rare, so their cost disappears in the long run.
 
     Communication: none, because the checksum is part of the row that ranks exchange before each attention. Only if
     checksums differ there is one all-gather of 8 bytes for each parameter, and one all-reduce of at most 32 MiB.
@@ -99,6 +100,8 @@ class ParameterWatch:
     def __init__(self) -> None:
         follow_optimizers()
         self._attentions = self._backwards = 0
+        self._counts_of: WeakKeyDictionary[object, _Count] = WeakKeyDictionary()
+        self._count = _Count()
         self._counts = self._warned = self._warned_of_rounding = False
         self._nearest_only = False  # where ranks do not know the same parameters
         self._known: dict[int, ref[torch.Tensor]] = {}
@@ -109,16 +112,24 @@ class ParameterWatch:
         """See :class:`~cp_styles.engine.checks.Checks`."""
         self._local.update((id(item), ref(item)) for item in local)
 
-    def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-        """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
+    def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, model: object = None) -> int:
+        """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication.
+
+        ``model`` stands for the model whose attention it is; None if it is not known.
+        """
         self._looked_at = []
         recomputes = graph_task_id() >= 0
         if recomputes:
             self.remember(group, tensors)
         trained = any(map(_REQUIRES_GRAD, tensors)) or bool(self._known)
         self._counts = trained and group.size() > 1 and not recomputes and not torch.compiler.is_exporting()
+        if not self._counts or self._warned:
+            return 0
+        self._count = self._counts_of.setdefault(self if model is None else model, _Count())
+        if self._count.parameters != (parameters := _news_of(world_group()).parameters):
+            self._count.parameters, self._count.attentions = parameters, 0
         # A power of two has no bit in common with the number below it.
-        if not self._counts or self._attentions & (self._attentions + 1) or self._warned:
+        if all(number & (number + 1) for number in (self._attentions, self._count.attentions)):
             return 0
         with torch.no_grad():
             behind = list(_parameters_behind(tensors))
@@ -148,20 +159,25 @@ class ParameterWatch:
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""
-        self._attentions += self._counts  # counted here, where no rank has refused, so that all ranks count alike
+        self._add(self._counts)  # here, where no rank has refused, so that the ranks' numbers are equal
         looked_at, self._looked_at = self._looked_at, []  # it keeps parameters alive
         if 0 in numbers or len(set(numbers)) == 1:
             return None
         if len({number >> 32 for number in numbers}) > 1:
             if not self._nearest_only:
-                self._nearest_only, self._attentions = True, self._attentions - 1  # the next attention looks again
+                self._nearest_only = True
+                self._add(-1)  # the next attention looks again
             return None
         with torch.no_grad(), without_dispatch_modes():
             finding = self._examine(looked_at, name, axis, group)
         if finding is not None and finding.apart:
-            self._attentions -= self._counts  # whoever goes on is told again
+            self._add(-self._counts)  # whoever goes on is told again
             self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
+
+    def _add(self, attentions: int) -> None:
+        self._attentions += attentions
+        self._count.attentions += attentions
 
     def tell(self, finding: Finding, only_warn: bool, name: str, axis: str, group: dist.ProcessGroup) -> None:
         """Raise or warn on all ranks."""
@@ -280,6 +296,25 @@ def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
     return state_of(group).the(ParameterWatch)
 
 
+@dataclass(slots=True, eq=False)
+class _Count:
+    """The attentions of a model since ``parameters`` parameters had been stepped on this rank."""
+
+    attentions: int = 0
+    parameters: int = 0
+
+
+@dataclass(eq=False)
+class _News:
+    """How many parameters the optimizers of this rank have stepped for the first time."""
+
+    parameters: int = 0
+
+
+def _news_of(everyone: dist.ProcessGroup) -> _News:
+    return state_of(everyone).the(_News)
+
+
 @dataclass(eq=False)
 class _Steps:
     """What is known about an optimizer that has made a step.
@@ -287,11 +322,13 @@ class _Steps:
     Attributes:
         world: where it did. (Ranks may be threads.)
         number: of steps.
+        stepped: the ids of the parameters for which it had a gradient.
         gradients: the parameters and elements of their gradients, see [Note: ZeRO].
     """
 
     world: ref[dist.ProcessGroup] | None
     number: int = 0
+    stepped: set[int] = field(default_factory=set)
     gradients: Sequence[tuple[ref[torch.Tensor], torch.Tensor]] = ()
 
 
@@ -312,6 +349,10 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if steps is None or steps.world != here:
         steps = _stepped[optimizer] = _Steps(here)
     steps.number += 1
+    if here is not None and (everyone := here()) is not None:
+        stepped = {id(x) for part in optimizer.param_groups for x in part["params"] if x.grad is not None}
+        _news_of(everyone).parameters += len(stepped - steps.stepped)
+        steps.stepped |= stepped
     package = sys.modules.get("torch.distributed.optim")  # slow to import, and who has such an optimizer has done it
     zero = package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)
     if zero and not steps.number & (steps.number - 1):

@@ -168,6 +168,56 @@ def test_who_goes_on_after_the_error_is_told_again(mesh):
             model(inputs(0))
 
 
+class _Counted(torch.optim.SGD):
+    """Counts its steps, so that a test knows in which one an error came."""
+
+    steps = 0
+
+    def step(self) -> None:
+        super().step()
+        self.steps += 1
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("case", ["another model", "a layer unfrozen later"])
+def test_news_after_a_right_training_is_compared_at_once(door: str, case: str):
+    """In the step after the first wrong one, whatever was trained before: SFT and then DPO, or a notebook."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = attended(door, mesh)
+        model.head.requires_grad_(case == "another model")
+        summed = [x for x in model.parameters() if x.requires_grad]
+        optimizer = _Counted(model.parameters(), lr=1e-3)
+        steps_of(model, model, steps=9, reduce=lambda: sum_gradients(summed, mesh), optimizer=optimizer)
+        if case == "another model":
+            model = attended(door, mesh)
+            optimizer, summed = _Counted(model.parameters(), lr=1e-3), []
+        model.head.requires_grad_()
+        before = optimizer.steps
+        try:
+            steps_of(model, model, steps=8, reduce=lambda: summed and sum_gradients(summed, mesh), optimizer=optimizer)
+        finally:
+            assert optimizer.steps == before + 1
+
+    raised(on)
+
+
+@pytest.mark.parametrize("door", ["style", "module"])
+def test_another_model_with_an_optimizer_of_somebodys_own(door: str):
+    """Its attentions are counted from its first one. (7 attentions of the first model: the next is the 8th.)"""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = attended(door, mesh)
+        for _ in range(5):
+            model(inputs(0))
+        model = attended(door, mesh)
+        steps_of(model, model, steps=2, optimizer=ByHand(model.parameters()))
+
+    raised(on)
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("left_out", ["head", "layers.0", "layers.1"])
 def test_parameters_that_are_left_out_are_named(door: str, left_out: str):
