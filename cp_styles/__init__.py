@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
-from cp_styles.batch_sharder import BatchSharder
+from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.checks import Checks
@@ -45,6 +45,7 @@ __all__ = [
     "FlexMask",
     "Full",
     "Mask",
+    "MeanOfMeansWarning",
     "ModuleContextParallel",
     "PerRow",
     "PrefixLM",

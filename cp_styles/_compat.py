@@ -22,6 +22,7 @@ from torch._guards import _TLS, TracingContext
 from torch._library.fake_impl import allocate_size
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.attention import flex_attention as flex_module
@@ -261,6 +262,16 @@ def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
     (``_world.pg_map``)."""
     world: Any = dist.distributed_c10d._world  # pyright: ignore[reportAttributeAccessIssue]
     finalize(world.pg_map[group][1], act).atexit = False
+
+
+def meshes_of_fsdp(module: FSDPModule) -> list[DeviceMesh]:
+    """The meshes over which FSDP2 averages the gradients of the parameters that ``module`` manages.
+
+    After a forward the parameters of a root are whole tensors, which name no mesh. Seen: 2.11 (one group of
+    parameters), 2.13 (a list)."""
+    state: Any = module._get_fsdp_state()
+    groups = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
+    return [group.mesh_info.mesh for group in groups if group is not None]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -31,8 +31,11 @@ effect if the backend supports it; gloo does not in float32.) With accumulation 
 from __future__ import annotations
 
 import gc
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -40,14 +43,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles._compat import meshes_of_fsdp
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum, fingerprint
-from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, meet_alike
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, is_of_this_world, meet_alike
+from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph, read_later
@@ -244,13 +250,14 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
             ``ignore_index`` is -1. On a GPU the count is 0 then, so that the loss is not finite, and a later call
             raises the error, because the host does not wait.
 
-    Communication: one all-reduce of two integers. If attention ran since the last exchange between the ranks, one
-    all-gather of some integers over the group of the attention before that.
+    Communication: one all-reduce of two integers. If attention has run over ranks of the group, one all-gather of some
+    integers over these before that.
 
     Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("global_token_count", group, ordered=False)
-    end_forwards()
+    state_of(group).the(Losses).number += 1
+    end_forwards(group)
     _raise_unread(group)
     with collective(group, "global_token_count", ValueError):
         counted = (
@@ -342,7 +349,7 @@ def chunked_token_losses(
 
 
 def global_loss(
-    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: GroupOrMesh, *, averaged_over: int = 1
+    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: GroupOrMesh, *, averaged_over: int | None = None
 ) -> torch.Tensor:
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
@@ -356,18 +363,20 @@ def global_loss(
         group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
             by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
-            ranks for FSDP2 and DDP, see the top of this file.
+            ranks for FSDP2 and DDP, see the top of this file. None is 1, and an error if FSDP2 or DDP is seen to
+            average the gradients of a model with a style over these ranks.
 
     Returns:
         0-dim, in the dtype of ``token_losses``, in float32 or wider.
 
     Communication: forward one all-reduce of 2 P + 1 numbers in float64, with P ranks; and the all-gather of
-    :func:`global_token_count`, unless that function or a backward ran since the last forward. Backward none.
+    :func:`global_token_count`. Backward none.
 
     Raises:
         ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``; on a GPU the loss and its
             gradient are nan then, and a later call raises the error, because the host does not wait. For a DTensor
-            that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1.
+            that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1 or missing.
+            (Reducers are looked for in the calls number 1, 2, 4, 8, ....)
 
     Example::
 
@@ -376,7 +385,7 @@ def global_loss(
         loss.backward()
         sum_gradients(model, mesh)
     """
-    if averaged_over < 1:
+    if averaged_over is not None and averaged_over < 1:
         raise ValueError(f"averaged_over must be a number of ranks (1 where gradients are summed), got {averaged_over}")
     if isinstance(token_losses, DTensor):
         if any(placement != Replicate() for placement in token_losses.placements):
@@ -391,11 +400,57 @@ def global_loss(
             f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
             "tokens of all ranks together, from global_token_count"
         )
-    end_forwards()
+    state_of(group).the(Losses).number += 1
+    _refuse_unnamed_average(group, averaged_over)
+    averaged_over = averaged_over or 1
+    end_forwards(group)
     _raise_unread(group)
     with collective(group, "global_loss", ValueError):
         total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
         return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
+
+
+@dataclass(eq=False)
+class Losses:
+    """How many losses, and counts of tokens for a loss, were made over a group."""
+
+    number: int = 0
+
+
+def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    models: list[nn.Module] = []
+    for other, state in states():
+        if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
+            for proof in state.training:
+                proof.losses += 1
+                if not proof.losses & (proof.losses - 1):
+                    models += filter(None, [proof.model()])
+            state.training.clear()
+    if averaged_over is not None or not models:
+        return
+    trained = [module for model in models for module in model.modules() if any(map(_TRAINED, module.parameters()))]
+    meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
+    reducer, averages = "FSDP2", [_common(mesh, ranks) for mesh in meshes]
+    if not meshes and trained:
+        reducer, reduced = "DDP", _ranks_of_ddp([x for module in trained for x in module.parameters()], group)
+        averages = [len(ranks.intersection(reduced))]
+    over = max(averages, default=1)
+    if over > 1:
+        raise ValueError(
+            f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
+            f"{over} times too small. Give averaged_over={over} to global_loss, or to BatchSharder. If it sums them "
+            f"(set_gradient_divide_factor(1.0)), give averaged_over=1{see('Gradients that are averaged')}"
+        )
+
+
+_TRAINED = attrgetter("requires_grad")
+
+
+def _common(mesh: DeviceMesh, ranks: set[int]) -> int:
+    """How many of ``ranks`` the axes of ``mesh`` through this rank have together."""
+    groups = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    return math.prod(max(1, len(ranks.intersection(group))) for group in groups)
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -520,20 +575,28 @@ def sum_gradients(
         raise
 
 
-def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _ranks_of_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
+    """The ranks over which DDP reduces some of these gradients, if ranks of ``group`` are among them; else none."""
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for module in gc.get_objects():
         if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
             if ids.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
                 continue
             reduced = dist.get_process_group_ranks(module.process_group)
-            both = sorted(ranks.intersection(reduced))
-            if len(both) > 1:
-                raise ValueError(
-                    f"sum_gradients over ranks {sorted(ranks)}: they are parameters of DistributedDataParallel over "
-                    f"{both}, which has reduced their gradients there. Do not call sum_gradients, and call global_loss "
-                    f"with averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
-                )
+            if len(ranks.intersection(reduced)) > 1:
+                return reduced
+    return []
+
+
+def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    reduced = _ranks_of_ddp(parameters, group)
+    if reduced:
+        ranks = sorted(dist.get_process_group_ranks(group))
+        raise ValueError(
+            f"sum_gradients over ranks {ranks}: they are parameters of DistributedDataParallel over {reduced}, which "
+            "has reduced their gradients there. Do not call sum_gradients, and call global_loss with "
+            f"averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
+        )
 
 
 def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:
@@ -649,6 +712,8 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+        if 0 in parameter.grad.stride():  # elements that share memory, which is no place for a sum
+            parameter.grad = parameter.grad.contiguous()
         return parameter.grad
     if parameter.grad.placements != parameter.placements:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

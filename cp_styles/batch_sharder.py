@@ -6,6 +6,7 @@ Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, V vocabu
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from cp_styles.batch import (
     IGNORE_INDEX,
+    Losses,
     document_positions,
     global_loss,
     global_token_count,
@@ -28,7 +30,7 @@ from cp_styles.batch import (
 )
 from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.scope import SequenceScope
@@ -53,6 +55,10 @@ _SEQ_DIMS: dict[str, int | None] = {
     "cu_seq_lens_k": None,
     "num_items_in_batch": None,
 }
+
+
+class MeanOfMeansWarning(UserWarning):
+    """Gradients were summed over the ranks of a sequence, and their loss was not made by this package."""
 
 
 class ShardedBatch(dict[str, Any]):
@@ -211,7 +217,8 @@ class BatchSharder:
         loss_group: the ranks over whose tokens the loss is the mean, and gradients are summed. None: those of ``mesh``.
             With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
         averaged_over: the number by which DDP or FSDP2, if one of them reduces the gradients, divides them: the number
-            of ranks that it reduces over. 1 for :meth:`sum_gradients`. See the top of :mod:`cp_styles.batch`.
+            of ranks that it reduces over. None: as :func:`~cp_styles.global_loss` has it. See the top of
+            :mod:`cp_styles.batch`.
 
     Communication of a call: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which
     the host waits if the batch is on a device: tensors, numbers and texts, also inside of dicts and lists.
@@ -235,7 +242,7 @@ class BatchSharder:
         pad_token_id: int = 0,
         positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
         loss_group: GroupOrMesh | None = None,
-        averaged_over: int = 1,
+        averaged_over: int | None = None,
     ) -> None:
         self._name = type(self).__name__
         self._mesh, self._loss_group = mesh, loss_group
@@ -256,6 +263,8 @@ class BatchSharder:
         self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
+        self._warned = False
+        self._losses = 0  # their number at the last sum
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -314,13 +323,38 @@ class BatchSharder:
 
         Raises:
             ValueError: as sum_gradients; and if ``averaged_over`` says that another reducer divides the gradients.
+
+        Warns:
+            MeanOfMeansWarning: once, if attention has run and no global loss was made since the last call, of models
+                that were not verified.
         """
-        if self.averaged_over != 1:
+        if self.averaged_over not in (None, 1):
             raise ValueError(
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
         sum_gradients(parameters, self.loss_group)
+        state = state_of(self._group)
+        losses = state_of(axis_and_group(self._name, self.loss_group, ordered=False)[1]).the(Losses).number
+        before, self._losses = self._losses, losses
+        unproved = state.proofs is None and not all(proof.verified for proof in state.training)
+        state.training.clear()
+        if unproved and losses == before and not self._warned:
+            self._warned = True
+            start_status(self._warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
+
+    def _warn(self) -> StatusRow:
+        if self._group.rank() == 0:  # a user may turn warnings into errors, and then all ranks must raise
+            warnings.warn(
+                f"{self._name}.sum_gradients: no batch.loss and no global_loss was made since the last call. If the "
+                "loss is a mean over the tokens of each rank, as of a model that is given labels, the gradients are "
+                f"{self._group.size()} times too large, and tokens are weighted by their rank: take "
+                "batch.loss(logits). If it is divided by the tokens of all ranks, all is well; verify(model, mesh, "
+                f"batch, step) proves it{see('A mean of means')}",
+                MeanOfMeansWarning,
+                stacklevel=2,
+            )
+        return StatusRow()
 
     def _whole(self, given: torch.Tensor | Batch) -> dict[str, Any]:
         """The whole batch with what it has to have, padded."""

@@ -41,6 +41,15 @@ def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
+    """The values of 0-dim integers. The host waits once for each device."""
+    values_of: dict[torch.device, list[int]] = {}
+    for device in {number.device for number in numbers}:
+        values_of[device] = torch.stack([number for number in numbers if number.device == device]).tolist()
+    iterators = {device: iter(values) for device, values in values_of.items()}
+    return [next(iterators[number.device]) for number in numbers]
+
+
 def _mixed(keys: torch.Tensor) -> torch.Tensor:
     """A permutation of the 64-bit integers, in place, after which one bit changes half of them: Stafford's mix 13."""
     _xor_shifted(keys, 30).mul_(-0x40A7B892E31B1A47)

@@ -119,6 +119,7 @@ class GroupState:
         objects: of other layers, see :meth:`the`.
         stand_in: what takes the place of the group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, in place of the ranks of a sequence, in such a run.
+        training: proofs of the models whose attention has run, for a backward, since the last loss or sum of gradients.
         proofs: of the models that have a backward in such a run; None where training is no such run.
     """
 
@@ -140,6 +141,7 @@ class GroupState:
     objects: dict[Any, Any] = field(default_factory=dict)
     stand_in: StandIn | None = None
     alone: bool = False
+    training: set[Any] = field(default_factory=set)
     proofs: set[Any] | None = None
 
     def the(self, kind: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
 from cp_styles.comm.group_state import state_of
+from cp_styles.troubleshooting import see
 
 GroupOrMesh: TypeAlias = dist.ProcessGroup | DeviceMesh
 """The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
@@ -36,7 +37,7 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
         axis = (group.mesh_dim_names or ("cp",))[0]
         if is_traced():  # torch.compile does not know the contents of a mesh
             return axis, group.get_group()
-        ranks = group.get_group()
+        ranks = _group_on(group, name)
         state = state_of(ranks)
         state.operations.axis = axis
         if ordered and group not in state.in_order:
@@ -48,6 +49,18 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
+
+
+def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """The group of a 1-D mesh. Raises ValueError on a rank that is not in it."""
+    try:
+        return mesh.get_group()
+    except IndexError:
+        raise ValueError(
+            f"{name}: rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: start as many processes "
+            "as the mesh has ranks (torchrun --nproc-per-node), make the mesh of all of them, or leave this call out "
+            f"on ranks that are not in it{see('A rank that is not in the mesh')}"
+        ) from None
 
 
 def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -62,7 +75,7 @@ def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def group_behind(ranks: GroupOrMesh) -> dist.ProcessGroup | None:
     """The group of what a call gives, where it was seen before; None for what :func:`axis_and_group` refuses."""
     if isinstance(ranks, DeviceMesh):
-        return acting(ranks.get_group()) if ranks.ndim == 1 else None
+        return acting(_group_on(ranks, "attention")) if ranks.ndim == 1 else None
     return acting(ranks) if isinstance(ranks, dist.ProcessGroup) else None
 
 

@@ -31,6 +31,7 @@ from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.gradient_watch import ParameterWatch, watch_of
 from cp_styles.engine.proof import Proof
+from cp_styles.engine.uncut_batch import UncutBatchCheck, uncut_batch_check_of
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
@@ -448,7 +449,20 @@ class _Call:
             layout=0 if expected is None else expected.number,
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
             watch=binding._watch.look(self.tensors, binding.group, binding.proof),
+            flags=self._uncut.look(self.tensors, binding.proof, self.keep) if self._comes_first else 0,
         )
+
+    @property
+    def _comes_first(self) -> bool:
+        """Whether it is the first attention of a forward, of a model whose inputs nobody is known to have cut."""
+        binding, tally = self.binding, self.binding.tally
+        of_model = tally.calls == 1 and not tally.cuts and self.call.get("is_causal", False)
+        exchanged = binding.checks.agreement and binding.group.size() > 1 and not torch.compiler.is_exporting()
+        return of_model and exchanged and graph_task_id() < 0
+
+    @property
+    def _uncut(self) -> UncutBatchCheck:
+        return uncut_batch_check_of(self.binding.group)
 
     def _made_for(self, guess: tuple[int, int], balancer: Balancer) -> AgreedCall | None:
         """The call if all ranks together hold what this rank guesses. None if that cannot be right."""
@@ -480,6 +494,7 @@ class _Call:
         if state.lengths.get(local) != whole:
             state.lengths.put(local, whole)
         where = binding.name, binding.axis, binding.group
+        self._uncut.refuse(columns.flags, binding.name, binding.axis)
         finding = binding._watch.compare(columns.watch, *where)
         if finding is not None:
             binding._watch.tell(finding, binding.checks.only_warn, *where)
@@ -487,6 +502,8 @@ class _Call:
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
+        if self.keep and binding.proof is not None:
+            state.training.add(binding.proof)
         return agreed
 
     def _compared(self, rows: StatusRows) -> AgreedCall:

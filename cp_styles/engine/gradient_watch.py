@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
-from cp_styles.checksum import device_checksum
+from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
@@ -135,7 +135,7 @@ class ParameterWatch:
             behind = list(_parameters_behind(tensors))
             local = self._ids_of_local()
             chosen = list(_comparable(behind, group, local))[:1] if self._nearest_only else self._all(behind, group)
-            sums = _on_host([device_checksum(_sampled(entry.part)) for entry in chosen])
+            sums = on_host([device_checksum(_sampled(entry.part)) for entry in chosen])
         self._looked_at = list(zip(chosen, sums, strict=True))
         if not chosen:
             return 0
@@ -437,15 +437,6 @@ def _sampled(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
     """At most so many elements of a parameter, at equal distances."""
     flat = part.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))]
-
-
-def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
-    """The values of 0-dim integers. The host waits once for each device."""
-    values_of: dict[torch.device, list[int]] = {}
-    for device in {number.device for number in numbers}:
-        values_of[device] = torch.stack([number for number in numbers if number.device == device]).tolist()
-    iterators = {device: iter(values) for device, values in values_of.items()}
-    return [next(iterators[number.device]) for number in numbers]
 
 
 def _of_one_model(tensors: Sequence[torch.Tensor]) -> bool:

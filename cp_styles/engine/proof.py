@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
@@ -22,14 +22,16 @@ class Proof:
     """Whether a step of a model was compared with one device by :func:`cp_styles.verify.verify`.
 
     Attributes:
-        kind: the class of the model, for the warning.
+        model: the model. (It holds its proof, by the table below.)
         verified: a comparison has found no difference, or a user says that one was made elsewhere.
         missed: the warning was given.
+        losses: how many losses were made of it.
     """
 
-    kind: str
+    model: ref[nn.Module]
     verified: bool = False
     missed: bool = False
+    losses: int = 0
 
     def training_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
@@ -39,8 +41,9 @@ class Proof:
             self.missed = True
             if dist.get_rank() == 0:
                 warnings.warn(
-                    f"{self.kind} begins to train, and no step of it was compared with one device. Its attention is "
-                    "exact or an error, but code around it may count, pool or shift the tokens of one rank alone. "
+                    f"{type(self.model()).__name__} begins to train, and no step of it was compared with one device. "
+                    "Its attention is exact or an error, but code around it may count, pool or shift the tokens of one "
+                    "rank alone. "
                     "Before training write on every rank: verify(model, mesh, batch, step). If a test does so, give "
                     f"the style or the block verified=True{see('A model that was never compared')}",
                     UnverifiedModelWarning,
@@ -51,7 +54,7 @@ class Proof:
 def proof_of(model: nn.Module) -> Proof:
     """The proof of a model: one for all styles in it."""
     proof = _proofs.get(model)
-    return _proofs.setdefault(model, Proof(type(model).__name__)) if proof is None else proof
+    return _proofs.setdefault(model, Proof(ref(model))) if proof is None else proof
 
 
 _proofs: WeakKeyDictionary[nn.Module, Proof] = WeakKeyDictionary()

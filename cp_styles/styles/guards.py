@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._compat import never_compile_alone, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
@@ -45,6 +46,42 @@ def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]
     for path, layer in model.named_modules():
         if isinstance(layer, _MIXING) and id(layer) not in allowed:
             layer.register_forward_pre_hook(_MixingHook(name, path or "the module itself").check)
+
+
+def refuse_uneven_sequence_parallelism(model: nn.Module, name: str) -> None:
+    """Register a hook on each layer of ``model`` with which torch's SequenceParallel has replicated the parameters.
+
+    The hook refuses a number of tokens that the tensor-parallel ranks do not divide: torch takes parts for equal, and
+    gloo ends the process at its next collective.
+    """
+    for path, layer in model.named_modules():
+        parameters = list(layer.parameters(recurse=False))
+        if parameters and all(isinstance(x, DTensor) and x.placements == (Replicate(),) for x in parameters):
+            layer.register_forward_pre_hook(_EvenHook(name, path or "the module itself").check)
+
+
+@dataclass(frozen=True)
+class _EvenHook:
+    name: str
+    path: str
+
+    def check(self, layer: nn.Module, args: Any) -> None:
+        """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
+        x = args[0] if args else None
+        calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.entered()
+        if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
+            return
+        ranks, dim = x.device_mesh.size(), getattr(x.placements[0], "dim", None)
+        of_rank = 0 if dim is None else x.shape[dim] // ranks  # torch has multiplied it by the number of ranks
+        uneven = [n for n in _lengths(calls.inputs) if n % ranks and of_rank in (n // ranks, -(-n // ranks))]
+        if not uneven:
+            return
+        raise ValueError(
+            f"{self.name}: {self.path} ({type(layer).__name__}, with SequenceParallel of torch) is given a part of "
+            f"{uneven[0]} tokens, which {ranks} tensor-parallel ranks do not divide, and torch takes their parts for "
+            "equal. Pad the sequence: BatchSharder(..., pad_to_multiple_of=2 * n), with n = the context-parallel ranks "
+            f"times the tensor-parallel ranks{see('A part that tensor parallelism does not divide')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -372,7 +409,7 @@ class InputGuards:
 
 
 # Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.
-for _hook in (InputGuards.check, InputGuards.check_output, _MixingHook.check):
+for _hook in (InputGuards.check, InputGuards.check_output, _MixingHook.check, _EvenHook.check):
     never_compile_alone(_hook, nor_what_it_calls=True)
 
 

@@ -26,7 +26,7 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import Forwards, refuse_mixing_layers
+from cp_styles.styles.guards import Forwards, refuse_mixing_layers, refuse_uneven_sequence_parallelism
 from cp_styles.styles.parallelize import matches
 from cp_styles.troubleshooting import see
 
@@ -161,6 +161,7 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         if binding.group.size() > 1:
             refuse_mixing_layers(module, binding.name, chain.from_iterable(named.values()))
+            refuse_uneven_sequence_parallelism(module, binding.name)
         forwards = Forwards(module, calls, check_inputs=self.check_inputs)
         self._enter(module, (calls, calls.inlined(), forwards, ""), at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)

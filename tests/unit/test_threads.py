@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import cp_styles.testing  # noqa: F401 - makes the ops
-from cp_styles.comm import agreement, group_state
+from cp_styles.comm import group_state
 from cp_styles.engine import gradient_watch
 
 # Walks for this time make thousands, of which some fail if the table must not grow meanwhile.
@@ -53,7 +53,7 @@ class Stepped:
 @pytest.mark.parametrize(
     ("walk", "make", "enter"),
     [
-        (agreement.end_forwards, a_group, group_state.state_of),
+        (lambda: [*group_state.states()], a_group, group_state.state_of),
         (gradient_watch._optimizers_here, Stepped, lambda x: gradient_watch._note_step(x, (), {})),
     ],
     ids=["groups", "optimizers"],

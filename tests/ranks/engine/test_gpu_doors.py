@@ -47,7 +47,7 @@ LENGTH = 26
 
 @sampled(1, name=["style", "module", "block", "function"], way=STRATEGIES, backend=list(BACKENDS))
 def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
-    """Two steps, of which the second finds everything set up."""
+    """Two steps, of which the second finds everything set up. The comparison of tokens waits in the first forwards."""
     strategy, ranks = way
     problem, layout = Problem(length=LENGTH, kv_heads=2, heads=4), head_tail(LENGTH, ranks)
 
@@ -64,12 +64,14 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
             worst = max(worst, *problem.errors(found, layout, rank, ranks))
         return worst
 
-    with gpus(nccl_only=BACKENDS[backend]) as gpu:
+    with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS]) as gpu:
         assert max(run_ranks(on, ranks)) < EXACT
+    assert gpu.waits == 2 * ranks * (name != "function")
     assert gpu.seen.calls["_scaled_dot_product_flash_attention"]
 
 
 SEEDS = count(100)  # what a mask holds is new to the caches
+TOKENS, WATCH = "cp_styles.engine.uncut_batch.on_host", "cp_styles.engine.gradient_watch.on_host"
 DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._on_host"
 
 
@@ -172,7 +174,7 @@ def flex_steps(problem: FlexProblem, attend, layout, rank: int) -> list[torch.Te
     return found
 
 
-WATCH, SAMPLE = "cp_styles.engine.gradient_watch._on_host", "cp_styles.batch._sample_of_gradients"
+SAMPLE = "cp_styles.batch._sample_of_gradients"
 
 
 def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
@@ -219,8 +221,8 @@ def steps(model: nn.Module, cp: DeviceMesh, optimizer: torch.optim.Optimizer, *,
     ids=plain,
 )
 def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
-    """Loss and gradients of the model; the search for parameters that nobody reduces may wait, four times, and
-    the first two sums of gradients."""
+    """Loss and gradients of the model; the search for parameters that nobody reduces may wait, six times, the
+    comparison of tokens three times, and the first two sums of gradients."""
 
     def on(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
         mesh = init_device_mesh("cuda", (cp, tp), mesh_dim_names=("cp", "tp"))
@@ -229,13 +231,13 @@ def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
         loss = steps(model, mesh["cp"], optimizer, sums=True)
         return read(loss).item(), {name: read(whole(x.grad)) for name, x in model.named_parameters()}
 
-    with gpus(nccl_only=BACKENDS[backend], waits=[WATCH, SAMPLE]) as gpu:
+    with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS, WATCH, SAMPLE]) as gpu:
         found = run_ranks(on, cp * tp)
     single = alone(1)
     for loss, gradients in found:
         assert loss == pytest.approx(single.losses[0], abs=EXACT)
         assert max(error(gradients[name], single.gradients[name]) for name in gradients) < EXACT
-    assert gpu.waits <= (4 + 2) * cp * tp
+    assert gpu.waits <= (6 + 3 + 2) * cp * tp
 
 
 @pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
@@ -249,5 +251,5 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
         with pytest.raises(UnreducedGradientsError):
             steps(model, mesh["cp"], optimizer)
 
-    with gpus(nccl_only=nccl_only, waits=[WATCH, SAMPLE, "cp_styles.engine.gradient_watch.ParameterWatch._examine"]):
+    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, SAMPLE, "cp_styles.engine.gradient_watch.ParameterWatch._examine"]):
         run_ranks(on, 2)

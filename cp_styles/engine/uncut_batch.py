@@ -1,0 +1,57 @@
+"""Detects a batch that nobody has cut: every rank attends with the same query, key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.checksum import device_checksum, on_host
+from cp_styles.comm.group_state import state_of
+from cp_styles.troubleshooting import see
+
+_MOST_ROWS = 256  # of a tensor that are compared, spread over it
+
+
+class UncutBatchCheck:
+    """Compares the first causal attention of a forward between the ranks of a group.
+
+    Compares in the forwards number 1, 2, 4, 8, ... of each model; those in training and those without gradients are
+    counted each for themselves. Causal attention alone: of tokens that are whole on every rank, as a text beside a cut
+    image is, other attention has the right result.
+
+    Communication: none, because the number is part of the row that ranks exchange before each attention.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: WeakKeyDictionary[object, dict[bool, int]] = WeakKeyDictionary()
+
+    def look(self, tensors: Sequence[torch.Tensor], model: object, trains: bool) -> int:
+        """A checksum of query, key and value; 0 if they are not compared now. No communication."""
+        forwards = self._forwards.setdefault(self if model is None else model, {})
+        number = forwards[trains] = forwards.get(trains, 0) + 1
+        if number & (number - 1) or tensors[0].shape[2] < 2:
+            return 0
+        with torch.no_grad():
+            rows = [x_BHLD[:1, :1, :: -(-x_BHLD.shape[2] // _MOST_ROWS)] for x_BHLD in tensors]
+            # Equal tokens, as of a warm-up, have no order. What is not a number is not greater than 0 either.
+            differ = ((rows[0] - rows[0][:, :, :1]).abs().amax() > 0).long()
+            *sums, differ = on_host([*map(device_checksum, rows), differ])
+        return differ * (sum(sums) % 2**62 + 1)
+
+    def refuse(self, numbers: Sequence[int], name: str, axis: str) -> None:
+        """Raise on every rank if all have the same number."""
+        if numbers[0] and len(set(numbers)) == 1:
+            raise ValueError(
+                f"{name}: all ranks of mesh axis {axis!r} were given the same tokens, and each is to have its own part "
+                "of the sequence. Cut the batch, in training and in evaluation: batch = BatchSharder(mesh)(tokens), "
+                "then model(batch.tokens, batch.positions). Or run the whole sequence on one device, with a copy of "
+                f"the model that has no style{see('A batch that nobody has cut')}"
+            )
+
+
+def uncut_batch_check_of(group: dist.ProcessGroup) -> UncutBatchCheck:
+    """The check of all attention over ``group``."""
+    return state_of(group).the(UncutBatchCheck)
