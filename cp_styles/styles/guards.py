@@ -71,7 +71,7 @@ class _EvenHook:
         calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.entered()
         if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
             return
-        ranks, dim = x.device_mesh.size(), getattr(x.placements[0], "dim", None)
+        ranks, dim = x.device_mesh.size(), getattr(next(iter(x.placements), None), "dim", None)
         of_rank = 0 if dim is None else x.shape[dim] // ranks  # torch has multiplied it by the number of ranks
         uneven = [n for n in _lengths(calls.inputs) if n % ranks and of_rank in (n // ranks, -(-n // ranks))]
         if not uneven:

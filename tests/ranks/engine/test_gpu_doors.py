@@ -251,5 +251,6 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
         with pytest.raises(UnreducedGradientsError):
             steps(model, mesh["cp"], optimizer)
 
-    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, SAMPLE, "cp_styles.engine.gradient_watch.ParameterWatch._examine"]):
+    examine = "cp_styles.engine.gradient_watch.ParameterWatch._examine"
+    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, SAMPLE, examine]):
         run_ranks(on, 2)
