@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from numbers import Integral
 from operator import ge, itemgetter
 from typing import Any, TypeAlias
 
@@ -341,6 +342,7 @@ def per_document_head_tail(
 
     Raises:
         ValueError: ``documents`` do not add up to ``length``.
+        TypeError: ``documents`` are not numbers, but for example the lengths of each row of a batch.
 
     Example::
 
@@ -348,6 +350,13 @@ def per_document_head_tail(
         assert layout.lengths == (250, 250, 250, 250)
     """
     _check(length, ranks)
+    if not all(isinstance(size, Integral) for size in documents):
+        raise TypeError(
+            f"per_document_head_tail takes the lengths of the documents as int, got {documents!r}; all rows of a batch "
+            "are cut at the same positions. For documents that differ from row to row take "
+            "by_work(length, ranks, mask=PerRow([Documents(lengths) & Causal() for lengths in rows])), or "
+            "BatchSharder, which is given document_ids [B, S]"
+        )
     if sum(documents) != length or any(size < 0 for size in documents):
         raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
     if cut_all:
