@@ -17,13 +17,19 @@ from torch.utils.checkpoint import checkpoint
 import cp_styles
 from cp_styles import (
     AttentionContextParallel,
+    BatchSharder,
     TransferError,
+    global_loss,
+    global_token_count,
     head_tail,
     next_token_labels,
     save_attention,
+    sum_gradients,
 )
 from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
+from tests.conftest import QUICK
 from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
@@ -187,6 +193,27 @@ def test_gradients_that_fsdp_averages():
     assert max(run_ranks(on, 4)) < EXACT
 
 
+def test_a_tensor_parallel_plan_and_the_style_on_the_whole_model():
+    """Two lines, as the README's table says, for a model without a module that takes query, key and value."""
+    model, tokens = small_llama()
+    expected = one_process(model, tokens)
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        names = {"model": copy.deepcopy(model), "mesh": mesh}
+        exec(example("example: tensor-parallel plan"), names)
+        sharder = BatchSharder(mesh["cp"])
+        batch = sharder(tokens)
+        loss = batch.loss(names["model"](batch.tokens, batch.positions))
+        loss.backward()
+        sharder.sum_gradients(names["model"])
+        grads = [parameter.grad for parameter in names["model"].parameters()]
+        found = [loss.detach(), *(x.full_tensor() if isinstance(x, DTensor) else x for x in grads)]
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
 def parallel_plan_of_attention(layout) -> dict[str, AttentionContextParallel]:
     return {"layers.*.attention.core": AttentionContextParallel(layout=layout)}
 
@@ -223,6 +250,45 @@ def test_code_written_for_torch_s_context_parallel():
         return max(error(parameter.grad, wanted) for parameter, wanted in zip(mine.parameters(), expected, strict=True))
 
     assert max(run_ranks(on, 3)) < EXACT
+
+
+class WithLongTable(nn.Module):
+    """Positions from the first rows of a table that is longer than any sequence, as rotary tables are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Linear(8, 11)
+        self.table = torch.randn(40, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.table[: tokens.shape[1]]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def test_a_table_that_is_longer_than_the_sequence():
+    """The error's line, as the page has it, is exact; the view table[:length] leaves the model its own table."""
+    torch.manual_seed(0)
+    model, tokens = WithLongTable().double(), torch.randint(0, 11, (2, 23))
+    labels = next_token_labels(tokens)
+    cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    def on(rank: int) -> float:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        mine.zero_grad()
+        names = {"mesh": mesh, "model": mine, "tokens": tokens.clone(), "labels": labels.clone()}
+        names |= {"context_parallel": context_parallel, "sum_gradients": sum_gradients}
+        names |= {"global_loss": global_loss, "global_token_count": global_token_count}
+        names["loss_fn"] = lambda logits, wanted: cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+        line, block = example("example: a longer table").split("\n", 1)
+        with pytest.raises(ValueError, match=r"\[23, 23, 40\] positions .* write model.table = model.table\[:length\]"):
+            exec(block, names)
+        exec(f"{line}\n{block}", names)
+        return max(error(parameter.grad, wanted) for parameter, wanted in zip(mine.parameters(), expected, strict=True))
+
+    assert max(run_ranks(on, 2)) < EXACT
 
 
 @on_every_rank(3)
@@ -278,9 +344,22 @@ def test_a_users_own_step_is_verified(tmp_path: Path, capsys):
 
 
 def test_the_two_commands_are_there_for_ci_to_take():
-    commands = dict(re.findall(r"<!-- command: (.*?) -->\n```bash\n(.*?)\n```", README))
+    commands = dict(re.findall(r"<!-- command: (.*?) -->\n```bash\n(.*?)\n```", README, re.DOTALL))
     assert commands["main job"].endswith("torchrun --nproc-per-node 4 tutorials/train_llama.py")
     assert commands["tests"].endswith("pytest")
+    assert [name for name in QUICK if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_lines_of_code_are_as_wide_as_the_site_shows_them():
+    """A column of a page of 1280 pixels has some 92 characters."""
+    wide = [
+        f"{page.name}: {line}"
+        for page, text in {ROOT / "README.md": README, **PAGES}.items()
+        for code in re.findall(r"^```(?:python|bash|diff)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in code.splitlines()
+        if len(line) > 88
+    ]
+    assert wide == []
 
 
 def test_text_beside_an_image():
