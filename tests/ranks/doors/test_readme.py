@@ -30,6 +30,7 @@ from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.conftest import QUICK
+from tests.first_hours import nanogpt
 from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
@@ -171,6 +172,60 @@ def test_a_model_whose_code_stays_as_it_is(name: str):
         return max(error(*pair) for pair in zip(found, expected, strict=True))
 
     assert max(run_ranks(on, 3)) < EXACT
+
+
+def plain_loop(model: nn.Module, batches, validation, prompt, steps: int):
+    """The page's loop on one device: (parameters, the last loss of an evaluation, a sample)."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for number in range(steps):
+        for x, y in batches(number):
+            loss = cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+            (loss / len(batches(number))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (number + 1) % 2 == 0:
+            with torch.no_grad():
+                losses = [cross_entropy(model(x)[0].flatten(0, 1), y.flatten()) for x, y in validation]
+    return [x.detach() for x in model.parameters()], torch.stack(losses).mean(), model.generate(prompt, 5)
+
+
+@pytest.mark.filterwarnings("error::cp_styles.UnverifiedModelWarning")
+def test_a_whole_loop(tmp_path: Path):
+    """Four steps; and two, a checkpoint, and two more of a new model. The gradients are longer than what clips them."""
+    torch.manual_seed(0)
+    tokens, model = torch.randint(0, 11, (5, 2, 14)), nanogpt.GPTWithPositions().double()
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    pairs = [(x[:, :-1], x[:, 1:]) for x in tokens]
+
+    def batches(number: int):
+        return pairs[number % 3 : number % 3 + 2]
+
+    data = {"batches": batches, "validation": pairs[3:], "prompt": pairs[4][0]}
+    expected, loss, text = plain_loop(copy.deepcopy(model), **data, steps=4)
+    first = copy.deepcopy(model)
+    cross_entropy(first(pairs[0][0])[0].flatten(0, 1), pairs[0][1].flatten()).backward()
+    assert nn.utils.get_total_norm([x.grad for x in first.parameters()]) > 2
+
+    def on(rank: int) -> None:
+        for steps, parts in ((4, (4,)), (4, (2, 4))):
+            names = data | {"mesh": cp_mesh(2), "every": 2, "path": tmp_path / f"{len(parts)}.pt"}
+            for until in parts:
+                torch.distributed.barrier()  # rank 0 has written
+                # Each part is a new process: a new model, of other values if there is something to resume.
+                names |= {"model": copy.deepcopy(model), "steps": until}
+                if until != parts[0]:
+                    nn.init.zeros_(names["model"].head.weight)
+                exec(example("example: a whole loop"), names)
+            assert names["number"] + 1 == steps
+            found = [x.detach() for x in names["model"].parameters()]
+            # AdamW divides by the square root of the mean square of gradients, rounded apart by 1e-16 of their norm.
+            assert max(error(*pair) for pair in zip(found, expected, strict=True)) < 1e-10
+            assert error(names["loss"], loss) < 1e-10
+            assert torch.equal(names["text"], text)
+
+    run_ranks(on, 2)
 
 
 def test_gradients_that_fsdp_averages():
@@ -422,8 +477,8 @@ def test_every_example_is_run():
         short = name.removeprefix("example: ")
         assert f'"{name}"' in here or f"<!-- {name} -->" in here or f'"{short}"' in clients, name
     # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; the
-    # switch to FlashAttention 3, which needs its package and a GPU; a copy for samples, as in tests/first_hours.
-    assert SHOWN.count("```python") == len(marked) + 4
+    # switch to FlashAttention 3, which needs its package and a GPU.
+    assert SHOWN.count("```python") == len(marked) + 3
 
 
 def test_a_fault_that_is_caught():
