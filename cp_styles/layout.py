@@ -177,8 +177,9 @@ class SequenceLayout:
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
 
-        A view if the rank holds one chunk, else one copy. Differentiable. No communication. The result remembers its
-        layout (see :func:`cut_with`), so that attention with another layout refuses it.
+        Contiguous on every rank: at most one copy, and a view of ``tensor`` where one chunk of it is contiguous.
+        Differentiable. No communication. The result remembers its layout (see :func:`cut_with`), so that attention with
+        another layout refuses it.
 
         Raises:
             ValueError: ``tensor.shape[dim]`` is not :attr:`length`.
@@ -189,7 +190,8 @@ class SequenceLayout:
                 f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
                 f"layout for {tensor.shape[dim]} positions"
             )
-        part = self.part(tensor, dim, rank)
+        # Else some ranks could view their part as another shape, and those with one chunk could not.
+        part = self.part(tensor, dim, rank).contiguous()
         mark_cut(part, (self, dim % tensor.ndim))
         return part
 

@@ -87,6 +87,7 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
             part = split(whole, dim, world(), layout=layout, check=False)
         assert trace.sent_bytes == 0
         assert torch.equal(part, expected_part(whole, dim, layout, ranks, rank))
+        assert part.is_contiguous()  # so that all ranks can view it as another shape, or none
         if isinstance(layout, Padded):  # filling must not come back, whatever is in it
             valid = rows(layout, ranks).sizes[rank]
             part = part.index_fill(dim, torch.arange(valid, part.shape[dim]), 77)
