@@ -6,21 +6,27 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from cp_styles.explain import command as explain
-from cp_styles.verify import command as verify
-
-COMMANDS = {"explain": explain.main, "verify": verify.main}
+COMMANDS = {
+    "explain": "predict times, bytes and memory of an attention on many ranks, for each strategy and layout",
+    "verify": "run your training step on several ranks, as threads on CPU, and compare it with one rank",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the first argument names."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m cp_styles", epilog="COMMAND --help says more.")
-    parser.add_argument("command", choices=COMMANDS)
-    command = COMMANDS[parser.parse_args(arguments[:1]).command]
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_styles",
+        usage="%(prog)s COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()),
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="COMMAND --help lists its options")
+    command = import_module(f"cp_styles.{parser.parse_args(arguments[:1]).command}.command")  # one of them alone
     try:
-        command(arguments)
+        command.main(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has stopped, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends

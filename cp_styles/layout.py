@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from numbers import Integral
 from operator import ge, itemgetter
 from typing import Any, TypeAlias
 
@@ -176,8 +177,9 @@ class SequenceLayout:
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
 
-        A view if the rank holds one chunk, else one copy. Differentiable. No communication. The result remembers its
-        layout (see :func:`cut_with`), so that attention with another layout refuses it.
+        Contiguous on every rank: at most one copy, and a view of ``tensor`` where one chunk of it is contiguous.
+        Differentiable. No communication. The result remembers its layout (see :func:`cut_with`), so that attention with
+        another layout refuses it.
 
         Raises:
             ValueError: ``tensor.shape[dim]`` is not :attr:`length`.
@@ -188,7 +190,8 @@ class SequenceLayout:
                 f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
                 f"layout for {tensor.shape[dim]} positions"
             )
-        part = self.part(tensor, dim, rank)
+        # Else some ranks could view their part as another shape, and those with one chunk could not.
+        part = self.part(tensor, dim, rank).contiguous()
         mark_cut(part, (self, dim % tensor.ndim))
         return part
 
@@ -341,6 +344,7 @@ def per_document_head_tail(
 
     Raises:
         ValueError: ``documents`` do not add up to ``length``.
+        TypeError: ``documents`` are not numbers, but for example the lengths of each row of a batch.
 
     Example::
 
@@ -348,6 +352,13 @@ def per_document_head_tail(
         assert layout.lengths == (250, 250, 250, 250)
     """
     _check(length, ranks)
+    if not all(isinstance(size, Integral) for size in documents):
+        raise TypeError(
+            f"per_document_head_tail takes the lengths of the documents as int, got {documents!r}; all rows of a batch "
+            "are cut at the same positions. For documents that differ from row to row take "
+            "by_work(length, ranks, mask=PerRow([Documents(lengths) & Causal() for lengths in rows])), or "
+            "BatchSharder, which is given document_ids [B, S]"
+        )
     if sum(documents) != length or any(size < 0 for size in documents):
         raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
     if cut_all:

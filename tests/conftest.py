@@ -30,6 +30,36 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+# pytest -m quick: files that enter the package by each of its doors, two minutes on 2 cores.
+QUICK = (
+    "first_hours",
+    "ranks/collectives/test_collectives_heads.py",
+    "ranks/doors/test_batch_sharder.py",
+    "ranks/doors/test_decode.py",
+    "ranks/doors/test_docstring_examples.py",
+    "ranks/doors/test_joint.py",
+    "ranks/doors/test_module_door.py",
+    "ranks/doors/test_readme.py",
+    "ranks/doors/test_styles.py",
+    "ranks/doors/test_torch_api.py",
+    "ranks/engine/test_attention_parity.py",
+    "ranks/flex/test_varlen.py",
+    "ranks/mixers/test_roll.py",
+    "ranks/tensor_parallel/test_tp_cp.py",
+    "unit/test_explain_command.py",
+    "unit/test_layout.py",
+    "unit/test_mask.py",
+)
+
+
+def pytest_collection_modifyitems(config, items):
+    quick = [config.rootpath / "tests" / name for name in QUICK]
+    for item in items:
+        at_night = any(map(item.get_closest_marker, ("nightly", "notebook", "gpu")))
+        if not at_night and any(item.path.is_relative_to(path) for path in quick):
+            item.add_marker("quick")
+
+
 def pytest_configure(config):
     """Set a filter that names a class of the package, and so imports torch, in the processes that run tests.
 

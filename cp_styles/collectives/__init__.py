@@ -27,8 +27,6 @@ equal sizes. All functions but sync_inputs compile with fullgraph.
 The page Migration has the names of other projects.
 """
 
-from typing import Any
-
 from cp_styles.collectives.all_to_all import all_to_all
 from cp_styles.collectives.autograd import Pending
 from cp_styles.collectives.heads import head_ranges, heads_to_seq, seq_to_heads
@@ -54,17 +52,3 @@ __all__ = [
     "split",
     "sync_inputs",
 ]
-
-# What a release before this one had here, and what to write instead.
-_REMOVED = {
-    "gather_outputs": "call gather for each tensor",
-    "per_document_layout": "cp_styles.per_document_head_tail(length, ranks, documents=documents, cut_all=True)",
-    "slice_inputs": "call split for each tensor; BatchSharder, or shard_batch of cp_styles.batch, cuts a batch",
-    "sync_object": "torch.distributed.broadcast_object_list",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _REMOVED:  # an AttributeError would lose its text in "from ... import ..."
-        raise ImportError(f"cp_styles.collectives.{name} was removed: {_REMOVED[name]}. See the page Migration")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

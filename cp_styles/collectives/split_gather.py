@@ -71,7 +71,7 @@ def split(
         check: see :func:`all_to_all`.
 
     Returns:
-        This rank's part, in the order of the layout; a view of ``x`` if it is one range.
+        This rank's part, in the order of the layout, contiguous on every rank: at most one copy.
 
     Communication: in the forward only the all-gather of ``check``. In the backward one all-gather (an all-to-all for
     uneven sizes): a rank sends the gradient of its part, without padding, to the P - 1 others.
@@ -85,7 +85,7 @@ def split(
     part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, check)
     if grad_scale is not GradScale.DOWN:
         note_whole_gradients(part, x, peers)
-    return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill)
+    return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill).contiguous()
 
 
 def gather(

@@ -49,13 +49,20 @@ def ranked(
     hardware: Hardware,
     memory: bool = True,
     most: int = 4,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Choice]:
-    """All combinations, the fastest first, those that cannot be taken last. No communication."""
+    """All combinations, the fastest first, those that cannot be taken last. No communication.
+
+    ``progress`` is called before each strategy and layout, with their names.
+    """
     shapes = shapes._replace(device=torch.device(hardware.device))
     all_choices: list[Choice] = []
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
-        all_choices += choices(strategies, name, (layout, layout), mask, shapes, hardware, memory=memory, most=most)
+        for strategy in strategies:
+            progress(f"{strategy}, {name}")
+            call = [strategy], name, (layout, layout), mask, shapes, hardware
+            all_choices += choices(*call, memory=memory, most=most)
     return sorted(all_choices, key=_by_time)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.rehearse import Shapes
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
-from cp_styles.mask import All, Documents, Mask
+from cp_styles.mask import All, Causal, Documents, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 
@@ -24,7 +24,8 @@ def layouts_for(mask: Mask) -> dict[str, Callable[[int, int], SequenceLayout]]:
     layouts: dict[str, Callable[[int, int], SequenceLayout]] = {"head_tail": head_tail, "contiguous": contiguous}
     if documents is not None:
         layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
-    if not mask.has_bias:
+    # A causal mask is balanced by head_tail, and none by contiguous, in the fewest parts.
+    if not mask.has_bias and not isinstance(mask, Causal | Full):
         layouts["by_work"] = partial(by_work, mask=mask)
     return layouts
 

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,14 +29,35 @@ from cp_styles.explain.rehearse import Shapes
 from cp_styles.explain.report import explained
 from cp_styles.explain.states import StateShapes
 from cp_styles.explain.text import listed, nbytes, seconds, table
-from cp_styles.layout import striped
+from cp_styles.layout import by_work, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 _WIDTH = 99  # of a line
+_PATIENCE = 2.0  # seconds from one line of progress to the next
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
+
+
+_COLUMNS = (
+    "predicted for one attention. forward, backward: times of the slowest rank; exposed: the part of both in which the "
+    "rank waits for messages, with nothing to compute; sent, memory: of the rank with the most; imbalance: work of the "
+    "busiest rank / mean"
+)
+
+
+class _RankingProgress:
+    """Writes to stderr what is rehearsed, every other second, for a command that takes longer."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._done, self._last = steps, 0, time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        self._done += 1
+        if time.monotonic() - self._last >= _PATIENCE:
+            print(f"explain: {self._done} of {self._steps}: {name}", file=sys.stderr)
+            self._last = time.monotonic()
 
 
 def count(text: str) -> int:
@@ -56,7 +78,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def strategy(text: str) -> Strategy:
     """ring, ring:0 (keep=0), allgather, ulysses, ulysses:8 (size=8)."""
-    name, _, number = text.partition(":")
+    name, _, number = text.lower().partition(":")
     if name not in _STRATEGIES or (number and not number.isdecimal()):
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of ring, ring:KEEP, allgather, allgather:KEEP, ulysses, ulysses:SIZE"
@@ -83,7 +105,10 @@ def lengths(path: str) -> tuple[int, ...]:
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     options = argparse.ArgumentParser(
-        prog="python -m cp_styles explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m cp_styles explain",
+        usage="%(prog)s --seq-len S --ranks P --heads H[:G] --head-dim D [options; --help lists them]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
     add("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
@@ -92,14 +117,14 @@ def parser() -> argparse.ArgumentParser:
     add("--heads", type=numbers, required=True, metavar="H[:G]", help="query heads : key/value heads")
     add("--head-dim", type=count, required=True)
     add("--batch", type=count, default=1)
-    add("--dtype", choices=_DTYPES, default="bf16")
+    add("--dtype", type=str.lower, choices=_DTYPES, default="bf16")
     add("--mask", choices=("causal", "full"), default="causal")
     add("--window", type=count, help="a query sees itself and the W - 1 positions before it")
     strategies = "ring ring:0 allgather ulysses ulysses:8; default: all that may suit"
     add("--strategy", type=strategy, nargs="+", metavar="S", help=strategies)
     layouts = ("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped")
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
-    add("--hardware", choices=MACHINES, default="h100")
+    add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=count, help="ranks of a node; default: the machine's")
     states = "recurrences beside the attentions: heads, key and value dims"
     add("--states", type=numbers, metavar="H:K:V", help=states)
@@ -142,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.documents:
         mask = Documents(args.documents) & mask
     suitable = layouts_for(mask)
-    balancers = suitable | {"striped": partial(striped, block=128)}
+    balancers = {"striped": partial(striped, block=128), "by_work": partial(by_work, mask=mask)} | suitable
     names = args.layout or list(suitable)
     for name in names:
         if name not in balancers:
@@ -151,8 +176,12 @@ def main(arguments: Sequence[str]) -> None:
     shapes = Shapes(heads, kv_heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], device, args.batch)
     call: dict[str, Any] = {"ranks": args.ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
     strategies = args.strategy or strategies_for(args.ranks, hardware)
-    choices = ranked(strategies, {name: balancers[name] for name in names}, length=length, **call)
+    progress = _RankingProgress(len(names) * len(strategies))
+    choices = ranked(strategies, {name: balancers[name] for name in names}, length=length, progress=progress, **call)
     best = next((choice.explanation for choice in choices if not choice.problem), None)
+    if best is not None:
+        known = [entry for entry in choices if entry.explanation and entry.explanation.layout == best.layout]
+        best = replace(best, others={entry.strategy: entry.explanation.runs for entry in known if entry.explanation})
     if best is not None and args.rank is not None:
         cuts = best.layout, best.kv_layout
         best = explained(best.strategy, cuts, mask, best.kernel, best.shapes, hardware=hardware, rank=args.rank)
@@ -166,15 +195,16 @@ def main(arguments: Sequence[str]) -> None:
     else:
         model = f"heads {heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
-        print(textwrap.fill(f"predicted for one attention; figures from: {hardware.source}", _WIDTH))
         print("\n".join(ranking(choices)))
+        print(textwrap.fill(_COLUMNS, _WIDTH))
     if best is None:
         print("no choice fits: see the reasons above", file=sys.stderr)
         raise SystemExit(1)
     if not args.json:
         print(f"\n{best}")
         if args.states:
-            print("\n".join(_hybrid(args, length, call)))
+            print("\n".join([*_hybrid(args, length, call), ""]))
+        print(textwrap.fill(f"figures of {hardware.name}: {hardware.source}", _WIDTH))
     if args.plot:
         try:
             best.plot(args.plot)

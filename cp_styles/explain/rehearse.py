@@ -322,33 +322,44 @@ class _Notes(TorchDispatchMode):
             self._peak, self._at_peak = live, numbers
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inputs = _tensors_in((*args, *kwargs.values()))
+        kwargs, returns = kwargs or {}, func._schema.returns
         if func._schema.is_mutable:  # there is no data to change
-            result = kwargs.get("out", args[0])
-            self.events.append(Copied(sum(x.nbytes for x in inputs)))
-            return result
-        if func.overloadpacket in _POINTWISE and len({(x.shape, x.dtype) for x in inputs}) == 1:
-            result = torch.empty_like(inputs[0])  # what torch's own function for meta tensors takes long to find out
-        else:
-            result = func(*args, **kwargs)
-        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in inputs}
+            self.events.append(Copied(sum(x.nbytes for x in _tensors_in((*args, *kwargs.values())))))
+            return kwargs.get("out", args[0])
+        if returns and returns[0].alias_info is not None:  # a view
+            return func(*args, **kwargs)
+        inputs = _tensors_in((*args, *kwargs.values()))
+        result = _made(func, args, kwargs, inputs)
         fresh = new_bytes = 0
-        for x in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
-            reference = StorageWeakRef(x.untyped_storage())
-            if reference.cdata not in storages:
-                fresh += x.nbytes
-                if self._memory:
-                    self._alive[reference.cdata] = reference, len(self._sizes)
-                    self._sizes.append(x.untyped_storage().nbytes())
-                    new_bytes += self._sizes[-1]
-                    self._labels.append(_OTHER)
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            fresh += x.nbytes
+            if self._memory:
+                storage = x.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self._alive[reference.cdata] = reference, len(self._sizes)
+                self._sizes.append(storage.nbytes())
+                new_bytes += self._sizes[-1]
+                self._labels.append(_OTHER)
         if fresh:
             if self._memory:
                 self._look(new_bytes)
             if func.overloadpacket not in _WITHOUT_DATA:
                 self.events.append(Copied(fresh + sum(x.nbytes for x in inputs)))
         return result
+
+
+def _made(func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
+    """The result of an operation. Frequent ones are made here: torch's functions for meta tensors take long."""
+    packet, dtype = func.overloadpacket, kwargs.get("dtype") or (inputs[0].dtype if inputs else None)
+    if packet is _aten.new_empty:
+        return torch.empty(args[1], dtype=dtype, device="meta")
+    as_first = packet in _POINTWISE and len({(x.shape, x.dtype) for x in inputs}) == 1
+    if not as_first and (packet not in _COPIES or kwargs.get("memory_format") not in (None, torch.preserve_format)):
+        return func(*args, **kwargs)
+    first = inputs[0]
+    if first.ndim == 4 and (by_rows := first.transpose(1, 2)).is_contiguous():
+        return torch.empty(by_rows.shape, dtype=dtype, device="meta").transpose(1, 2)
+    return torch.empty_like(first, dtype=dtype)
 
 
 def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -358,6 +369,7 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 
 _KEPT, _OTHER = "kept for the backward", "sums and copies"
 _aten = torch.ops.aten
+_COPIES = (_aten._to_copy, _aten.clone)
 _POINTWISE = (_aten.sigmoid, _aten.sub, _aten.add, _aten.mul)
 _WITHOUT_DATA = (_aten.empty, _aten.new_empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty_strided)
 

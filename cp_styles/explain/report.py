@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,7 @@ class Explanation:
         layout, kv_layout: the layouts of queries, and of keys and values.
         hardware: the machine for which times are predicted. None: no times.
         runs: the rehearsed ranks, by rank: all of up to 16 ranks, else some of them.
+        others: runs of other strategies for the same attention, if they are known. Else they are rehearsed.
     """
 
     strategy: Strategy
@@ -54,6 +55,7 @@ class Explanation:
     shapes: Shapes
     hardware: Hardware | None
     runs: dict[int, RankRun]
+    others: Mapping[Strategy, Mapping[int, RankRun]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -395,7 +397,9 @@ def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
             yield str(strategy), f"rejected: {problem}"
             continue
         try:
-            other = rehearse(strategy, *call, most_calls=most_calls)
+            other = explanation.others.get(strategy, {}).get(rank)
+            if other is None or max(len(other.forward.calls), len(other.backward.calls)) > most_calls:
+                other = rehearse(strategy, *call, most_calls=most_calls)
         except TooManyCalls as many:
             yield str(strategy), f"slow: {many} in a forward or a backward"
             continue

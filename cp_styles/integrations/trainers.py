@@ -11,7 +11,6 @@ This file imports no other library. Shapes: B batch, L tokens of this rank, S to
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -28,18 +27,6 @@ from cp_styles.styles.model_options import padding_position
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
 from cp_styles.verify import verify
-
-
-def __getattr__(name: str) -> Any:
-    if name == "ContextParallelCollator":
-        warnings.warn(
-            "ContextParallelCollator is cp_styles.BatchSharder now. Instead of its argument collate write "
-            "sharder(collate(samples))",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return BatchSharder
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:

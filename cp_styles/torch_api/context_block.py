@@ -64,9 +64,9 @@ class context_parallel(contextlib.ContextDecorator):
 
     Args:
         mesh: the ranks that share the sequence: 1-D, such as ``mesh["cp"]`` of a composed mesh.
-        buffers: tensors with a sequence dim, whole and the same on every rank. All must have the same length (of a
-            longer table, pass the view ``table[:length]``), unless ``layout`` is a function, which cuts each length by
-            itself (cross-attention).
+        buffers: tensors with a sequence dim, whole and the same on every rank. All must have the same length (give the
+            model a copy of the first rows of a longer table, and pass that), unless ``layout`` is a function, which
+            cuts each length by itself (cross-attention).
         buffer_seq_dims: the sequence dim of each buffer.
         no_restore_buffers: buffers that may stay cut after the block.
         strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
@@ -237,9 +237,10 @@ class context_parallel(contextlib.ContextDecorator):
         lengths = [buffer.shape[dim] for buffer, dim in pairs]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. For a "
-                "table that is longer than the sequence, pass the view table[:length] and let the model use it. For "
-                "several sequences (cross-attention), give a function that cuts each of them: layout=head_tail"
+                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. If one is a "
+                "table that is longer than the sequence, write model.table = model.table[:length].clone() before the "
+                "block, and name model.table in the buffers. For several sequences (cross-attention), give a function "
+                "that cuts each of them: layout=head_tail"
                 f"{see('Buffers of different lengths')}"
             )
         return layout_made_by(self._default, lengths[0], self._group.size()) if lengths else self._default

@@ -29,10 +29,10 @@ from cp_styles import (
     BatchSharder,
     ModuleContextParallel,
     contiguous,
-    document_positions,
     global_loss,
     next_token_labels,
 )
+from cp_styles.batch import document_positions
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.torch_api import context_parallel
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 
 from cp_styles import Causal, Ring, Ulysses, contiguous, striped
 from cp_styles import __main__ as command
+from cp_styles.explain import command as module
 from cp_styles.explain import explain, report
 from cp_styles.explain.command import main
+from cp_styles.explain.rehearse import rehearse
 
 MODEL = ["explain", "--ranks", "4", "--heads", "8:2", "--head-dim", "64"]
 SHORT = [*MODEL, "--seq-len", "2K"]
@@ -25,6 +28,72 @@ def test_a_ranking_and_the_best_explained(capsys):
     assert said.isascii()
     for word in ("ring", "ulysses", "head_tail", "mask by owner", "memory of rank", "considered"):
         assert word in said
+
+
+def test_the_table_comes_first_and_sources_last(capsys):
+    main([*SHORT, "--strategy", "ring", "--layout", "head_tail"])
+    said = capsys.readouterr().out
+    assert said.splitlines()[1].split()[:5] == ["strategy", "layout", "forward", "backward", "exposed"]
+    assert "exposed: the part of both in which the rank waits" in " ".join(said.split())
+    assert said.split("\n\n")[-1].startswith("figures of H100: ")
+
+
+def test_names_are_taken_as_the_pages_and_the_output_write_them(capsys):
+    rest = ["--layout", "head_tail", "--json"]
+    main([*SHORT, "--hardware", "h100", "--strategy", "ulysses:2", "allgather", "ring:0", *rest])
+    expected = json.loads(capsys.readouterr().out)
+    main([*SHORT, "--hardware", "H100", "--strategy", "Ulysses:2", "AllGather", "Ring:0", *rest])
+    found = json.loads(capsys.readouterr().out)
+    for one, other in zip(found, expected, strict=True):  # the time of planning is measured
+        assert one | {"planning": 0} == other | {"planning": 0}
+
+
+def test_progress_is_on_stderr_when_it_takes_longer(capsys, monkeypatch):
+    arguments = [*SHORT, "--strategy", "ring", "ulysses", "--layout", "head_tail"]
+    monkeypatch.setattr(module, "_PATIENCE", 1e6)
+    main(arguments)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(module, "_PATIENCE", 0)
+    main(arguments)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        "explain: 1 of 2: Ring(keep=1), head_tail",
+        "explain: 2 of 2: Ulysses(inner=Ring(keep=1), size=None, chunks=1), head_tail",
+    ]
+    assert "explain: " not in said.out
+
+
+def test_each_run_is_rehearsed_once(monkeypatch, capsys):
+    """Rehearsals are the time of the command. What is said of other strategies was rehearsed for the table."""
+    runs = []
+    monkeypatch.setattr(report, "rehearse", lambda *args, **options: runs.append(args) or rehearse(*args, **options))
+    main([*SHORT, "--layout", "head_tail", "contiguous"])
+    strategies = 5  # ring, ring:0, allgather, ulysses, ulysses:2
+    assert len(runs) == 4 * 2 * strategies
+    shown = capsys.readouterr().out.split("considered")[1]
+    assert shown.count("peak memory x") == strategies - 1
+
+
+def test_a_mask_that_is_balanced_has_no_layout_of_many_parts(capsys):
+    for mask in ("causal", "full"):
+        main([*SHORT, "--mask", mask, "--strategy", "ring"])
+        assert "by_work" not in capsys.readouterr().out
+    main([*SHORT, "--window", "100", "--strategy", "ring"])
+    assert "by_work" in capsys.readouterr().out
+    main([*SHORT, "--layout", "by_work", "--strategy", "ring"])
+    assert "by_work" in capsys.readouterr().out
+
+
+def test_help_says_what_the_commands_are(capsys):
+    with pytest.raises(SystemExit) as found:
+        command.main(["--help"])
+    assert found.value.code == 0
+    assert re.findall(r"^(\w+) +(?:predict|run) ", capsys.readouterr().out, re.M) == ["explain", "verify"]
+    for name in ("explain", "verify"):
+        with pytest.raises(SystemExit) as found:
+            command.main([name, "--help"])
+        assert found.value.code == 0
+        assert f"usage: python -m cp_styles {name} " in capsys.readouterr().out
 
 
 def test_the_rank_that_is_explained(capsys):

@@ -45,6 +45,7 @@ def test_unshard_undoes_shard(layout: SequenceLayout, dim: int):
     parts = [layout.shard(whole, dim, rank) for rank in range(layout.ranks)]
     for rank, part in enumerate(parts):
         assert torch.equal(part, whole.index_select(dim, layout.positions(rank)))
+        assert part.is_contiguous()  # so that all ranks can view it as another shape, or none
     assert torch.equal(layout.unshard(parts, dim), whole)
 
 

@@ -1,5 +1,8 @@
 """split, gather, reduce_scatter: layouts, bytes, and what each gradient means."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 
+from cp_styles import sum_gradients
 from cp_styles.collectives import (
     GradScale,
     Padded,
@@ -18,9 +22,18 @@ from cp_styles.collectives import (
 from cp_styles.collectives.rows import Rows, rows_of
 from cp_styles.layout import SequenceLayout, even_sizes, head_tail, per_document_head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import error
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
+MIGRATION = Path(__file__).parents[3].joinpath("tutorials/migration.md").read_text()
+
+
+def example(name: str) -> str:
+    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", MIGRATION, re.DOTALL)
+    return found
+
+
 KINDS = {
     "remainder first": lambda ranks: None,
     "sizes": lambda ranks: (0,) * (ranks - 1) + (LENGTH,),
@@ -74,6 +87,7 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
             part = split(whole, dim, world(), layout=layout, check=False)
         assert trace.sent_bytes == 0
         assert torch.equal(part, expected_part(whole, dim, layout, ranks, rank))
+        assert part.is_contiguous()  # so that all ranks can view it as another shape, or none
         if isinstance(layout, Padded):  # filling must not come back, whatever is in it
             valid = rows(layout, ranks).sizes[rank]
             part = part.index_fill(dim, torch.arange(valid, part.shape[dim]), 77)
@@ -191,3 +205,42 @@ def test_layouts_for_no_ranks_are_refused(ranks):
         nested_layout(head_tail(4, 2), ranks)
     with pytest.raises(ValueError, match="multiple >= 1"):
         Padded(4, multiple=ranks)
+
+
+def test_each_document_contiguously_as_migration_says():
+    """MindSpeed's split of packed samples: parts of each sample, and in the backward their gradients, over P."""
+    scope: dict = {}
+    exec(example("example: each document"), scope)
+    documents, ranks = [5, 7, 1, 0, 4], 3
+    layout = scope["each_contiguous"](documents, ranks)
+    x, cotangent = (randn((sum(documents), 2), seed) for seed in (1, 2))
+    parts = [piece.tensor_split(ranks) for piece in x.split(documents)]
+    expected = [torch.cat([piece[rank] for piece in parts]) for rank in range(ranks)]
+
+    def on(rank: int) -> None:
+        leaf = x.clone().requires_grad_()
+        part = split(leaf, 0, world(), layout=layout, grad_scale=GradScale.DOWN)
+        assert torch.equal(part, expected[rank])
+        part.backward(layout.shard(cotangent, 0, rank))
+        assert error(leaf.grad, cotangent / ranks) < 1e-15  # a product of one number
+
+    run_ranks(on, ranks)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_gradients_of_what_slice_inputs_cut(sums: bool):
+    """A slice leaves a rank its share; split leaves it the whole, which is not summed, or a P-th with DOWN."""
+    x, weight = randn((LENGTH, 3), 1), randn((3, 3), 2)
+    whole = weight.clone().requires_grad_()
+    (x @ whole).square().sum().backward()
+
+    def on(rank: int) -> float:
+        group, layer = world(), torch.nn.Linear(3, 3, bias=False).double()
+        layer.weight.data = weight.T.clone()
+        scale = GradScale.DOWN if sums else GradScale.NONE
+        split(layer(x), 0, group, layout=Padded(LENGTH), grad_scale=scale).square().sum().backward()
+        if sums:
+            sum_gradients(layer, group)
+        return error(layer.weight.grad, whole.grad.T)
+
+    assert max(run_ranks(on, 3)) < 1e-14

@@ -26,7 +26,6 @@ from cp_styles import (
     parallelize_module,
 )
 from cp_styles.batch import document_positions
-from cp_styles.integrations import trainers
 from cp_styles.integrations.trainers import share_batches
 from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
@@ -258,11 +257,6 @@ def test_documents_and_padding():
     assert "attention_mask" not in parts[0]
     assert "document_ids of (2, 12)" in refusal_of(lambda _: {"input_ids": TOKENS, "document_ids": IDS[:, 1:]})
     assert "ranks [1]" in refusal_of(lambda rank: {"input_ids": TOKENS, "document_ids": IDS + (rank == IDS)})
-
-
-def test_the_former_name():
-    with pytest.warns(DeprecationWarning, match="ContextParallelCollator is cp_styles.BatchSharder now"):
-        assert trainers.ContextParallelCollator is BatchSharder
 
 
 def refused(words: str, batches: list[Any], **options: Any) -> None:

@@ -17,13 +17,20 @@ from torch.utils.checkpoint import checkpoint
 import cp_styles
 from cp_styles import (
     AttentionContextParallel,
+    BatchSharder,
     TransferError,
+    global_loss,
+    global_token_count,
     head_tail,
     next_token_labels,
     save_attention,
+    sum_gradients,
 )
 from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
+from tests.conftest import QUICK
+from tests.first_hours import nanogpt
 from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
@@ -167,6 +174,60 @@ def test_a_model_whose_code_stays_as_it_is(name: str):
     assert max(run_ranks(on, 3)) < EXACT
 
 
+def plain_loop(model: nn.Module, batches, validation, prompt, steps: int):
+    """The page's loop on one device: (parameters, the last loss of an evaluation, a sample)."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for number in range(steps):
+        for x, y in batches(number):
+            loss = cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+            (loss / len(batches(number))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (number + 1) % 2 == 0:
+            with torch.no_grad():
+                losses = [cross_entropy(model(x)[0].flatten(0, 1), y.flatten()) for x, y in validation]
+    return [x.detach() for x in model.parameters()], torch.stack(losses).mean(), model.generate(prompt, 5)
+
+
+@pytest.mark.filterwarnings("error::cp_styles.UnverifiedModelWarning")
+def test_a_whole_loop(tmp_path: Path):
+    """Four steps; and two, a checkpoint, and two more of a new model. The gradients are longer than what clips them."""
+    torch.manual_seed(0)
+    tokens, model = torch.randint(0, 11, (5, 2, 14)), nanogpt.GPTWithPositions().double()
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    pairs = [(x[:, :-1], x[:, 1:]) for x in tokens]
+
+    def batches(number: int):
+        return pairs[number % 3 : number % 3 + 2]
+
+    data = {"batches": batches, "validation": pairs[3:], "prompt": pairs[4][0]}
+    expected, loss, text = plain_loop(copy.deepcopy(model), **data, steps=4)
+    first = copy.deepcopy(model)
+    cross_entropy(first(pairs[0][0])[0].flatten(0, 1), pairs[0][1].flatten()).backward()
+    assert nn.utils.get_total_norm([x.grad for x in first.parameters()]) > 2
+
+    def on(rank: int) -> None:
+        for steps, parts in ((4, (4,)), (4, (2, 4))):
+            names = data | {"mesh": cp_mesh(2), "every": 2, "path": tmp_path / f"{len(parts)}.pt"}
+            for until in parts:
+                torch.distributed.barrier()  # rank 0 has written
+                # Each part is a new process: a new model, of other values if there is something to resume.
+                names |= {"model": copy.deepcopy(model), "steps": until}
+                if until != parts[0]:
+                    nn.init.zeros_(names["model"].head.weight)
+                exec(example("example: a whole loop"), names)
+            assert names["number"] + 1 == steps
+            found = [x.detach() for x in names["model"].parameters()]
+            # AdamW divides by the square root of the mean square of gradients, rounded apart by 1e-16 of their norm.
+            assert max(error(*pair) for pair in zip(found, expected, strict=True)) < 1e-10
+            assert error(names["loss"], loss) < 1e-10
+            assert torch.equal(names["text"], text)
+
+    run_ranks(on, 2)
+
+
 def test_gradients_that_fsdp_averages():
     """Two sequences over dp, each cut over cp, in parts of different lengths."""
     model, tokens = small_llama()
@@ -182,6 +243,27 @@ def test_gradients_that_fsdp_averages():
         names["labels"] = layout.shard(next_token_labels(tokens[row : row + 1]), 1, part)
         exec(example("example: fsdp"), names)
         found = [parameter.grad.full_tensor() for parameter in mine.parameters()]
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+def test_a_tensor_parallel_plan_and_the_style_on_the_whole_model():
+    """Two lines, as the README's table says, for a model without a module that takes query, key and value."""
+    model, tokens = small_llama()
+    expected = one_process(model, tokens)
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        names = {"model": copy.deepcopy(model), "mesh": mesh}
+        exec(example("example: tensor-parallel plan"), names)
+        sharder = BatchSharder(mesh["cp"])
+        batch = sharder(tokens)
+        loss = batch.loss(names["model"](batch.tokens, batch.positions))
+        loss.backward()
+        sharder.sum_gradients(names["model"])
+        grads = [parameter.grad for parameter in names["model"].parameters()]
+        found = [loss.detach(), *(x.full_tensor() if isinstance(x, DTensor) else x for x in grads)]
         return max(error(*pair) for pair in zip(found, expected, strict=True))
 
     assert max(run_ranks(on, 4)) < EXACT
@@ -223,6 +305,45 @@ def test_code_written_for_torch_s_context_parallel():
         return max(error(parameter.grad, wanted) for parameter, wanted in zip(mine.parameters(), expected, strict=True))
 
     assert max(run_ranks(on, 3)) < EXACT
+
+
+class WithLongTable(nn.Module):
+    """Positions from the first rows of a table that is longer than any sequence, as rotary tables are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Linear(8, 11)
+        self.table = torch.randn(40, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.table[: tokens.shape[1]]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def test_a_table_that_is_longer_than_the_sequence():
+    """The error's line, as the page has it, is exact; the view table[:length] leaves the model its own table."""
+    torch.manual_seed(0)
+    model, tokens = WithLongTable().double(), torch.randint(0, 11, (2, 23))
+    labels = next_token_labels(tokens)
+    cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    def on(rank: int) -> float:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        mine.zero_grad()
+        names = {"mesh": mesh, "model": mine, "tokens": tokens.clone(), "labels": labels.clone()}
+        names |= {"context_parallel": context_parallel, "sum_gradients": sum_gradients}
+        names |= {"global_loss": global_loss, "global_token_count": global_token_count}
+        names["loss_fn"] = lambda logits, wanted: cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+        line, block = example("example: a longer table").split("\n", 1)
+        with pytest.raises(ValueError, match=r"\[23, 23, 40\] positions .* write model.table = model.table\[:length\]"):
+            exec(block, names)
+        exec(f"{line}\n{block}", names)
+        return max(error(parameter.grad, wanted) for parameter, wanted in zip(mine.parameters(), expected, strict=True))
+
+    assert max(run_ranks(on, 2)) < EXACT
 
 
 @on_every_rank(3)
@@ -278,9 +399,22 @@ def test_a_users_own_step_is_verified(tmp_path: Path, capsys):
 
 
 def test_the_two_commands_are_there_for_ci_to_take():
-    commands = dict(re.findall(r"<!-- command: (.*?) -->\n```bash\n(.*?)\n```", README))
+    commands = dict(re.findall(r"<!-- command: (.*?) -->\n```bash\n(.*?)\n```", README, re.DOTALL))
     assert commands["main job"].endswith("torchrun --nproc-per-node 4 tutorials/train_llama.py")
     assert commands["tests"].endswith("pytest")
+    assert [name for name in QUICK if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_lines_of_code_are_as_wide_as_the_site_shows_them():
+    """A column of a page of 1280 pixels has some 92 characters."""
+    wide = [
+        f"{page.name}: {line}"
+        for page, text in {ROOT / "README.md": README, **PAGES}.items()
+        for code in re.findall(r"^```(?:python|bash|diff)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in code.splitlines()
+        if len(line) > 88
+    ]
+    assert wide == []
 
 
 def test_text_beside_an_image():
@@ -343,8 +477,8 @@ def test_every_example_is_run():
         short = name.removeprefix("example: ")
         assert f'"{name}"' in here or f"<!-- {name} -->" in here or f'"{short}"' in clients, name
     # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; the
-    # switch to FlashAttention 3, which needs its package and a GPU; a copy for samples, as in tests/first_hours.
-    assert SHOWN.count("```python") == len(marked) + 4
+    # switch to FlashAttention 3, which needs its package and a GPU.
+    assert SHOWN.count("```python") == len(marked) + 3
 
 
 def test_a_fault_that_is_caught():

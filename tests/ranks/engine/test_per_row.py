@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from cp_styles import (
     context_attention,
     contiguous,
     imbalance,
+    per_document_head_tail,
 )
 from cp_styles.plan import make_plan
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -73,6 +76,25 @@ def test_each_row_sends_what_its_own_mask_needs():
     plans = [make_plan(layout, layout, Documents(row) & Causal(), rank) for row in ROWS for rank in range(3)]
     assert sum(run_ranks(on, 3)) == row_bytes * sum(plan.received_rows for plan in plans)
     assert all(plan.received_rows == 0 for plan in plans[6:]), "three documents on three ranks: nothing crosses"
+
+
+def test_documents_of_each_row_for_a_balancer():
+    """The error names by_work, with the mask that is the attention's too."""
+    for documents in (ROWS, torch.tensor(ROWS[0])):
+        with pytest.raises(TypeError, match=r"all rows of a batch are cut at the same positions") as found:
+            per_document_head_tail(LENGTH, 2, documents=documents)  # pyright: ignore[reportArgumentType]
+    (line,) = re.findall(r"take (by_work\(.*\)), or", str(found.value))
+    layout = eval(line, globals() | {"length": LENGTH, "ranks": 2, "rows": ROWS})
+    mask = eval(line.split("mask=")[1].removesuffix(")"), globals() | {"rows": ROWS})
+    problem = Problem(length=LENGTH, batch=3, mask=seen(), causal=False)
+
+    def on(rank: int) -> float:
+        def attend(q, k, v):
+            return context_attention(q, k, v, cp_mesh(2), mask=mask, layout=layout)
+
+        return max(run_attention(attend, problem, rank, 2, layout=layout))
+
+    assert max(run_ranks(on, 2)) < EXACT
 
 
 def test_ids_and_positions_of_a_batch():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -153,6 +154,50 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class FlexCore(nn.Module):
+    """FlexAttention with a score_mod or a BlockMask of the whole sequence, as a model of one device has it."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, q, k, v):
+        def causal(b, h, query, key):
+            return query >= key
+
+        if self.masked:
+            mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+        def score(logits, b, h, query, key):
+            return torch.where(query >= key, logits, float("-inf"))
+
+        return flex_attention(q, k, v, score_mod=score, enable_gqa=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("plan", [ModuleContextParallel(), None], ids=["style", "block"])
+def test_flex_attention_on_a_cpu(plan, masked: bool):
+    """torch's own has no backward on a CPU. The run with one rank, and a plain step, attend by kernels of ours."""
+    model = llama()
+    for layer in model.layers:
+        layer.attention.core = FlexCore(masked)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+
+    def old(model, batch, mesh=None):
+        logits = model(batch["tokens"], torch.arange(LENGTH))[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+        loss.backward()
+        return loss
+
+    if plan is None:
+        run(model, lambda model, mesh: model, in_a_block)
+    else:
+        run(model, plan)
+        run(model, plan, plain=old)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        old(model, {"tokens": TOKENS})  # else the test shows nothing
 
 
 def test_fsdp_and_checkpoints():
