@@ -30,7 +30,7 @@ RANKS, BATCH, LENGTH, WIDTH, WORDS, PICTURE = 2, 2, 32, 16, 64, 63
 
 
 def example(name: str) -> str:
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return code
 
 
@@ -81,7 +81,7 @@ def by_order(m: Language, x: torch.Tensor, tokens: torch.Tensor, pixels: torch.T
     if number is None:
         return x.masked_scatter(here[..., None], features)
     names = {"x": x, "features": features, "number": number, "tokens": tokens, "PICTURE": PICTURE}
-    exec(example("features by number").split("# in the model")[1].split("\n", 1)[1], names)
+    exec(example("example: features by number").split("# in the model")[1].split("\n", 1)[1], names)
     return names["x"]
 
 
@@ -97,7 +97,7 @@ def test_pictures_in_the_place_of_their_tokens():
         parallelize_module(mine, mesh, ModuleContextParallel())
         names: dict[str, Any] = {"tokens": tokens, "labels": labels, "PICTURE": PICTURE}
         names |= {"BatchSharder": BatchSharder, "mesh": mesh}
-        exec(example("features by number").split("# in the model")[0], names)
+        exec(example("example: features by number").split("# in the model")[0], names)
         batch = names["batch"]
         loss = batch.loss(mine(batch.tokens, batch.positions, pixels=pixels, number=batch["number"]))
         loss.backward()
@@ -133,7 +133,7 @@ class Windows(nn.Module):
             names = {"q": q, "k": k, "v": v, "S": len(self.window), "device": "cpu"}
             names |= {"window_of_each_token": self.window}
             names |= {"create_block_mask": create_block_mask, "flex_attention": flex_attention}
-            exec(example("windows"), names)
+            exec(example("example: windows"), names)
             return names["out"]
         out, mine = torch.zeros_like(q), self.window[: q.shape[2]]
         for number in mine.unique():
@@ -196,7 +196,7 @@ def test_windows_of_a_part(layout: Any):
 def with_noise(m: Language, x: torch.Tensor, tokens: torch.Tensor, layout: Any = None, rank: int = 0) -> torch.Tensor:
     names = {"torch": torch, "B": BATCH, "S": LENGTH, "D": WIDTH, "x": x, "seed": 3, "number_of_the_step": 1}
     names |= {"layout": contiguous(LENGTH, 1) if layout is None else layout, "rank": rank}
-    exec(example("random numbers"), names)
+    exec(example("example: random numbers"), names)
     return names["x"]
 
 
@@ -225,7 +225,7 @@ def test_a_seed_for_the_dropout_of_each_rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         names: dict[str, Any] = {"torch": torch, "DataLoader": DataLoader, "dataset": range(16), "seed": 3}
         with lock:
-            exec(example("dropout"), names | {"mesh": mesh}, out := {})
+            exec(example("example: dropout"), names | {"mesh": mesh}, out := {})
             return F.dropout(torch.ones(64)).tolist(), [int(x) for x in out["loader"]]
 
     (first, order), (first_tp, *_), (second, _), (second_tp, *_) = run_ranks(on, 4)
@@ -250,7 +250,7 @@ class Float8(nn.Linear):
             largest = x.detach().abs().amax()
         else:
             names = {"torch": torch, "x": x, "group": self.group}
-            exec(example("scale"), names)
+            exec(example("example: scale"), names)
             largest = names["largest"]
         used = self.amax.clone() if self.delayed else largest
         self.amax.copy_(largest)
