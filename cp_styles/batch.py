@@ -620,8 +620,7 @@ _MOST_BACKWARDS = 256
 
 
 def _refuse_whole(parameters: list[torch.Tensor], in_front: set[int], group: dist.ProcessGroup) -> None:
-    device = parameters[0].device if parameters else torch.device("cpu")
-    sums = torch.zeros(2, len(parameters), dtype=torch.int64, device=device)
+    sums = torch.zeros(2, len(parameters), dtype=torch.int64, device=parameters[0].device)
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None and id(parameter) not in in_front:
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -699,7 +698,7 @@ def _with_gradient_anywhere(
     gathers.summed = True
     if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
         _refuse_ddp(parameters, group)
-    if all(rows.columns.flags):
+    if parameters and all(rows.columns.flags):
         _refuse_whole(parameters, gathers.in_front, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")

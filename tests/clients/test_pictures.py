@@ -19,7 +19,7 @@ import cp_styles
 from cp_styles import ModuleContextParallel, contiguous, parallelize_module, sum_gradients
 from cp_styles.integrations.transformers import cut_inputs_of, register_attention
 from cp_styles.testing import RankError, run_ranks
-from cp_styles.verify import verify
+from cp_styles.verify import VerificationError, verify
 from tests.clients.hugging_face import (
     BATCH,
     LENGTH,
@@ -309,14 +309,25 @@ def test_towers_whose_blocks_are_cut_by_hooks(kind: str):
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_text_tower_is_no_language_model(kind: str):
-    """It would pool a token of this rank's part."""
-    model, _ = tower(kind)
+    """It would pool a token of this rank's part. Cut by hand it does, which verify says."""
+    model, batch = tower(kind)
+
+    def by_hand(model: Any, batch: Any, mesh: Any) -> torch.Tensor:
+        layout, rank = contiguous(24, mesh.size()), mesh.get_local_rank()
+        mine = {"input_ids": layout.shard(batch["input_ids"], 1, rank), "pixel_values": batch["pixel_values"]}
+        loss = loss_of_tower(model(**mine, position_ids=layout.positions(rank)[None]))
+        (loss / mesh.size()).backward()
+        sum_gradients(model, mesh)
+        return loss
 
     def on(rank: int) -> None:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        parallelize_module(mine, mesh, {"text_model": ModuleContextParallel()})
+        parallelize_module(mine, mesh, {"text_model": ModuleContextParallel(layout=contiguous)})
         with pytest.raises(NotImplementedError, match="two hooks cut in front of the first block and gather behind"):
             cut_inputs_of(mine.text_model)
+        mine.text_model.set_attn_implementation(NAME)
+        with pytest.raises(VerificationError, match=r"it\s+is\s+pooled\s+from\s+this\s+rank's"):
+            verify(mine, mesh, batch, by_hand)
 
     run_ranks(on, 2)
 

@@ -364,6 +364,7 @@ def test_parameters_behind_a_gather_that_are_whole(first: int, backwards: int):
                 loss_behind_a_gather(own, mesh, "whole" if step == first else "no parameter behind").backward()
             if step < first:
                 sum_gradients(own, mesh)
+        sum_gradients([], mesh)
         with pytest.raises(ValueError, match="behind a gather with reduce_gradients=False") as refused:
             sum_gradients(own, mesh)
         sum_gradients(own.front, mesh)  # those in front of it are shares
