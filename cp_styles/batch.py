@@ -537,7 +537,8 @@ def sum_gradients(
             dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), one all-reduce for each bucket, and one
-    of a byte for each parameter if ranks differ in which gradients they have.
+    of a byte for each parameter if ranks differ in which gradients they have. Where gradients are compared behind a
+    gather, one all-reduce of 16 bytes for each parameter.
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
@@ -545,7 +546,9 @@ def sum_gradients(
             DTensor (parameters on a mesh over these ranks), this function, or the backward of
             :func:`~cp_styles.collectives.split`. The last two are known only as long as nothing but a backward has
             changed the gradient. For DDP some gradients are compared between the ranks, in the calls number 1, 2, 4,
-            8, ..., for which the host waits.
+            8, ..., for which the host waits. After the steps number 1, 2, 4, ... with the backward of a
+            :func:`~cp_styles.collectives.gather` with ``reduce_gradients=False``, all gradients are compared: behind
+            such a gather they are whole.
         NotImplementedError: on every rank, for sparse gradients.
         TransferError: a rank has ended, or has left this function half way. The gradients are None then.
 
@@ -644,6 +647,62 @@ def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) ->
             )
 
 
+class ReplicatedGathers:
+    """The backwards, since the last step, of gathers over a group whose gradient is not reduced.
+
+    All ranks compute the same behind such a gather. So a gradient is whole, and a sum P times too large, if all ranks
+    have the same one and the parameter is not in front of the gather. In front of it equal shares mean nothing: a
+    loss may be as simple as a sum.
+
+    Attributes:
+        compared: the next :func:`sum_gradients` compares gradients.
+        in_front: the ids of the leaves in front of these gathers.
+        summed: there was a sum since, so the next backward begins a step.
+    """
+
+    def __init__(self) -> None:
+        self.compared, self.in_front, self.summed = False, set[int](), True
+        self._steps = self._backwards = 0
+
+    def note(self, leaves: Callable[[], Iterable[torch.Tensor] | None]) -> None:
+        """Note one backward. ``leaves``: those in front of the gather; None if they, or what ranks have equal, are not
+        known."""
+        if self.summed:
+            self._steps += 1
+            self._backwards = 0
+            self.compared, self.summed = not self._steps & (self._steps - 1), False
+            self.in_front.clear()
+        self._backwards += 1
+        if self.compared:
+            found = leaves() if self._backwards < _MOST_BACKWARDS else None  # some programs never call sum_gradients
+            self.compared = found is not None
+            self.in_front.update(map(id, found or ()))
+
+
+_MOST_BACKWARDS = 256
+
+
+def _refuse_whole(parameters: list[torch.Tensor], in_front: set[int], group: dist.ProcessGroup) -> None:
+    sums = torch.zeros(2, len(parameters), dtype=torch.int64, device=parameters[0].device)
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None and id(parameter) not in in_front:
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            judged = (gradient != 0).any() & gradient.isfinite().all()
+            sums[:, index] = device_checksum(gradient) // 2 * judged  # half of it: its negative is a number too
+    sums[1].neg_()
+    with collective(group, "sum_gradients"):
+        dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=group)
+    whole = [p for p, most, least in zip(parameters, *sums.tolist(), strict=True) if most == -least != 0]
+    if whole:
+        raise ValueError(
+            f"sum_gradients: the gradients of {len(whole)} parameters, of shapes {[tuple(p.shape) for p in whole[:4]]}"
+            ", are the same on all ranks: they are behind a gather with reduce_gradients=False, where each rank "
+            f"computes the whole gradient, and a sum would multiply it by {group.size()}. Gather with "
+            "reduce_gradients=True, and divide the loss by the number of ranks before its backward"
+            f"{see('Gradients behind a gather')}"
+        )
+
+
 class Summed(NamedTuple):
     ranks: tuple[int, ...]  # over which a gradient was summed
     by: str  # what has summed it, for messages
@@ -694,11 +753,16 @@ def _with_gradient_anywhere(
             "bucket_bytes": options[0],
             "reduce_dtype": options[1],
         }
-        return facts, StatusRow(q_length=zlib.crc32(present), watch=_sample_of_gradients(parameters, group))
+        sample = _sample_of_gradients(parameters, group)
+        return facts, StatusRow(q_length=zlib.crc32(present), watch=sample, flags=gathers.compared)
 
+    gathers = state_of(group).the(ReplicatedGathers)
     rows = meet_alike(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
+    gathers.summed = True
     if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
         _refuse_ddp(parameters, group)
+    if parameters and all(rows.columns.flags):
+        _refuse_whole(parameters, gathers.in_front, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
         with collective(group, "sum_gradients"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.batch import Summed, note_summed
+from cp_styles.batch import ReplicatedGathers, Summed, note_summed
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
@@ -102,6 +102,31 @@ def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> N
     part.grad_fn.register_hook(mark)
 
 
+def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduced: bool) -> None:
+    """Note the backward of a gather of ``part`` for ``sum_gradients``: see :class:`ReplicatedGathers`.
+
+    Behind a gather whose gradient is ``reduced`` ranks may rightly have equal gradients, of a loss divided by P.
+    """
+    if peers.size == 1 or is_traced() or whole.grad_fn is None:
+        return
+    gathers, behind = state_of(resolve_group(peers.name)).the(ReplicatedGathers), part.grad_fn
+
+    def leaves() -> list[torch.Tensor] | None:
+        if reduced:
+            return None
+        return [part] if behind is None else _all_leaves(behind)
+
+    whole.grad_fn.register_hook(lambda *grads: gathers.note(leaves))
+
+
+def _all_leaves(node: Any) -> list[torch.Tensor] | None:
+    """The leaves that a tensor was computed from on this rank; None if reentrant checkpoints hide some."""
+    nodes = list(_nodes(node))
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        return None
+    return [leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), torch.Tensor)]
+
+
 def _note_once(leaf: torch.Tensor, note: Summed) -> None:
     def noted(leaf: torch.Tensor) -> None:
         handle.remove()
@@ -112,12 +137,18 @@ def _note_once(leaf: torch.Tensor, note: Summed) -> None:
 
 def _replicated_leaves(node: Any) -> Iterator[torch.Tensor]:
     """The leaves that a tensor was computed from without communication; behind that, ranks may hold shares."""
+    for each in _nodes(node, _COMMUNICATES):
+        if isinstance(leaf := getattr(each, "variable", None), torch.Tensor):
+            yield leaf
+
+
+def _nodes(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
+    """``node`` and all nodes that its backward leads to; not beyond those whose names have a part of ``last``."""
     waiting, visited = [node], {node}
     while waiting:
         node = waiting.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            yield leaf
-        if not any(part in node.name() for part in _COMMUNICATES):
+        yield node
+        if not any(part in node.name() for part in last):
             following = {after for after, _ in node.next_functions if after is not None} - visited
             visited |= following
             waiting.extend(following)

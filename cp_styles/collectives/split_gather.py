@@ -11,6 +11,7 @@ from cp_styles.collectives.autograd import (
     Replicated,
     differentiable,
     gather_exchange,
+    note_gather,
     note_whole_gradients,
     scale_gradient,
 )
@@ -111,8 +112,10 @@ def gather(
         dim: the dim to gather.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         reduce_gradients: False if all ranks compute the same thing with the result. Each rank then has the whole
-            gradient, and L is counted once. True if they compute different things (other heads, rows or targets) and L
-            is the sum of their losses. A wrong value gives wrong gradients without an error, so there is no default.
+            gradient, and L is counted once. Parameters behind the gather get whole gradients, which ``sum_gradients``
+            refuses: with parameters there use True, and divide the loss by P. True if ranks compute different things
+            (other heads, rows or targets), or each 1/P of the same, and L is the sum of their losses. A wrong value
+            gives wrong gradients without an error, so there is no default.
         layout: how it is cut, see :func:`split`. The result is in global order, without padding. None: contiguous parts
             of the sizes that the ranks have. Without ``check``, and under torch.compile, every rank must then have the
             size of this one.
@@ -141,7 +144,10 @@ def gather(
     rows = rows_of(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
-    return _apply(exchange if reduce_gradients else Replicated(exchange), part, check)
+    whole = _apply(exchange if reduce_gradients else Replicated(exchange), part, check)
+    # With another scale equal gradients may be right: UP is for a loss that is divided by P.
+    note_gather(whole, part, peers, reduced=reduce_gradients or grad_scale is not GradScale.NONE)
+    return whole
 
 
 def reduce_scatter(

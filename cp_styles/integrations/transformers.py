@@ -287,9 +287,17 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
 
     Raises:
         ValueError: ``language_model`` has no style.
-        NotImplementedError: in its forward, for tensors of which it is not known whether they are cut.
+        NotImplementedError: for a text tower, as CLIP and SigLIP have it, which pools its tokens. In the forward, for
+            tensors of which it is not known whether they are cut.
     """
     calls = _calls_of(language_model, "cut_inputs_of")
+    if "inputs_embeds" not in names_of_inputs(language_model):
+        raise NotImplementedError(
+            f"{calls.binding.name}: {type(language_model).__name__} takes no inputs_embeds, so it is no language model "
+            "among whose tokens pictures are put. A text tower pools its tokens, and would pool those of this rank's "
+            "part: apply the style to its blocks alone, and let two hooks cut in front of the first block and gather "
+            f"behind the last{see('Pictures among the tokens')}"
+        )
 
     def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         inputs: dict[str, Any] = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs

@@ -237,6 +237,27 @@ class ModelFacts:
 _WORDS_OF_POSITIONS = ("pos", "freqs", "rotary", "cos")
 
 
+def _where_to_cut(model: nn.Module) -> str:
+    """The parts of a model with a vision tower that may have the style, by their names in it."""
+    for path, part in model.named_modules():
+        # The text towers of CLIP and SigLIP take no embeddings, and pool their tokens: they are blocks as below.
+        if path.endswith(("language_model", "text_model")) and "inputs_embeds" in names_of_inputs(part):
+            return (
+                "Apply the style to the language model alone, and let that cut the embeddings of the whole sequence: "
+                f'parallelize_module(model, mesh, {{"{path}": ModuleContextParallel()}}); cut_inputs_of(model.{path}), '
+                "of cp_styles.integrations.transformers; and call the model with the whole batch"
+            )
+    lists = {path: part for path, part in model.named_modules() if path and isinstance(part, nn.ModuleList)}
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    outer.sort(key=lambda path: -len(lists[path]))
+    paths = " or ".join(f'{{"{path}.*": ModuleContextParallel(layout=contiguous)}}' for path in outer[:2])
+    return (
+        "Apply the style to its blocks alone, and let two hooks cut the tokens in front of the first block and gather "
+        f"them behind the last: parallelize_module(model, mesh, {paths or 'a plan with the paths of the blocks'}), and "
+        "the hooks of the page; call the model with the whole batch, and divide its loss by the number of ranks"
+    )
+
+
 class InputGuards:
     """Checks the arguments of a model's forward. Each module that ModuleContextParallel is applied to has one."""
 
@@ -296,13 +317,8 @@ class InputGuards:
             if value is None or not name.startswith("pixel_values"):
                 continue
             raise NotImplementedError(
-                f"{self._name}: {kind} makes tokens of {name} inside, where its vision tower would "
-                "attend as if each rank had a part of the picture, and put them among this rank's part of the text. "
-                "Apply the style to the language model alone, and let that cut the embeddings of the whole sequence: "
-                'parallelize_module(model, mesh, {"model.language_model": ModuleContextParallel()}); '
-                "cut_inputs_of(model.model.language_model), of cp_styles.integrations.transformers; and call the model "
-                "with the whole batch"
-                f"{see('Pictures among the tokens')}"
+                f"{self._name}: {kind} makes tokens of {name} inside, where its vision tower would attend as if each "
+                f"rank had a part of the picture. {_where_to_cut(module)}{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
         if self._facts.losses:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -273,8 +274,11 @@ class _Verification:
         """The report, equal on every rank: it has the largest of each error."""
         worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
-        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused))
-        all_kinds, all_outputs, all_parameters, all_losses, worsts, unuseds = zip(*ranks, strict=True)
+        drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in self._model.modules())
+        processes, states = map(set, zip(*self._line((os.getpid(), self._state.drawn_from)), strict=True))
+        alike = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
+        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused, alike))
+        all_kinds, all_outputs, all_parameters, all_losses, worsts, unuseds, alikes = zip(*ranks, strict=True)
         first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
         names = dict.fromkeys(name for each in all_parameters for name in each)
         every = {key: kind for each in all_kinds for key, kind in each.items()}
@@ -286,6 +290,7 @@ class _Verification:
             loss=() if None in first else tuple(first),
             worst=max(worsts),
             unused=tuple(dict.fromkeys(name for each in unuseds for name in each)),
+            same_dropout=any(alikes),
             tolerance=leeway.tolerance,
             rounding=max((leeway.of(key) - leeway.tolerance for key in (*outputs, *parameters)), default=0.0) / 4,
         )

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from cp_styles.explain.text import table
+from cp_styles.troubleshooting import see
 
 _ROWS = 24
+_SAME_DROPOUT = (
+    "Dropout, which is off here, would draw the same numbers on all ranks: torch.manual_seed(seed + rank), with the "
+    f"rank in the sequence axis{see('The same dropout on all ranks')}"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Report:
         loss: with one rank, and on each rank; empty if the step returned none.
         worst: the largest error of a gradient, or of what the model returns.
         unused: modules whose outputs differ, although no gradient does: nothing follows from them.
+        same_dropout: the model has dropout, for which the ranks of the sequence would draw the same numbers.
         tolerance: the error above which something is wrong; in low precision more is allowed, see ``rounding``.
         rounding: in low precision, the largest error that changes of the last bits make.
     """
@@ -50,6 +56,7 @@ class Report:
     loss: tuple[float, ...] = ()
     worst: float = 0.0
     unused: tuple[str, ...] = ()
+    same_dropout: bool = False
     tolerance: float = 0.0
     rounding: float = 0.0
 
@@ -61,9 +68,10 @@ class Report:
         forward = "" if self.parameters else " in the forward (the step has made no gradients)"
         rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
         unused = f" (outputs without consequences differ: {', '.join(self.unused[:3])})" if self.unused else ""
+        dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
-            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{unused}"
+            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{unused}{dropout}"
         )
 
     def __str__(self) -> str:

@@ -408,7 +408,11 @@ def _eager(module: nn.Module) -> dict[str, Any]:
 
 class ModelState:
     """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks
-    that the model registers on itself, training flags, and the states of random generators."""
+    that the model registers on itself, training flags, and the states of random generators.
+
+    Attributes:
+        drawn_from: a checksum of the random state from which the model draws.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
@@ -426,6 +430,8 @@ class ModelState:
         }
         self._values = [(x, x.detach().clone()) for x in tensors.values()]
         self._random = _random_states()
+        on_gpu = any(x.is_cuda for x in model.parameters())
+        self.drawn_from = checksum(dict(self._random)[torch.cuda.set_rng_state if on_gpu else torch.set_rng_state])
 
     def restore(self) -> None:
         """Put all of it back. No communication."""

@@ -132,9 +132,28 @@ def qwen(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
     return model, inputs | {"timestep": TIMES}, ["transformer_blocks.*.attn"]
 
 
-def by_the_page(rank: int, model: nn.Module, inputs: Any, attentions: list[str], **changes: str) -> Any:
+def ltx(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
+    from diffusers import LTXVideoTransformer3DModel
+
+    sizes = {"in_channels": 8, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    sizes |= {"cross_attention_dim": DIM, "caption_channels": 16}
+    model = tiny(lambda _: LTXVideoTransformer3DModel(**sizes), Plain())
+    inputs = {"hidden_states": randn(1, BATCH, image, 8), "num_frames": 2, "height": 2, "width": image // 4}
+    mask = torch.arange(text) < torch.tensor([[text], [text - 2]])
+    return model, inputs | {"timestep": TIMES, "encoder_attention_mask": mask}, ["transformer_blocks.*.attn1"]
+
+
+def example(name: str) -> str:
     page = (Path(__file__).parents[2] / "tutorials/functions.md").read_text()
-    (code,) = re.findall(r"<!-- example: diffusers -->\n```python\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+PLAN = "apply_context_parallel(model, config, model._cp_plan)\n"
+
+
+def by_the_page(rank: int, model: nn.Module, inputs: Any, attentions: list[str], **changes: str) -> Any:
+    code = example("diffusers")
     for old, new in changes.items():
         code = code.replace(old, new)
     names = {"model": copy.deepcopy(model), "inputs": inputs, "attentions": attentions, "rank": rank, "ranks": 2}
@@ -148,16 +167,17 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
     return (out * randn(9, *out.shape)).sum()
 
 
-@pytest.mark.parametrize("kind", [flux, wan, qwen])
+@pytest.mark.parametrize("kind", [flux, wan, qwen, ltx])
 def test_the_plan_of_the_model(kind: Any):
-    """Where the model says that it is cut, by the lines of the page; a text that is cut too, but for Wan's."""
+    """Where the model says that it is cut, by the lines of the page; a text that is cut too, but for Wan and LTX."""
     model, inputs, attentions = kind(6, 24)
     inputs |= {"encoder_hidden_states": randn(2, BATCH, 6, 16)}
     one = copy.deepcopy(model)
     with StayDouble():
         wanted = loss_of(one(**inputs, return_dict=False)[0])
     wanted.backward()
-    for found in run_ranks(lambda rank: by_the_page(rank, model, inputs, attentions), 2):
+    changes = {PLAN: example("ltx")} if kind is ltx else {}
+    for found in run_ranks(lambda rank: by_the_page(rank, model, inputs, attentions, **changes), 2):
         assert largest_error(found, (wanted.detach(), gradients(one))) < EXACT
 
 

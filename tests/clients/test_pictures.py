@@ -19,6 +19,7 @@ import cp_styles
 from cp_styles import ModuleContextParallel, contiguous, parallelize_module, sum_gradients
 from cp_styles.integrations.transformers import cut_inputs_of, register_attention
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import VerificationError, verify
 from tests.clients.hugging_face import (
     BATCH,
     LENGTH,
@@ -240,6 +241,95 @@ def test_what_is_refused():
         with pytest.raises(RankError, match=words) as found:
             run_ranks(lambda rank, run=run: run(rank, copy.deepcopy(model)), 2)
         assert found.value.errors.keys() == {0, 1}
+
+
+WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 24, "hidden_size": 16, "intermediate_size": 24}
+WORDS |= {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_size": 16}
+BOTH = {"text_config": WORDS | {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 2}, "vision_config": SIGHT}
+TOWERS = {
+    "vit": (transformers.AutoModelForImageClassification, SIGHT | {"num_labels": 3}),
+    "dinov2": (transformers.AutoModel, SIGHT),
+    "dinov2_with_registers": (transformers.AutoModel, SIGHT | {"num_register_tokens": 3}),
+    "siglip_vision_model": (transformers.AutoModel, SIGHT),
+    "clip": (transformers.AutoModel, BOTH | {"projection_dim": 16}),
+    "siglip": (transformers.AutoModel, BOTH),
+}
+PLAN = r'\{"(\S+)\.\*": ModuleContextParallel\(layout=contiguous\)\}'
+
+
+def tower(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    auto, options = TOWERS[kind]
+    model = tiny(auto.from_config, transformers.AutoConfig.for_model(kind, **options))
+    batch = {"pixel_values": randn(1, BATCH, 3, 16, 16)}
+    if kind in ("clip", "siglip"):
+        tokens = tokens_of(24)
+        tokens[0, 20] = tokens[1, 11] = 1  # CLIP pools the token at the end of the text, SigLIP the last one
+        batch |= {"input_ids": tokens}
+    return model, batch
+
+
+def loss_of_tower(outputs: Any) -> torch.Tensor:
+    names = ("logits", "logits_per_image", "pooler_output", "last_hidden_state")
+    return sum((outputs[name] ** 2).sum() for name in names if name in outputs)
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip", "siglip", *at_night("dinov2", "dinov2_with_registers")])
+def test_towers_whose_blocks_are_cut_by_hooks(kind: str):
+    """The error names the blocks that there are; the lines of the page on each of them are exact."""
+    model, batch = tower(kind)
+    whole = copy.deepcopy(model)
+    with StayDouble():
+        loss = loss_of_tower(whole(**batch))
+    loss.backward()
+
+    def on(rank: int) -> tuple[str, Any]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        refused = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel(layout=contiguous))
+        with pytest.raises(NotImplementedError, match="Apply the style to its blocks alone") as error:
+            refused(pixel_values=batch["pixel_values"])
+        page = (Path(__file__).parents[2] / "tutorials/training.md").read_text()
+        (code,) = re.findall(r"<!-- example: hooks -->\n```python\n(.*?)```", page, re.DOTALL)
+        hooks, step = code.split("loss = ")
+        names = {"model": mine, "mesh": mesh, "loss_of": loss_of_tower, "batch": batch}
+        paths = re.findall(PLAN, str(error.value))
+        for path in paths:
+            exec(hooks.replace("vit.layers", path), names)
+        lines = "\n    ".join(f"loss = {step}".splitlines())
+        exec(f"def step(model, batch, mesh):\n    {lines}\n    return loss", names)
+        with StayDouble():
+            if kind == "vit":
+                verify(mine, mesh, batch, names["step"], tolerance=1e-10)
+            names["loss"] = names["step"](mine, batch, mesh)
+        return paths, (names["loss"].detach(), gradients(mine))
+
+    for paths, found in run_ranks(on, 2):
+        assert len(paths) == (2 if kind in ("clip", "siglip") else 1)
+        assert largest_error(found, (loss.detach(), gradients(whole))) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_text_tower_is_no_language_model(kind: str):
+    """It would pool a token of this rank's part. Cut by hand it does, which verify says."""
+    model, batch = tower(kind)
+
+    def by_hand(model: Any, batch: Any, mesh: Any) -> torch.Tensor:
+        layout, rank = contiguous(24, mesh.size()), mesh.get_local_rank()
+        mine = {"input_ids": layout.shard(batch["input_ids"], 1, rank), "pixel_values": batch["pixel_values"]}
+        loss = loss_of_tower(model(**mine, position_ids=layout.positions(rank)[None]))
+        (loss / mesh.size()).backward()
+        sum_gradients(model, mesh)
+        return loss
+
+    def on(rank: int) -> None:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        parallelize_module(mine, mesh, {"text_model": ModuleContextParallel(layout=contiguous)})
+        with pytest.raises(NotImplementedError, match="two hooks cut in front of the first block and gather behind"):
+            cut_inputs_of(mine.text_model)
+        mine.text_model.set_attn_implementation(NAME)
+        with pytest.raises(VerificationError, match=r"it\s+is\s+pooled\s+from\s+this\s+rank's"):
+            verify(mine, mesh, batch, by_hand)
+
+    run_ranks(on, 2)
 
 
 def test_images_that_see_each_other_under_a_style_on_the_whole_model():

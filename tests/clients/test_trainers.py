@@ -23,6 +23,7 @@ MORE = [
     "the page's Trainer",
     "a plain Trainer, packed",
     "workers",
+    "dropout",
     "a loss function",
     "neftune",
     "dispatched batches",

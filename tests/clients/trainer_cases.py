@@ -115,7 +115,7 @@ def hugging_face(cp: int = 2, batch: int = 2, data: Any = None, style: Any = Non
     """A Trainer of transformers; on ranks the model has the style, and the Trainer ours before it."""
     model = model_of()
     kind: Any = Trainer
-    args = options.pop("args", {})
+    args, made = options.pop("args", {}), options.pop("made", lambda trainer: None)
     replicas = max(1, ranks() // cp)
     args = arguments(per_device_train_batch_size=batch // replicas, **args)
     if ranks() > 1:
@@ -131,7 +131,33 @@ def hugging_face(cp: int = 2, batch: int = 2, data: Any = None, style: Any = Non
         train_dataset=samples(12) if data is None else data,
         **{"data_collator": default_data_collator} | options,
     )
+    made(trainer)
     return train(trainer)
+
+
+def with_dropout() -> Training:
+    """A seed for each rank, by the lines of the page: the samples of one process, and dropout of its own on each rank.
+
+    What dropout drops is not used, so that all else is compared.
+    """
+    drawn: list[torch.Tensor] = []
+
+    def made(trainer: Any) -> None:
+        draw = torch.nn.Dropout(0.5)
+        trainer.model.register_forward_hook(lambda *_: drawn.append(draw(torch.ones(64))))
+        if ranks() > 1:
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+            seeds = on_the_page("trainer, dropout").split("trainer = ")[1].split("\n", 1)[1]
+            exec(seeds, {"mesh": mesh, "torch": torch, "seed": 3})
+
+    given = re.findall(r"data_seed=seed", on_the_page("trainer, dropout"))
+    done = hugging_face(args={"data_seed": 3} if given else {}, made=made)
+    if ranks() > 1:
+        torch.distributed.all_gather(each := [torch.empty(64) for _ in range(2)], drawn[-1])
+        done.numbers["ranks that draw apart"] = float(not torch.equal(*each))
+    else:
+        done.numbers["ranks that draw apart"] = 1.0
+    return done
 
 
 def packed(**options: Any) -> Training:
@@ -398,6 +424,7 @@ CASES: dict[str, Callable[[], Training]] = {
         compute_metrics=accuracy,
     ),
     "packed": packed,
+    "dropout": with_dropout,
     "accelerate": accelerated,
     "accelerate's sharding": partial(sharded_by_accelerate, False),
     "accelerate's sharding, a block": partial(sharded_by_accelerate, True),

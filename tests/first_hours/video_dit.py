@@ -54,6 +54,7 @@ class DiT(nn.Module):
         super().__init__()
         self.patches = nn.Conv3d(3, 16, (3, 2, 2), (1, 2, 2), (1, 0, 0))  # overlaps in time
         self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(16, 12)
+        self.last = nn.Conv3d(3, 3, 3, padding=1)  # behind the gather
 
     def embed(self, video):
         return self.patches(video).flatten(2).transpose(1, 2)
@@ -62,7 +63,7 @@ class DiT(nn.Module):
         return torch.arange(video[0, 0].numel() // 4)[:, None] / torch.arange(1, 9)
 
     def picture(self, x):
-        return x.view(2, 5, 3, 3, 2, 2, 3).permute(0, 6, 1, 2, 4, 3, 5).reshape(2, 3, 5, 6, 6)
+        return self.last(x.view(2, 5, 3, 3, 2, 2, 3).permute(0, 6, 1, 2, 4, 3, 5).reshape(2, 3, 5, 6, 6))
 
     def forward(self, video, text, text_mask, time):
         x, angles = self.embed(video), self.rotary(video)

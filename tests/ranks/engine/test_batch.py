@@ -9,13 +9,17 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functional
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
-from cp_styles.batch import global_loss, global_token_count, sum_gradients
+from cp_styles.batch import ReplicatedGathers, global_loss, global_token_count, sum_gradients
 from cp_styles.collectives import GradScale, gather, split
 from cp_styles.comm.agreement import WIDTH
+from cp_styles.comm.group_state import state_of
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
 from tests.gpu_tensors import gpus
 from tests.oracle import error
@@ -260,6 +264,164 @@ def test_gradients_between_a_gather_and_a_split_are_shares():
     again = split(gather(layer(x), 1, group, reduce_gradients=False), 1, group)
     again.square().sum().backward()
     sum_gradients(layer, group)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+@pytest.mark.parametrize("way", ["its loss divided by the ranks", "global_loss"])
+def test_the_loss_of_alst(way: str):
+    """As the row of Migration says. The backward of torch's all_gather sums over the ranks, and sum_gradients again."""
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) > LENGTH - 4, -100)  # other counts on the ranks
+    whole = Model()
+    expected = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten())
+    expected.backward()
+
+    def on(rank: int) -> float:
+        mesh, own = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Model()
+        logits, mine = own(tokens.chunk(2, 1)[rank]).flatten(0, 1), labels.chunk(2, 1)[rank].flatten()
+        if way == "global_loss":
+            loss = global_loss(F.cross_entropy(logits, mine, reduction="sum"), global_token_count(mine, mesh), mesh)
+            loss.backward()
+        else:
+            mean, count = F.cross_entropy(logits, mine), (mine != -100).sum()
+            means, counts = (dist_functional.all_gather(x, group=mesh.get_group()) for x in (mean, count))
+            loss = sum(each * many for each, many in zip(means, counts, strict=True)) / sum(counts)
+            (loss / mesh.size()).backward()
+        sum_gradients(own, mesh)
+        pairs = zip(own.parameters(), whole.parameters(), strict=True)
+        return max(error(loss.detach(), expected.detach()), *(error(mine.grad, one.grad) for mine, one in pairs))
+
+    assert max(run_ranks(on, 2)) < 1e-13
+
+
+class Tower(nn.Module):
+    """Layers in front of a gather, and a head behind it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name in ("front", "head"):
+            layer = nn.Linear(4, 4).double()
+            for parameter in layer.parameters():
+                parameter.data.normal_(generator=generator)
+            self.add_module(name, layer)
+
+
+TOWER_INPUT = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def checkpointed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def loss_behind_a_gather(m: Tower, mesh: DeviceMesh | None, recipe: str) -> torch.Tensor:
+    """The loss of ``recipe``; of one process without a mesh. Its share, if the recipe divides it."""
+    ranks = 1 if mesh is None else mesh.size()
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x if mesh is None else x.chunk(ranks, 1)[mesh.get_local_rank()]
+
+    def gathered(x: torch.Tensor, **options) -> torch.Tensor:
+        return x if mesh is None else gather(x, 1, mesh, **options)
+
+    x = m.front(cut(TOWER_INPUT))
+    if recipe == "no parameter behind":  # equal shares of the bias in front of the gather: 1 for each token
+        return gathered(x, reduce_gradients=False).sum()
+    if recipe == "two towers":
+        return sum(gathered(tower(cut(TOWER_INPUT)), reduce_gradients=False).sum() for tower in (m.front, m.head))
+    if recipe == "in a reentrant checkpoint":
+        x = checkpointed(m.front, cut(TOWER_INPUT).detach().requires_grad_())
+        return gathered(x, reduce_gradients=False).sum()
+    if recipe == "up":
+        whole = gathered(x, reduce_gradients=False, grad_scale=GradScale.UP)
+        return m.head(whole).square().sum() / ranks
+    if recipe == "in front of a split":
+        whole = m.front(TOWER_INPUT)
+        x = whole if mesh is None else split(whole, 1, mesh, grad_scale=GradScale.DOWN)
+        return gathered(x.tanh(), reduce_gradients=False).square().sum()
+    if recipe == "two gathers":
+        pooled = m.head(gathered(x, reduce_gradients=True).mean(1)).square().sum() / ranks
+        return gathered(x, reduce_gradients=False).square().sum() + pooled
+    if recipe == "as the error says":
+        return m.head(gathered(x, reduce_gradients=True)).tanh().square().sum() / ranks
+    assert recipe == "whole"
+    return m.head(gathered(x, reduce_gradients=False)).tanh().square().sum()
+
+
+REFUSED_BEHIND = "the gradients of 2 parameters, of shapes [(4, 4), (4,)], are the same on all ranks"
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("first", [1, 2], ids="step {}".format)
+def test_parameters_behind_a_gather_that_are_whole(first: int, backwards: int):
+    """In the first step, also with accumulation; and in the second, after one without a parameter there."""
+
+    def on(rank: int) -> str:
+        mesh, own = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Tower()
+        for step in range(1, first + 1):
+            own.zero_grad()
+            for _ in range(backwards):
+                loss_behind_a_gather(own, mesh, "whole" if step == first else "no parameter behind").backward()
+            if step < first:
+                sum_gradients(own, mesh)
+        sum_gradients([], mesh)
+        with pytest.raises(ValueError, match="behind a gather with reduce_gradients=False") as refused:
+            sum_gradients(own, mesh)
+        sum_gradients(own.front, mesh)  # those in front of it are shares
+        return str(refused.value)
+
+    for text in run_ranks(on, 2):
+        assert REFUSED_BEHIND in text
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "as the error says",
+        "no parameter behind",
+        "two towers",
+        "in a reentrant checkpoint",
+        "up",
+        "in front of a split",
+        "two gathers",
+    ],
+)
+def test_gradients_behind_a_gather_that_are_shares(recipe: str):
+    """Ranks have equal gradients of some parameters in all of these, and the sum is exact."""
+    whole = Tower()
+    loss_behind_a_gather(whole, None, recipe).backward()
+
+    def on(rank: int) -> float:
+        mesh, own = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Tower()
+        for _ in range(2):
+            own.zero_grad()
+            loss_behind_a_gather(own, mesh, recipe).backward()
+            sum_gradients(own, mesh)
+        pairs = zip(own.parameters(), whole.parameters(), strict=True)
+        return max(error(mine.grad, one.grad) for mine, one in pairs if one.grad is not None)
+
+    assert max(run_ranks(on, 2)) < 1e-13
+
+
+@on_every_rank(2)
+def test_an_overflow_behind_a_gather_is_no_whole_gradient():
+    """A GradScaler skips such a step, in which all ranks have the same infinities."""
+    mesh, own = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Tower()
+    (loss_behind_a_gather(own, mesh, "whole") * torch.inf).backward()
+    sum_gradients(own, mesh)
+
+
+@on_every_rank(2)
+def test_gathers_of_a_program_that_never_sums():
+    """Another reducer may sum. What is noted of its gathers stays small."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    gathers = state_of(mesh.get_group()).the(ReplicatedGathers)
+    kept = []
+    for _ in range(400):
+        kept.append(torch.ones(1, 1, requires_grad=True))  # a leaf of its own in each
+        gather(kept[-1] * 1, 1, mesh, reduce_gradients=False, check=False).sum().backward()
+    assert len(gathers.in_front) < 300
+    assert not gathers.compared
 
 
 def test_a_count_of_this_rank_alone_is_refused():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +40,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
+from cp_styles.verify.step import ModelState
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 LENGTH, RANKS = 22, 2
@@ -622,3 +625,33 @@ def test_bad_input_names_the_option(arguments: str, words: str, capsys):
         main(["verify", *arguments.split()])
     assert found.value.code == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+def test_dropout_that_draws_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Said in the line of a model that is right. Threads share their generator, and draw one after the other."""
+    model = llama()
+    attention = model.layers[0].attention
+    attention.wo = nn.Sequential(attention.wo, drop := nn.Dropout(0.5))
+    words = "Dropout, which is off here, would draw the same numbers on all ranks: torch.manual_seed(seed + rank)"
+    assert words not in run(model)[0].line
+    with monkeypatch.context() as processes:
+        processes.setattr(os, "getpid", threading.get_ident)
+        assert all(words in report.line for report in run(model))
+        drop.p = 0.0
+        assert words not in run(model)[0].line
+        drop.p = 0.5
+        assert words not in run(model.eval())[0].line
+        model.train()
+
+        class Seeded(ModelState):
+            def __init__(self, model: nn.Module) -> None:
+                super().__init__(model)
+                self.drawn_from = dist.get_rank()
+
+        processes.setattr("cp_styles.verify.ModelState", Seeded)
+        assert words not in run(model)[0].line
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(ModelState(model).drawn_from)
+    assert drawn[0] == drawn[1] != drawn[2]
