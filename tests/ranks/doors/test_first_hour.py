@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 from cp_styles import (
     AttentionContextParallel,
     BatchSharder,
-    Causal,
     MeanOfMeansWarning,
     ModuleContextParallel,
     context_attention,
@@ -132,8 +132,8 @@ class TestAWholeBatch:
             mesh = cp_mesh(2)
             model = GPT(block)
             forward = door(model, mesh)
-            if evaluates:  # as nanoGPT's estimate_loss, after steps of a right training
-                for _ in range(3):
+            if evaluates:  # as nanoGPT's estimate_loss, after steps of a right training: their third forward
+                for _ in range(2):
                     a_step(model, mesh, forward).sum_gradients(model)
                     right = 0.0 if block != LENGTH else off(model)
                     model.zero_grad()
@@ -172,7 +172,7 @@ class TestAWholeBatch:
 
         def on(rank: int) -> None:
             x = torch.ones(1, 2, 4, 8).cumsum(2)
-            context_attention(x, x, x, cp_mesh(2), mask=Causal())
+            context_attention(x, x, x, cp_mesh(2), is_causal=True)
 
         run_ranks(on, 2)
 
@@ -285,7 +285,7 @@ class TestAMeanOfMeans:
     def test_of_a_model_that_was_verified_is_none(self):
         assert self.said(self.own, verified=True) == []
 
-    @pytest.mark.parametrize("loss", ["batch.loss", "global_loss", "token_count", "two sums of one loss"])
+    @pytest.mark.parametrize("loss", ["batch.loss", "global_loss", "token_count", "two sums of one count"])
     def test_is_none_where_the_loss_is_one_of_all(self, loss: str):
         def act(model: GPT, mesh: DeviceMesh) -> None:
             sharder = BatchSharder(mesh)
@@ -295,7 +295,7 @@ class TestAMeanOfMeans:
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             if loss == "global_loss":
                 global_loss(losses, global_token_count(labels, mesh), mesh).backward()
-            elif loss == "token_count":
+            elif loss.endswith("count"):
                 (losses / batch.token_count()).backward()
             else:
                 batch.loss(logits).backward()
@@ -338,6 +338,35 @@ def test_what_one_rank_logs_alone_is_heard_at_once(call: str):
         assert isinstance(found, ValueError)
         assert "not at the same place: rank 0 is through with the forward" in str(found)
         assert "rank 1 is cutting a batch" in str(found)
+
+
+@pytest.mark.parametrize("value", ["batch.loss", "its own"])
+def test_a_loop_that_ends_early_ends_on_all_ranks(value: str):
+    """By a condition as the page has it: every rank makes as many steps."""
+
+    def on(rank: int) -> int:
+        mesh = cp_mesh(2)
+        model = by_module(GPT(), mesh)
+        sharder, optimizer = BatchSharder(mesh), torch.optim.SGD(model.parameters(), lr=0.5)
+        losses: list[float] = []
+        while True:
+            batch = sharder({"input_ids": INPUTS, "shift_labels": TARGETS})
+            logits = model(batch.tokens, pos=batch.positions)
+            loss = batch.loss(logits)
+            loss.backward()
+            sharder.sum_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            stop = loss.detach()
+            if value == "its own":
+                stop = F.cross_entropy(logits.detach().flatten(0, 1), batch["shift_labels"].flatten())
+                dist.all_reduce(stop, group=mesh.get_group())
+            losses.append(stop.item())
+            if losses[-1] < 0.8 * losses[0]:
+                return len(losses)
+
+    first, second = run_ranks(on, 2)
+    assert first == second > 1
 
 
 class TestMoreProcessesThanTheMesh:
