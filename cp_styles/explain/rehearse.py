@@ -330,16 +330,17 @@ class _Notes(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = _tensors_in((*args, *kwargs.values()))
         result = _made(func, args, kwargs, inputs)
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in inputs}  # _unsafe_view is none by its schema
         fresh = new_bytes = 0
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            fresh += x.nbytes
-            if self._memory:
-                storage = x.untyped_storage()
-                reference = StorageWeakRef(storage)
-                self._alive[reference.cdata] = reference, len(self._sizes)
-                self._sizes.append(storage.nbytes())
-                new_bytes += self._sizes[-1]
-                self._labels.append(_OTHER)
+        for x in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+            reference = StorageWeakRef(x.untyped_storage())
+            if reference.cdata not in storages:
+                fresh += x.nbytes
+                if self._memory:
+                    self._alive[reference.cdata] = reference, len(self._sizes)
+                    self._sizes.append(x.untyped_storage().nbytes())
+                    new_bytes += self._sizes[-1]
+                    self._labels.append(_OTHER)
         if fresh:
             if self._memory:
                 self._look(new_bytes)
