@@ -123,7 +123,7 @@ class Batch:
 
     def inputs(self, layout: SequenceLayout, rank: int) -> list[torch.Tensor]:
         shape = self.batch, HEADS, layout.lengths[rank], DIM
-        return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        return [(rank + torch.randn(shape, dtype=torch.float64)).requires_grad_() for _ in range(3)]
 
 
 def scoped(world: World, batch: Batch) -> None:

@@ -333,16 +333,20 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
 def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
-    For functions that communicate over ``caller``, all of whose ranks call them. If its ranks contain those of a group
-    over which this rank has ever attended, they meet in any case: some may be at an attention, and would not hear of
-    the function. Communication: one all-gather of a row over each such group.
+    For functions that communicate over ``caller``, all of whose ranks call them. The ranks of the last attention meet
+    in any case, if they are among these: some may be at their next attention, and would not hear of the function.
+    Communication: one all-gather of a row over each such group.
     """
     callers = set(dist.get_process_group_ranks(caller))
-    for group, state in states():
-        attends = state.forward_open or (state.lengths and state.stand_in is None)
-        if attends and is_of_this_world(group):
-            if not state.forward_open and not callers.issuperset(dist.get_process_group_ranks(group)):
-                continue
+    attended = [
+        (group, state)
+        for group, state in states()
+        if state.attended and state.stand_in is None and is_of_this_world(group)
+    ]
+    last = max((state.attended for _, state in attended), default=0.0)
+    for group, state in attended:
+        among = state.attended == last and callers.issuperset(dist.get_process_group_ranks(group))
+        if state.forward_open or among:
             state.forward_open = False
             start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
 

@@ -32,7 +32,7 @@ class UncutBatchCheck:
         """A checksum of query, key and value; 0 if they are not compared now. No communication."""
         forwards = self._forwards.setdefault(self if model is None else model, {})
         number = forwards[trains] = forwards.get(trains, 0) + 1
-        if number & (number - 1) or tensors[0].shape[2] < 2:
+        if number & (number - 1) or tensors[0].shape[2] < 2 or not tensors[0].numel():
             return 0
         with torch.no_grad():
             rows = [x_BHLD[:1, :1, :: -(-x_BHLD.shape[2] // _MOST_ROWS)] for x_BHLD in tensors]

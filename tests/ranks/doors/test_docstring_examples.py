@@ -31,8 +31,8 @@ KNOWN: dict[str, Any] = {name: getattr(module, name) for module in MODULES for n
 del KNOWN["IGNORE_INDEX"]  # a number
 TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}
 TORCHS |= {"Shard": Shard, "Replicate": Replicate}
-# Errors, and a mask without arguments.
-WITHOUT = {"TransferError", "UnreducedGradientsError", "UnreducedGradientsWarning", "UnverifiedModelWarning", "Full"}
+# A mask without arguments. Errors and warnings need none either.
+WITHOUT = {"Full", *(name for name, value in KNOWN.items() if isinstance(value, type) and issubclass(value, Exception))}
 
 
 def example_of(name: str) -> str:

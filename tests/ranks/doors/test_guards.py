@@ -199,7 +199,7 @@ def test_layers_that_mix_new_tokens_after_a_prompt():
         mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
         cache = LayerCaches(mesh.get_group(), contiguous(LENGTH, RANKS))
         cache.prefilled = prefilled
-        mine(X[:, :6], past_key_values=cache)
+        mine(X[:, rank : rank + 6], past_key_values=cache)  # this cache holds nothing, so they are attended to as parts
 
     assert "layers.0.inner (Conv1d) carries values" in errors_of(act, prefilled=False)
     run_ranks(lambda rank: act(rank, True), RANKS)
@@ -468,7 +468,7 @@ def test_parts_that_are_called_alone():
     def act(rank: int) -> None:
         mine = copy.deepcopy(model)
         parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel())
-        x = X[:, : LENGTH // RANKS]
+        x = head_tail(LENGTH, RANKS).shard(X, 1, rank)
         y = mine.model.layers[0](mine.model.norm(x))
         out = mine.model.attention(y).sum()
         out.backward()

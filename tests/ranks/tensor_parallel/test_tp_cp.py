@@ -213,7 +213,7 @@ def test_local_tensors():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, send 6
+cp: all_gather 7, all_reduce 3, send 6
 tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
     )
 
@@ -226,7 +226,7 @@ def test_dtensors_between_projections_and_attention(steps: int):
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, send 6
+cp: all_gather 7, all_reduce 3, send 6
 tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
     )
 
@@ -240,7 +240,7 @@ def test_key_heads_that_tp_does_not_divide():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, send 8
+cp: all_gather 7, all_reduce 3, send 8
 tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
     )
 
@@ -277,7 +277,7 @@ def test_loss_parallel(inside: bool):
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, send 6
+cp: all_gather 7, all_reduce 3, send 6
 tp: all_gather 10, all_reduce 8, reduce_scatter 10""",
     )
 
@@ -315,7 +315,7 @@ def test_dtensors_on_both_axes_from_end_to_end(steps: int):
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 6, all_reduce 3, send 6
+cp: all_gather 7, all_reduce 3, send 6
 tp: all_gather 17, all_reduce 5, reduce_scatter 16""",
     )
 

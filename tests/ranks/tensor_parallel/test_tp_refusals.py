@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,7 +52,7 @@ def refused(act, *sizes: int, names=("cp", "tp")) -> str:
 def inputs_on(mesh: DeviceMesh, *placements, shape=(2, 4, 6, 8)) -> list[DTensor]:
     """Query, key and value of which every rank has ``shape``."""
     each = placements if isinstance(placements[0], list) else [list(placements)] * 3
-    return [DTensor.from_local(randn(0, *shape), mesh, p, run_check=False) for p in each]
+    return [DTensor.from_local(randn(dist.get_rank(), *shape), mesh, p, run_check=False) for p in each]
 
 
 def core_on(mesh: DeviceMesh, **style) -> nn.Module:

@@ -222,7 +222,10 @@ def test_fsdp_and_checkpoints():
     assert all(error < 1e-10 for _, error in report.parameters)
     names = [each.name for each in report.modules]
     assert len(names) == len(set(names))  # what is recomputed does not count
-    forgotten = mistake(reduce=lambda model, cp: None)
+    forgotten = mistake(
+        mean=lambda losses, labels, cp: global_loss(losses, global_token_count(labels, cp), cp, averaged_over=1),
+        reduce=lambda model, cp: None,
+    )
     wrong(llama(), plan, forgotten, words="are 0.5 times those of one process: they are averaged")
 
 
