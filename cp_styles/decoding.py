@@ -256,6 +256,7 @@ class LayerCaches:
         prompt: the layout of the prompt that is, or was, cut over the ranks.
         prefilled: whether the forward of the prompt is over.
         tokens_BS: the tokens of the prompt, the same on all ranks, if they are known.
+        last_position: the largest position of the prompt.
     """
 
     def __init__(self, group: dist.ProcessGroup, prompt: SequenceLayout) -> None:
@@ -263,6 +264,7 @@ class LayerCaches:
         self.prompt = prompt
         self.prefilled = False
         self.tokens_BS: torch.Tensor | None = None
+        self.last_position = prompt.length - 1
         self.layers: list[KVCache | None] = []
 
     def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -359,6 +359,7 @@ def prefill(
     if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
         layout = contiguous(0, layout.ranks)
     cache = cache_class(TransformersCache)(binding, layout, attention_mask)
+    cache.last_position = int(position_ids.max())  # of the token too that generate() will run
     if layout.length:
         rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
         inputs: dict[str, Any] = {word_for_cache(parameters): cache, "use_cache": True}

@@ -39,6 +39,7 @@ from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
+from cp_styles.intercept.largest_position import MAXIMUM, largest_position
 from cp_styles.intercept.multi_head_attention import multi_head_attention
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
@@ -156,9 +157,11 @@ class AttentionCalls(RerunMode):
             if part == "rest":
                 raise NotImplementedError(_IN_NO_GRAPH)  # makes torch.compile fall back to eager here
             _break_the_graph()
-        elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
+        elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS or (func in MAXIMUM and _may_be_positions(*args)):
             _break_the_graph()
         if func in _OTHERS or name in _OTHER_OPERATORS:
+            if func in MAXIMUM:
+                return largest_position(self, func, *args, **kwargs)
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -424,11 +427,15 @@ never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
 # Attention functions that would otherwise run on the local part without an error.
-_OTHERS = {*fast_path_attention()}
+_OTHERS = {*fast_path_attention(), *MAXIMUM}
 _FLEX_UNSEEN = (
     "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
     "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
 )
+
+
+def _may_be_positions(x: torch.Tensor, *options: Any) -> bool:
+    return not options and x.ndim > 1 and not x.is_floating_point()
 
 
 def _break_the_graph() -> None:
@@ -436,8 +443,9 @@ def _break_the_graph() -> None:
 
 
 _IN_NO_GRAPH = (
-    "under context parallelism flex_attention and varlen_attn run outside of torch.compile's graphs: compile without "
-    "fullgraph=True, which breaks the graph there, or compile what stands between the attentions"
+    "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
+    "torch.compile's graphs: compile without fullgraph=True, which breaks the graph there, or compile what stands "
+    "between the attentions"
 )
 _break_the_graph = uncompiled(_break_the_graph, _IN_NO_GRAPH)
 # The operators that other attention functions call.

@@ -27,6 +27,7 @@ from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.guards import Forwards, refuse_mixing_layers
+from cp_styles.styles.model_options import rope_outside
 from cp_styles.styles.parallelize import matches
 from cp_styles.troubleshooting import see
 
@@ -146,6 +147,12 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
+        if self.check_inputs and binding.group.size() > 1 and (rope := rope_outside(module)) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__}: the frequencies of its rotary embedding ({rope}) depend on the longest "
+                "position of the sequence, and the embedding is outside of the module, where it sees the positions of "
+                "this rank alone: apply the style to the whole model, which has the embedding in it"
+            )
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
             raise ValueError(

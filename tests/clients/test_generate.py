@@ -27,6 +27,8 @@ from tests.clients.hugging_face import (
     CACHE,
     LENGTH,
     NAME,
+    PRETRAINED,
+    ROPES,
     TINY,
     VOCABULARY,
     StayDouble,
@@ -34,6 +36,7 @@ from tests.clients.hugging_face import (
     config_of,
     tiny,
     tokens_of,
+    with_rope,
 )
 from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import sampled
@@ -137,6 +140,15 @@ def test_generate(model_type: str, ranks: int, padded: bool, balancer: Balancer)
     generate = greedy(64 if model_type in ("llama", "gemma3_text") else 16, **inputs)
     found = on_ranks(model, tokens, generate, ranks=ranks, balancer=balancer, **inputs)
     compare(found, on_one(model, tokens, generate))
+
+
+@pytest.mark.parametrize("length", [PRETRAINED + 1, 2 * PRETRAINED])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, length: int):
+    """One token more than in pretraining: the prefill leaves out that token, and its frequencies count it."""
+    model, tokens = with_rope(kind).eval(), tokens_of(length)
+    model.generation_config.eos_token_id = None
+    compare(on_ranks(model, tokens, greedy(8)), on_one(model, tokens, greedy(8)))
 
 
 WITHOUT_KEYS = ("falcon_mamba", "mamba", "mamba2", "qwen4_exp_text", "rwkv", "xlstm")

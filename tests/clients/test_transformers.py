@@ -42,6 +42,7 @@ from tests.clients.hugging_face import (
     CACHE,
     LENGTH,
     NAME,
+    ROPES,
     TINY,
     VOCABULARY,
     StayDouble,
@@ -57,6 +58,7 @@ from tests.clients.hugging_face import (
     step,
     tiny,
     tokens_of,
+    with_rope,
 )
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
@@ -348,6 +350,75 @@ def test_a_model_that_is_not_called_itself(how: Any):
     even, restarts = tokens_of(20), {"position_ids": torch.arange(10).expand(2, -1)}
     refused({"input_ids": even}, restarts, words="count from 0 to 9 on this rank", balancer=contiguous, how=how)
     refused({"input_ids": tokens}, words="takes position_ids and was given none", how=how)
+
+
+@pytest.mark.parametrize("door", ["style", "block", "compiled", "verify"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, door: str):
+    """Batches that grow and shrink: the frequencies of the whole sequence, and the same state on all ranks."""
+    model = with_rope(kind)
+    model.set_attn_implementation(NAME)
+    batches = [tokens_of(length, seed=length) for length in (12, 20, 40, 20, 12)]
+
+    def sharded(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        with StayDouble():
+            logits = model(**batch.inputs).logits
+        loss = batch.loss(logits)
+        loss.backward()
+        sharder.sum_gradients(model)
+        return loss.detach()
+
+    def in_block(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        given, labels = {"input_ids": tokens.clone(), "position_ids": positions_of(tokens.shape[1])}, labels_of(tokens)
+        count, buffers = (labels != -100).sum(), [*given.values(), labels]
+        buffers[1] = given["position_ids"] = buffers[1].contiguous()
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            loss = step(model, given, labels)
+        sum_gradients(model, mesh)
+        torch.distributed.all_reduce(loss, group=mesh.get_group())
+        for parameter in model.parameters():
+            parameter.grad /= count
+        return loss / count
+
+    def on(rank: int) -> list[Any]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        if door != "block":
+            parallelize_module(mine, mesh, ModuleContextParallel(verified=True))
+        if door == "verify":
+            verify(mine, mesh, batches[2], sharded, tolerance=EXACT)
+        called, results = torch.compile(mine, backend="aot_eager") if door == "compiled" else mine, []
+        for tokens in batches:
+            mine.zero_grad()
+            loss = (in_block if door == "block" else sharded)(called, tokens, mesh)
+            results.append((loss, {name: grad.clone() for name, grad in gradients(mine).items()}))
+        return results
+
+    one, wanted = copy.deepcopy(model), []
+    one.set_attn_implementation("dense")
+    for tokens in batches:
+        one.zero_grad()
+        labels = labels_of(tokens)
+        loss, count = step(one, {"input_ids": tokens}, labels), (labels != -100).sum()
+        wanted.append((loss / count, {name: grad / count for name, grad in gradients(one).items()}))
+    for results in run_ranks(on, 2):
+        assert max(map(largest_error, results, wanted)) < EXACT
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rotary_embedding_outside_of_the_style_is_refused(kind: str):
+    """The remedy is the test above. Frequencies that depend on nothing are those of any part."""
+    model = with_rope(kind)
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(NotImplementedError, match=rf"\({kind}\) depend on the longest.* to the whole model"):
+            parallelize_module(copy.deepcopy(model), mesh, {"model.layers.*.self_attn": ModuleContextParallel()})
+        plain = tiny(causal_lm, config_of("llama", num_hidden_layers=2))
+        parallelize_module(plain, mesh, {"model.layers.*.self_attn": ModuleContextParallel()})
+
+    run_ranks(on, 2)
 
 
 @pytest.mark.nightly

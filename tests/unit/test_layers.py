@@ -50,6 +50,7 @@ CORE = (
     "styles",
 )
 BESIDE_CORE = (
+    "intercept/largest_position.py",
     "intercept/mixer_calls.py",
     "styles/applied_plan.py",
     "styles/guards.py",
