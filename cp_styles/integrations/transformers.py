@@ -480,6 +480,18 @@ def _shape(x: Any) -> Any:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
+class _ComputesWithMaskError(NotImplementedError, AttributeError):
+    """Also an AttributeError, so that a model may ask whether a mask has an attribute."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this model computes with its attention mask ({what}): its attention is written in plain operations and "
+            "knows no attention interface of transformers (RemBERT, MPT, Mvp, TrOCR and LED for example), so each rank "
+            "would attend to its own tokens. It cannot be context parallel without a change of its code: let its "
+            "attention call scaled_dot_product_attention"
+        )
+
+
 class _WholeMask(BlockMask):
     """A mask of the whole sequence on its way through a model to its layers.
 
@@ -502,10 +514,13 @@ class _WholeMask(BlockMask):
         """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
-    @property
-    def dtype(self) -> Any:
-        """Raises, as an index does: a model asks for it to compute with the mask."""
-        return self[0]
+    def __getattr__(self, name: str) -> Any:
+        """Raises for what tensors have: a model asks for it to compute with the mask."""
+        if name == "dtype":
+            return self[0]
+        if hasattr(torch.Tensor, name):
+            raise _ComputesWithMaskError(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __getitem__(self, index: Any) -> BlockMask:
         raise NotImplementedError(
@@ -515,12 +530,7 @@ class _WholeMask(BlockMask):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(
-            f"this model computes with its attention mask ({func.__name__}): its attention is written in plain "
-            "operations and knows no attention interface of transformers (RemBERT and MPT for example), so each "
-            "rank would attend to its own tokens. It cannot be context parallel without a change of its code: "
-            "let its attention call scaled_dot_product_attention"
-        )
+        raise _ComputesWithMaskError(func.__name__)
 
     def __repr__(self) -> str:
         padding = None if self.padding is None else tuple(self.padding.shape)

@@ -380,7 +380,9 @@ class AttentionCalls(RerunMode):
         self.tally.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
-        if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
+        if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
+            if isinstance(error, AssertionError) and not error.args and not self.tally.calls:
+                error.args = (self._name + _BEFORE_ATTENTION + see("No attention was called"),)
             self.unscoped.refuse_call()
             return
         if attends and not self.tally.calls:
@@ -431,6 +433,12 @@ _OTHERS = {*fast_path_attention(), *MAXIMUM}
 _FLEX_UNSEEN = (
     "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
     "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
+)
+
+
+_BEFORE_ATTENTION = (
+    ": an assertion in the model's code fails on this rank's part of the inputs, before any attention that is context "
+    "parallel. A model whose attention is written in plain operations (XLM, FlauBERT) cannot be"
 )
 
 

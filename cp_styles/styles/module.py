@@ -187,8 +187,8 @@ class ModuleContextParallel(ContextParallelStyle):
             with_sink = calls.with_sink(child, self.sink)
             state = with_sink, with_sink.inlined(), forwards, path
         children = dict(child.named_children())
-        # Leaf modules of torch call no attention, and there are many of them.
-        if at_top or children or not type(child).__module__.startswith("torch."):
+        # Leaf modules of torch call no attention, and there are many of them. Models share activations of transformers.
+        if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
             run_known_mixers(child)
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)

@@ -147,11 +147,47 @@ def test_falcon_with_a_whole_mask():
     assert largest_error(found, expected(model, inputs, labels_of(tokens))) < EXACT
 
 
-def test_attention_in_plain_operations():
-    model, tokens = causal_lm(config_of("rembert", is_decoder=True, attn_implementation=NAME)), tokens_of()
-    parts = {"input_ids": tokens, "position_ids": positions_of()}
-    with pytest.raises(RankError, match="written in plain operations and knows no attention interface"):
-        on_ranks(model, parts, labels_of(tokens))
+WHOLE_MASK = {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64)}
+PLAIN_OPERATIONS = "written in plain operations and knows no attention interface"
+FAILS_BEFORE = "assertion in the model's code fails .* before any attention .* in plain operations"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of", "whole", "words"),
+    [
+        ("rembert", "CausalLM", {}, PLAIN_OPERATIONS),
+        ("trocr", "CausalLM", {}, PLAIN_OPERATIONS),
+        ("mvp", "Seq2SeqLM", {}, PLAIN_OPERATIONS),
+        ("led", "Seq2SeqLM", {}, PLAIN_OPERATIONS),
+        ("xlm", "MaskedLM", WHOLE_MASK, FAILS_BEFORE),
+        ("flaubert", "MaskedLM", WHOLE_MASK, FAILS_BEFORE),
+    ],
+)
+def test_attention_in_plain_operations(model_type: str, of: str, whole: Any, words: str):
+    """Refused in words on every rank, whatever the model does with its mask."""
+    config = config_of(model_type, is_decoder=of == "CausalLM", attn_implementation=NAME)
+    model = getattr(transformers, f"AutoModelFor{of}").from_config(config)
+    parts = {"input_ids": tokens_of(), "position_ids": positions_of()}
+    if of == "Seq2SeqLM" or model_type == "trocr":
+        del parts["position_ids"]
+    if of == "Seq2SeqLM":
+        parts["decoder_input_ids"] = tokens_of()
+
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        on_ranks(model, parts, labels_of(tokens_of()), whole=whole)
+
+
+def test_models_that_share_an_activation():
+    """XLM's activation is one object of transformers in a process, and that of every model."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        models = [transformers.XLMWithLMHeadModel(config_of("xlm", gelu_activation=True)) for _ in range(2)]
+        assert models[0].transformer.ffns[0].act is models[1].transformer.ffns[0].act
+        for model in models:
+            parallelize_module(model, mesh, ModuleContextParallel())
+
+    run_ranks(on, 2)
 
 
 def test_the_example_of_the_page():
