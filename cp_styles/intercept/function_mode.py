@@ -382,7 +382,7 @@ class AttentionCalls(RerunMode):
             self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
             if isinstance(error, AssertionError) and not error.args and not self.tally.calls:
-                error.args = (self._name + _BEFORE_ATTENTION + see("No attention was called"),)
+                error.args = (f"{self._name}{_BEFORE_ATTENTION}{see('No attention was called')}",)
             self.unscoped.refuse_call()
             return
         if attends and not self.tally.calls:

@@ -268,11 +268,10 @@ class InputGuards:
                 f"{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
+        checks = [partial(self._check_positions, kind, inputs)]
         if self._facts.losses:
-            labels = partial(_refuse_labels, self._name, kind, inputs, self._facts)
-            _raise_all([partial(self._check_positions, kind, inputs), labels])
-        else:
-            self._check_positions(kind, inputs)
+            checks.append(partial(_refuse_labels, self._name, kind, inputs, self._facts))
+        _raise_all(self._name, checks)
         tokens, masks = inputs.get("input_ids"), self._facts.mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(
@@ -507,13 +506,29 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
     return [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1]
 
 
-def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
+def _in_plain_trainer() -> bool:
+    """Whether a Trainer of transformers calls the model, and no ContextParallelTrainer."""
+    names, frame = set[str](), sys._getframe(1)
+    while frame is not None:
+        names.add(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return "transformers.trainer" in names and "cp_styles.integrations.trainers" not in names
+
+
+def _raise_all(name: str, checks: Sequence[Callable[[], None]]) -> None:
     problems: list[ValueError] = []
     for check in checks:
         try:
             check()
         except ValueError as error:
             problems.append(error)
+    if problems and _in_plain_trainer():
+        raise ValueError(
+            f"{name}: a Trainer of transformers calls this model, and gives each rank other samples, whole, and makes "
+            "its own loss. Put ContextParallelTrainer of cp_styles.integrations.trainers before it: class "
+            "LongTrainer(ContextParallelTrainer, Trainer): ..., which cuts each batch and makes positions and labels"
+            f"{see('A Trainer that does not cut')}"
+        )
     if len(problems) > 1:
         raise ValueError(
             f"{' And: '.join(map(str, problems))}. All of this is done by batch = BatchSharder(mesh)(batch); loss = "
