@@ -39,8 +39,8 @@ from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
-from cp_styles.intercept.largest_position import MAXIMUM, largest_position
 from cp_styles.intercept.multi_head_attention import multi_head_attention
+from cp_styles.intercept.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
@@ -201,6 +201,8 @@ class AttentionCalls(RerunMode):
                 refuse_dropout(self._name, dropout_p)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
+            if attn_mask is not None and self._joint is None and not compiling:
+                refuse_joined_keys(self._name, query, key)
             self.check_call()
 
         tensors = query, key, value

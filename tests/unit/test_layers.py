@@ -50,8 +50,8 @@ CORE = (
     "styles",
 )
 BESIDE_CORE = (
-    "intercept/largest_position.py",
     "intercept/mixer_calls.py",
+    "intercept/whole_sequence.py",
     "styles/applied_plan.py",
     "styles/guards.py",
     "styles/model_options.py",

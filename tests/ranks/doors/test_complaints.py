@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from cp_styles import BatchSharder, contiguous, head_tail, parallelize_module, sum_gradients
+from cp_styles import (
+    BatchSharder,
+    Causal,
+    context_attention,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    sum_gradients,
+)
 from cp_styles.kernels import CPU_FLASH
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.mixers import context_roll
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from cp_styles.testing import run_ranks
+from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.first_hours import nanogpt
 from tests.oracle import error, randn
@@ -270,3 +281,100 @@ def test_a_kernel_whose_logsumexp_is_wrong():
     """Kernels are believed: nothing looks at each row. verify finds it."""
     plan = {"layers.*.attention.core": AttentionContextParallel(kernel=Early())}
     test_verify.wrong(test_verify.llama(), plan, words=r"gradients are not finite")
+
+
+PASSES = 3
+
+
+def seen_in_passes(length: int, passes: int) -> torch.Tensor:
+    """Of the first pass a token sees all keys up to its own, and of later ones its own."""
+    own = torch.eye(length, dtype=torch.bool)
+    return torch.cat([own if number else torch.ones_like(own).tril() for number in range(passes)], 1)
+
+
+class Drafts(nn.Module):
+    """A head that drafts several tokens: in each pass it attends to the keys of all passes so far."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(7, 16), nn.Linear(16, 48), nn.Linear(16, 7)
+        self.attend = attend
+
+    def forward(self, tokens):
+        x, keys, values, logits = self.embed(tokens), [], [], []
+        for _ in range(PASSES):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            keys, values = [*keys, k], [*values, v]
+            x = x + self.attend(q, keys, values).transpose(1, 2).flatten(2)
+            logits.append(self.head(x))
+        return sum(logits)
+
+
+def attend_to_passes(q, keys, values):
+    mask = seen_in_passes(21, len(keys))
+    return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
+
+
+def test_keys_of_several_passes():
+    """Refused where they are concatenated before a mask, in modules and blocks, and exact as the page says."""
+    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(r"<!-- example: keys of several passes -->\n```python\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    one, tokens = Drafts(attend_to_passes).double(), torch.randint(7, (2, 21))
+
+    def trained(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
+        loss.backward()
+        return loss.detach()
+
+    def on(rank: int, how: str):
+        mesh, layout = cp_mesh(2), head_tail(21, 2)
+        part = layout.shard(tokens, 1, rank)
+
+        def as_on_the_page(q, keys, values):
+            names = {"torch": torch, "context_attention": context_attention, "Causal": Causal}
+            names |= {"q": q, "keys": keys, "values": values, "mesh": mesh, "layout": layout}
+            exec(code, names)
+            return names["out"]
+
+        mine = Drafts(attend_to_passes if how != "page" else as_on_the_page).double()
+        mine.load_state_dict(one.state_dict())
+        if how == "style":
+            parallelize_module(mine, mesh, ModuleContextParallel())
+        with context_parallel(mesh, layout=layout) if how == "block" else contextlib.nullcontext():
+            trained(mine, part)
+        sum_gradients(mine, mesh)
+        return {name: x.grad for name, x in mine.named_parameters()}
+
+    trained(one, tokens)
+    for grads in run_ranks(partial(on, how="page"), 2):
+        assert max(error(grads[name], x.grad) for name, x in one.named_parameters()) < EXACT
+    for how in ("style", "block"):
+        with pytest.raises(RankError, match=r"(?s)rank 0: .*concatenation, 2 times as long.*rank 1: .*2 times as long"):
+            run_ranks(partial(on, how=how), 2)
+
+
+@pytest.mark.parametrize("dim", [2, -2])
+def test_keys_that_are_concatenated_and_no_passes(dim: int):
+    """Without a mask the order of keys is of no account; and of a cross-attention's keys nothing is concatenated."""
+    q, first, second = randn(0, 1, 2, 12, 8), randn(1, 1, 2, 12, 8), randn(2, 1, 2, 12, 8)
+    layout, mask = head_tail(12, 2), torch.ones(12, 24, dtype=torch.bool).tril(3)
+
+    class Attends(nn.Module):
+        def forward(self, q, keys, mask):
+            return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+    def on(rank: int) -> float:
+        core = parallelize_module(Attends(), cp_mesh(2), ModuleContextParallel(verified=True))
+        part = layout.shard(q, 2, rank)
+        keys = torch.cat([layout.shard(x, 2, rank).requires_grad_() for x in (first, second)], dim)
+        whole = torch.cat([first, second], 2)
+        found = [core(part, keys, None)]
+        wanted = [F.scaled_dot_product_attention(q, whole, whole)]
+        found.append(core(part, head_tail(24, 2).shard(whole, 2, rank).requires_grad_(), mask))
+        wanted.append(F.scaled_dot_product_attention(q, whole, whole, attn_mask=mask))
+        with pytest.raises(NotImplementedError, match="2 times as long"):
+            core(part, keys, mask)
+        return max(error(x, layout.shard(y, 2, rank)) for x, y in zip(found, wanted, strict=True))
+
+    assert max(run_ranks(on, 2)) < EXACT

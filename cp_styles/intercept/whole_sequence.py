@@ -1,4 +1,4 @@
-"""The largest position of the whole sequence, which rotary embeddings of transformers ask for."""
+"""What a part of the sequence does not show: the largest position, and the positions of keys that were joined."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from cp_styles._compat import never_compiled
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.troubleshooting import see
 
 MAXIMUM = {torch.max, torch.Tensor.max}
 
@@ -42,3 +43,19 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
     state.engaged = False
     return largest.new_tensor(max(row.q_length for row in rows))
+
+
+def refuse_joined_keys(name: str, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise for keys of a call with an attn_mask that were concatenated of parts as long as ``query``, [B, H, L, D].
+
+    Keys of several passes over one sequence, as heads that draft tokens keep them, are such. No communication.
+    """
+    node, passes = key.grad_fn, key.shape[2] // max(query.shape[2], 1)
+    of_rows = getattr(node, "_saved_dim", None) in (2, 2**64 - 2)  # torch keeps dim=-2 as an unsigned number
+    if type(node).__name__ == "CatBackward0" and of_rows and passes > 1 and key.shape[2] == passes * query.shape[2]:
+        raise NotImplementedError(
+            f"{name}: the key is a concatenation, {passes} times as long as the query, and each rank has a part of "
+            "every piece, so the columns of attn_mask are not in the order of these keys. Attend to the keys of the "
+            "first pass by context_attention(..., return_lse=True), and join a token's own keys by the logsumexp"
+            f"{see('Keys of several passes')}"
+        )
