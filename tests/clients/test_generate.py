@@ -268,6 +268,25 @@ def test_a_further_prompt():
     compare(on_ranks(model, tokens, talk), on_one(model, tokens, talk))
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm3"])
+def test_one_prefill_for_prompts_that_begin_alike(model_type: str):
+    """Each prompt goes on with a copy of the cache, which has tensors of its own: windows and states too."""
+    model, prefix = model_of(model_type, **MODELS.get(model_type, MIXERS.get(model_type, {}))), tokens_of()
+    prompts = [torch.cat((prefix, tokens_of(length, seed)), 1) for seed, length in enumerate((5, 1, 9), 1)]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with StayDouble():
+            cache = prefill(mine, prefix)
+            return [greedy(6)(mine, prompt, copy.deepcopy(cache)) for prompt in prompts]
+
+    for found in run_ranks(on, 2):
+        for prompt, tokens in zip(prompts, found, strict=True):
+            assert torch.equal(tokens, on_one(model, prompt, greedy(6))[0])
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_prompt_that_is_too_short_to_cut(length: int):
     model, tokens = model_of("llama"), tokens_of(length)
@@ -419,19 +438,21 @@ def test_a_second_generate_with_a_used_cache_is_refused(first: int):
 
 
 def test_a_second_generate_with_used_encoder_keys_is_refused():
+    """With a copy of the caches for the first one it is not."""
     model, tokens = with_encoder("t5gemma"), tokens_of()
 
-    def on(rank: int) -> torch.Tensor:
+    def on(rank: int, first: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
         parallelize_module(mine, mesh, ModuleContextParallel())
         options = {"max_new_tokens": 3, "do_sample": False, "use_cache": True}
         encoded = encode(mine, tokens)
-        mine.generate(tokens, **encoded, **options)
-        return mine.generate(tokens, **encoded, **options)
+        said = mine.generate(tokens, **first(encoded), **options)
+        return said, mine.generate(tokens, **encoded, **options)
 
+    assert all(torch.equal(*pair) for pair in run_ranks(on, 2, copy.deepcopy))
     with pytest.raises(RankError, match=r"call encode for each generate\(\)") as found:
-        run_ranks(on, 2)
+        run_ranks(on, 2, dict)
     assert found.value.errors.keys() == {0, 1}
 
 
