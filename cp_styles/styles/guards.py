@@ -477,8 +477,8 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
                 f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {layer.length} "
                 f"positions and {new} new tokens it is {expected}: the cache is of another prompt, or was used by an "
                 "earlier generate(); or this is assisted decoding, which runs the whole prompt once more whatever the "
-                "cache holds. Call prefill for each prompt (where prompts begin alike, copy.deepcopy(cache) for each), go "
-                "on with the whole conversation from its start, and decode without an assistant"
+                "cache holds. Call prefill for each prompt (where prompts begin alike, copy.deepcopy(cache) for each), "
+                "go on with the whole conversation from its start, and decode without an assistant"
             )
 
 
