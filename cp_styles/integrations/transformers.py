@@ -686,7 +686,8 @@ def _mask_of_prompt(
             whole, layout = _guessed(binding, length)
             laid_out = layout is not None and bool((positions_BL == layout.positions(rank, device)).all())
             flags |= _AS_LAID_OUT * laid_out
-            flags |= _FROM_ZERO * bool((positions_BL == torch.arange(length, device=device)).all())
+            counted_BL = torch.arange(length, device=device) + (positions_BL[:, :1] == 1).long()
+            flags |= _FROM_ZERO * bool((positions_BL == counted_BL).all())
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
             guess = whole << 1 | 1  # for which whole length this rank's positions are what the layout says
         flags |= _PACKED * pieces.packed
@@ -779,15 +780,17 @@ def _documents(
         return None
     if alone:
         raise ValueError(
-            f"{name}: on every rank position_ids count from 0 to the end of its part, as if no other rank had a part: "
-            "give each rank the positions of its own tokens, layout.positions(rank)"
+            f"{name}: on every rank position_ids count from 0 or 1 to the end of its part, as if no other rank had "
+            "a part: give each rank the positions of its own tokens, layout.positions(rank)"
         )
-    starts = positions_BS[:, 1:][begins]
-    if (starts != 0).any():
-        odd = int(starts[starts != 0][0])
+    first_BS = (positions_BS[:, :1] == 1).long().expand_as(begins)  # all documents of a row may begin at 1
+    starts, first = positions_BS[:, 1:][begins], first_BS[begins]
+    if (wrong := (starts != 0) & (starts != first)).any():
+        odd = int(starts[wrong][0])
         raise ValueError(
-            f"{name}: position_ids neither count on nor restart at 0 in the order of the sequence (one goes on at "
-            f"{odd}): cut them with the layout that the attention uses, layout.shard or layout.positions(rank)"
+            f"{name}: position_ids neither count on nor restart in the order of the sequence (one goes on at "
+            f"{odd}): cut them with the layout that the attention uses, layout.shard or layout.positions(rank). Tokens "
+            f"that a wrapper puts in front must be there before the cut{see('Tokens in front of a part')}"
         )
     if not packed:
         if jumps:  # transformers has seen them, and does not separate documents here (it has a cache)

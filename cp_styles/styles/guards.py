@@ -291,7 +291,8 @@ class InputGuards:
             raise NotImplementedError(
                 f"{self._name}: {kind} is asked to go on after {int(cached())} tokens of a cache that does not know "
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
-                "cp_styles.integrations.transformers returns"
+                "cp_styles.integrations.transformers returns. Learned keys in front of the tokens (prefix tuning) are "
+                f"such a cache: tune a prompt, or adapters (LoRA), instead{see('Tokens in front of a part')}"
             )
         if self._facts.losses and look and inputs.get("num_items_in_batch") is not None:
             _compare_counts(self._calls.binding, kind, inputs["num_items_in_batch"])
@@ -306,6 +307,13 @@ class InputGuards:
         # With fullgraph=True torch.compile raises an error that shows this one.
         facts = self._facts
         for name in facts.positions:
+            if inputs.get(name) is None and inputs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    f"{self._name}: {kind} is given inputs_embeds= and no {name}. A wrapper that makes them on each "
+                    "rank, as for prompt tuning, puts its tokens in front of every part: make the embeddings of the "
+                    'whole sequence, and cut them, BatchSharder(mesh)({"inputs_embeds": ..., "labels": ...})'
+                    f"{see('Tokens in front of a part')}"
+                )
             if inputs.get(name) is None:
                 first = 0 if facts.padding is None else facts.padding + 1
                 advice = "layout.positions(rank).unsqueeze(0)" if facts.padding is None else _POSITIONS_OF_TOKENS
@@ -540,6 +548,12 @@ def _raise_all(name: str, checks: Sequence[Callable[[], None]]) -> None:
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any], facts: ModelFacts) -> None:
+    if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
+        raise ValueError(
+            f"{name}: {kind} makes the loss of start_positions= and end_positions= by itself, over this rank's tokens "
+            "as classes: leave them out, gather the logits of all tokens, and take the loss of those"
+            f"{see('A loss over tokens as classes')}"
+        )
     if inputs.get("labels") is None:
         if inputs.get("shift_labels") is not None and torch.is_grad_enabled():
             raise ValueError(

@@ -132,7 +132,8 @@ class ModuleContextParallel(ContextParallelStyle):
         if applied:
             raise ValueError(
                 f"{type(module).__name__} has context-parallel modules already ({', '.join(applied[:3])}): apply one "
-                "ModuleContextParallel to a module"
+                "ModuleContextParallel to a module. For other ranks, in an evaluation for example, make a second model "
+                "on the same memory, evaluated.load_state_dict(model.state_dict(), assign=True), and apply it to that"
             )
         if "forward" in vars(module):
             raise ValueError(

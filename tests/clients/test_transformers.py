@@ -32,6 +32,7 @@ from cp_styles import (
     head_tail,
     sum_gradients,
 )
+from cp_styles.collectives import gather
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.model_options import loss_takes_all, windows_of
 from cp_styles.testing import RankError, run_ranks
@@ -365,6 +366,21 @@ def test_packed_documents(model_type: str, balancer):
     assert largest_error(found, expected(model, inputs, labels)) < EXACT
 
 
+@pytest.mark.parametrize("balancer", [head_tail, contiguous])
+def test_packed_documents_that_begin_at_1(balancer: Any):
+    """Rows whose documents all begin at 1, or at 0. Ranks that each count from 1 are refused, as from 0."""
+    model, tokens = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)), tokens_of()
+    packed = PACKED + torch.tensor([[1], [0]])
+    inputs, labels = {"input_ids": tokens, "position_ids": packed}, labels_of(tokens, document_ids=IDS)
+    found = on_ranks(model, inputs, labels, balancer=balancer, ranks=3)
+    assert largest_error(found, expected(model, inputs, labels)) < EXACT
+    apart = packed.where(packed != 1, 2)  # some begin at 2
+    refused({"input_ids": tokens, "position_ids": apart}, words="neither count on nor restart", balancer=balancer)
+    even = {"input_ids": tokens_of(20)}
+    each = {"position_ids": torch.arange(1, 11).expand(2, -1)}
+    refused(even, each, words="count from 0 or 1 to the end of its part", balancer=contiguous)
+
+
 def inside(model: Any) -> Any:
     """For a loss that makes the logits in chunks: the hidden states of the model inside."""
 
@@ -470,6 +486,87 @@ def test_compiled():
     refused({"input_ids": tokens_of()}, words="takes position_ids and was given none", how=how)
 
 
+def troubleshooting(example: str) -> str:
+    page = (Path(__file__).parents[2] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(rf"<!-- example: {example} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+def test_question_answering():
+    """The loss over tokens as classes is refused on a part, and exact as the page says."""
+    model, tokens = tiny(transformers.LlamaForQuestionAnswering, config_of("llama", num_hidden_layers=2)), tokens_of()
+    starts, ends = torch.tensor([3, 17]), torch.tensor([5, 20])
+    model.set_attn_implementation(NAME)
+
+    def on(rank: int, code: str) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh)
+        names = {"batch": sharder(tokens), "sharder": sharder, "model": mine, "mesh": mesh, "starts": starts}
+        names |= {"ends": ends, "torch": torch, "gather": gather, "cross_entropy": torch.nn.functional.cross_entropy}
+        with StayDouble():
+            exec(code, names)
+        return names["loss"].detach(), gradients(mine)
+
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    with StayDouble():
+        loss = one(tokens, start_positions=starts, end_positions=ends).loss
+    loss.backward()
+    for found in run_ranks(on, 2, troubleshooting("question answering")):
+        assert largest_error(found, (loss.detach(), gradients(one))) < EXACT
+    inside = "model(**batch.inputs, start_positions=starts, end_positions=ends)"
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0: .*start_positions= and .* leave them out.*rank 1: .*leave them out"
+    ):
+        run_ranks(on, 2, inside)
+
+
+class Prompted(torch.nn.Module):
+    """As wrappers for prompt tuning do it: learned embeddings in front of what a rank has."""
+
+    def __init__(self, model: Any, *, counts: bool) -> None:
+        super().__init__()
+        self.model, self.counts = model, counts
+        self.prompt = torch.nn.Parameter(torch.linspace(-1, 1, 4 * 32, dtype=torch.float64).view(4, 32))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None) -> Any:
+        hidden = self.model.get_input_embeddings()(input_ids)
+        inputs: dict[str, Any] = {"inputs_embeds": torch.cat((self.prompt.expand(len(hidden), -1, -1), hidden), 1)}
+        if self.counts and position_ids is not None:
+            inputs["position_ids"] = torch.cat((torch.arange(4).expand(len(hidden), -1), position_ids + 4), 1)
+        return self.model(**inputs)
+
+
+def test_tokens_in_front_of_a_part():
+    """Refused where each rank puts them in front of its part, and exact as the page says; so are learned keys."""
+    whole, tokens = Prompted(tiny(causal_lm, config_of("llama", num_hidden_layers=2)), counts=True), tokens_of()
+    whole.model.set_attn_implementation(NAME)
+
+    def on(rank: int, counts: bool | None) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(whole)
+        parallelize_module(mine.model, mesh, ModuleContextParallel())
+        if counts is None:
+            names = {"model": mine.model, "prompt": mine.prompt, "mesh": mesh, "tokens": tokens, "torch": torch}
+            with StayDouble():
+                exec(troubleshooting("tokens in front"), names | {"BatchSharder": BatchSharder})
+            return torch.ones(()), gradients(mine)
+        mine.counts, batch = counts, BatchSharder(mesh)(tokens)
+        return mine(batch.tokens, batch["position_ids"])
+
+    one = copy.deepcopy(whole)
+    one.model.set_attn_implementation("dense")
+    labels = labels_of(torch.cat((torch.full((BATCH, 4), -100), tokens), 1))
+    with StayDouble():
+        logits = one(tokens, positions_of()).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for found in run_ranks(on, 2, None):
+        assert largest_error(found, (torch.ones(()), gradients(one))) < EXACT
+    for counts, words in ((False, "inputs_embeds= and no position_ids"), (True, "must be there before the cut")):
+        with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+            run_ranks(on, 2, counts)
+
+
 def test_documents_of_a_scope():
     """The scope's mask holds beside the layers' windows, and its layout is the one that the model is bound to."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))
@@ -502,7 +599,7 @@ def test_positions_and_masks_of_a_part_are_refused():
     style = {"layout": contiguous, "check_inputs": False}
     refused({"input_ids": even}, local, words="as if no other rank had a part", balancer=contiguous, style=style)
     backwards = {"input_ids": even, "position_ids": positions_of(20).flip(1)}
-    refused(backwards, words="neither count on nor restart at 0")
+    refused(backwards, words="neither count on nor restart in")
     ones = torch.ones_like(tokens)
     ones[0, -2:] = 0
     cut = {"input_ids": tokens, "position_ids": positions_of(), "attention_mask": ones}
@@ -710,7 +807,9 @@ def test_a_prefill_with_a_cache(implementation: str):
                 (ours.keys, layout.shard(whole.keys, 2, rank)),
                 (ours.values, layout.shard(whole.values, 2, rank)),
             ]
-        with pytest.raises(NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache"):
+        with pytest.raises(
+            NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache.*prefix tuning"
+        ):
             forward(mine, part[:, :1], positions[:, :1], found[CACHE])
         return max(error(*pair) for pair in pairs)
 

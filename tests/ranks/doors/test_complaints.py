@@ -378,3 +378,59 @@ def test_keys_that_are_concatenated_and_no_passes(dim: int):
         return max(error(x, layout.shard(y, 2, rank)) for x, y in zip(found, wanted, strict=True))
 
     assert max(run_ranks(on, 2)) < EXACT
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(7, 16), nn.Linear(16, 48), nn.Linear(16, 7)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_an_evaluation_over_other_ranks():
+    """Training over two ranks beside a data parallel axis, and an evaluation over all four, by a second model on the
+    same memory, as the error of a second style says."""
+    torch.manual_seed(0)
+    whole, training, held_out = Small().double(), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
+
+    def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def on(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        everyone = mesh["dp", "cp"]._flatten("all")
+        model, evaluated, found = copy.deepcopy(whole), Small().double(), []
+        parallelize_module(model, mesh["cp"], ModuleContextParallel(verified=True))
+        with pytest.raises(ValueError, match=r"second model on the same memory, .*assign=True\), and apply it to that"):
+            parallelize_module(model, everyone, ModuleContextParallel())
+        evaluated.load_state_dict(model.state_dict(), assign=True)
+        parallelize_module(evaluated, everyone, ModuleContextParallel())
+        cut, cut_all = BatchSharder(mesh["cp"], loss_group=everyone), BatchSharder(everyone)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            batch = cut(training[mesh["dp"].get_local_rank()][None])
+            loss = batch.loss(model(batch.tokens))
+            loss.backward()
+            cut.sum_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                part = cut_all(held_out)
+                found += [loss.item(), part.loss(evaluated(part.tokens)).item()]
+        return found
+
+    wanted, optimizer = [], torch.optim.SGD(whole.parameters(), lr=0.5)
+    original = copy.deepcopy(whole.state_dict())
+    for _ in range(3):
+        loss = loss_of(whole, training)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted += [loss.item(), loss_of(whole, held_out).item()]
+    whole.load_state_dict(original)
+    for found in run_ranks(on, 4):
+        assert error(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)) < EXACT
