@@ -15,6 +15,7 @@ dim, E value head dim, P ranks.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -44,12 +45,24 @@ from cp_styles.troubleshooting import see
 __all__ = ["KVCache", "context_decode"]
 
 
-class KVCache:
+class _OverOneGroup:
+    """Base of caches: a ``copy.deepcopy`` has tensors of its own, and the same process group. No communication."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.group)] = self.group
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+
+class KVCache(_OverOneGroup):
     """Keys and values of one attention, of which each rank of a group holds a part.
 
     The layout of the prompt says which rank holds the keys of which position of the prompt. Rank p modulo P keeps the
     keys and values of a new position p, so all parts grow at the same rate. Every rank can compute which rank holds
-    what, so this class never communicates.
+    what, so this class never communicates. ``copy.deepcopy(cache)`` goes on by itself from there.
 
     Args:
         group: the ranks that share the sequence: a process group or a 1-D mesh.
@@ -248,14 +261,17 @@ def word_for_cache(names: Collection[str]) -> str:
     return next((word for word in WORDS_FOR_CACHES if word in names), WORDS_FOR_CACHES[0])
 
 
-class LayerCaches:
+class LayerCaches(_OverOneGroup):
     """The :class:`KVCache` of each attention of a model, by its number. Integrations of other libraries extend it.
+
+    ``copy.deepcopy`` of a cache after a prompt is the cache of that prompt for another continuation.
 
     Attributes:
         layers: the caches.
         prompt: the layout of the prompt that is, or was, cut over the ranks.
         prefilled: whether the forward of the prompt is over.
         tokens_BS: the tokens of the prompt, the same on all ranks, if they are known.
+        last_position: the largest position of the prompt.
     """
 
     def __init__(self, group: dist.ProcessGroup, prompt: SequenceLayout) -> None:
@@ -263,6 +279,7 @@ class LayerCaches:
         self.prompt = prompt
         self.prefilled = False
         self.tokens_BS: torch.Tensor | None = None
+        self.last_position = prompt.length - 1
         self.layers: list[KVCache | None] = []
 
     def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,6 +60,7 @@ class Meeting(enum.IntEnum):
     BATCH = 11, "cutting a batch"
     FORWARDS = 12, "through with the forward"
     COLLECTIVE_BACKWARD = 13, "in the backward of a function of cp_styles.collectives"
+    POSITIONS = 14, "asking for the largest position"
 
     def __new__(cls, number: int, words: str) -> Meeting:
         meeting = int.__new__(cls, number)

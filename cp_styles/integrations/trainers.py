@@ -233,7 +233,9 @@ class ContextParallelTrainer:
         With it, the mean over the ranks of a sequence is the mean over the labels of the sequence.
         """
         labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
-        count = max(1, int((labels != IGNORE_INDEX).sum()))
+        # In evaluation the loss of no labels is nan, as on one device. A batch that is proved may have none, and be
+        # accumulated with others.
+        count = int((labels != IGNORE_INDEX).sum()) or int(self._trainer.model.training)
         # The Trainer multiplies by the number of all processes.
         multiplied = dist.get_world_size() if self._trainer.args.average_tokens_across_devices else 1
         return count * multiplied / self._cut._group.size()

@@ -367,6 +367,7 @@ def prefill(
     if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
         layout = contiguous(0, layout.ranks)
     cache = cache_class(TransformersCache)(binding, layout, attention_mask)
+    cache.last_position = int(position_ids.max())  # of the token too that generate() will run
     if layout.length:
         rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
         inputs: dict[str, Any] = {word_for_cache(parameters): cache, "use_cache": True}
@@ -487,6 +488,18 @@ def _shape(x: Any) -> Any:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
+class _ComputesWithMaskError(NotImplementedError, AttributeError):
+    """Also an AttributeError, so that a model may ask whether a mask has an attribute."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this model computes with its attention mask ({what}): its attention is written in plain operations and "
+            "knows no attention interface of transformers (RemBERT, MPT, Mvp, TrOCR and LED for example), so each rank "
+            "would attend to its own tokens. It cannot be context parallel without a change of its code: let its "
+            "attention call scaled_dot_product_attention"
+        )
+
+
 class _WholeMask(BlockMask):
     """A mask of the whole sequence on its way through a model to its layers.
 
@@ -509,10 +522,13 @@ class _WholeMask(BlockMask):
         """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
-    @property
-    def dtype(self) -> Any:
-        """Raises, as an index does: a model asks for it to compute with the mask."""
-        return self[0]
+    def __getattr__(self, name: str) -> Any:
+        """Raises for what tensors have: a model asks for it to compute with the mask."""
+        if name == "dtype":
+            return self[0]
+        if hasattr(torch.Tensor, name):
+            raise _ComputesWithMaskError(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __getitem__(self, index: Any) -> BlockMask:
         raise NotImplementedError(
@@ -522,12 +538,7 @@ class _WholeMask(BlockMask):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(
-            f"this model computes with its attention mask ({func.__name__}): its attention is written in plain "
-            "operations and knows no attention interface of transformers (RemBERT and MPT for example), so each "
-            "rank would attend to its own tokens. It cannot be context parallel without a change of its code: "
-            "let its attention call scaled_dot_product_attention"
-        )
+        raise _ComputesWithMaskError(func.__name__)
 
     def __repr__(self) -> str:
         padding = None if self.padding is None else tuple(self.padding.shape)
@@ -683,7 +694,8 @@ def _mask_of_prompt(
             whole, layout = _guessed(binding, length)
             laid_out = layout is not None and bool((positions_BL == layout.positions(rank, device)).all())
             flags |= _AS_LAID_OUT * laid_out
-            flags |= _FROM_ZERO * bool((positions_BL == torch.arange(length, device=device)).all())
+            counted_BL = torch.arange(length, device=device) + (positions_BL[:, :1] == 1).long()
+            flags |= _FROM_ZERO * bool((positions_BL == counted_BL).all())
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
             guess = whole << 1 | 1  # for which whole length this rank's positions are what the layout says
         flags |= _PACKED * pieces.packed
@@ -776,15 +788,17 @@ def _documents(
         return None
     if alone:
         raise ValueError(
-            f"{name}: on every rank position_ids count from 0 to the end of its part, as if no other rank had a part: "
-            "give each rank the positions of its own tokens, layout.positions(rank)"
+            f"{name}: on every rank position_ids count from 0 or 1 to the end of its part, as if no other rank had "
+            "a part: give each rank the positions of its own tokens, layout.positions(rank)"
         )
-    starts = positions_BS[:, 1:][begins]
-    if (starts != 0).any():
-        odd = int(starts[starts != 0][0])
+    first_BS = (positions_BS[:, :1] == 1).long().expand_as(begins)  # all documents of a row may begin at 1
+    starts, first = positions_BS[:, 1:][begins], first_BS[begins]
+    if (wrong := (starts != 0) & (starts != first)).any():
+        odd = int(starts[wrong][0])
         raise ValueError(
-            f"{name}: position_ids neither count on nor restart at 0 in the order of the sequence (one goes on at "
-            f"{odd}): cut them with the layout that the attention uses, layout.shard or layout.positions(rank)"
+            f"{name}: position_ids neither count on nor restart in the order of the sequence (one goes on at "
+            f"{odd}): cut them with the layout that the attention uses, layout.shard or layout.positions(rank). Tokens "
+            f"that a wrapper puts in front must be there before the cut{see('Tokens in front of a part')}"
         )
     if not packed:
         if jumps:  # transformers has seen them, and does not separate documents here (it has a cache)

@@ -40,6 +40,7 @@ from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
+from cp_styles.intercept.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
@@ -156,9 +157,11 @@ class AttentionCalls(RerunMode):
             if part == "rest":
                 raise NotImplementedError(_IN_NO_GRAPH)  # makes torch.compile fall back to eager here
             _break_the_graph()
-        elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
+        elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS or (func in MAXIMUM and _may_be_positions(*args)):
             _break_the_graph()
         if func in _OTHERS or name in _OTHER_OPERATORS:
+            if func in MAXIMUM:
+                return largest_position(self, func, *args, **kwargs)
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -198,6 +201,8 @@ class AttentionCalls(RerunMode):
                 refuse_dropout(self._name, dropout_p)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
+            if attn_mask is not None and self._joint is None and not compiling:
+                refuse_joined_keys(self._name, query, key)
             self.check_call()
 
         tensors = query, key, value
@@ -377,7 +382,9 @@ class AttentionCalls(RerunMode):
         self.tally.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
-        if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
+        if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
+            if isinstance(error, AssertionError) and not error.args and not self.tally.calls:
+                error.args = (f"{self._name}{_BEFORE_ATTENTION}{see('No attention was called')}",)
             self.unscoped.refuse_call()
             return
         if attends and not self.tally.calls:
@@ -424,11 +431,21 @@ never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
 # Attention functions that would otherwise run on the local part without an error.
-_OTHERS = {*fast_path_attention()}
+_OTHERS = {*fast_path_attention(), *MAXIMUM}
 _FLEX_UNSEEN = (
     "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
     "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
 )
+
+
+_BEFORE_ATTENTION = (
+    ": an assertion in the model's code fails on this rank's part of the inputs, before any attention that is context "
+    "parallel. A model whose attention is written in plain operations (XLM, FlauBERT) cannot be"
+)
+
+
+def _may_be_positions(x: torch.Tensor, *options: Any) -> bool:
+    return not options and x.ndim > 1 and not x.is_floating_point()
 
 
 def _break_the_graph() -> None:
@@ -436,8 +453,9 @@ def _break_the_graph() -> None:
 
 
 _IN_NO_GRAPH = (
-    "under context parallelism flex_attention and varlen_attn run outside of torch.compile's graphs: compile without "
-    "fullgraph=True, which breaks the graph there, or compile what stands between the attentions"
+    "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
+    "torch.compile's graphs: compile without fullgraph=True, which breaks the graph there, or compile what stands "
+    "between the attentions"
 )
 _break_the_graph = uncompiled(_break_the_graph, _IN_NO_GRAPH)
 # The operators that other attention functions call.

@@ -321,11 +321,10 @@ class InputGuards:
                 f"rank had a part of the picture. {_where_to_cut(module)}{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
+        checks = [partial(self._check_positions, kind, inputs)]
         if self._facts.losses:
-            labels = partial(_refuse_labels, self._name, kind, inputs, self._facts)
-            _raise_all([partial(self._check_positions, kind, inputs), labels])
-        else:
-            self._check_positions(kind, inputs)
+            checks.append(partial(_refuse_labels, self._name, kind, inputs, self._facts))
+        _raise_all(self._name, checks)
         tokens, masks = inputs.get("input_ids"), self._facts.mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(
@@ -345,7 +344,8 @@ class InputGuards:
             raise NotImplementedError(
                 f"{self._name}: {kind} is asked to go on after {int(cached())} tokens of a cache that does not know "
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
-                "cp_styles.integrations.transformers returns"
+                "cp_styles.integrations.transformers returns. Learned keys in front of the tokens (prefix tuning) are "
+                f"such a cache: tune a prompt, or adapters (LoRA), instead{see('Tokens in front of a part')}"
             )
         if self._facts.losses and look and inputs.get("num_items_in_batch") is not None:
             _compare_counts(self._calls.binding, kind, inputs["num_items_in_batch"])
@@ -360,6 +360,13 @@ class InputGuards:
         # With fullgraph=True torch.compile raises an error that shows this one.
         facts = self._facts
         for name in facts.positions:
+            if inputs.get(name) is None and inputs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    f"{self._name}: {kind} is given inputs_embeds= and no {name}. A wrapper that makes them on each "
+                    "rank, as for prompt tuning, puts its tokens in front of every part: make the embeddings of the "
+                    'whole sequence, and cut them, BatchSharder(mesh)({"inputs_embeds": ..., "labels": ...})'
+                    f"{see('Tokens in front of a part')}"
+                )
             if inputs.get(name) is None:
                 first = 0 if facts.padding is None else facts.padding + 1
                 advice = "layout.positions(rank).unsqueeze(0)" if facts.padding is None else _POSITIONS_OF_TOKENS
@@ -531,8 +538,8 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
                 f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {layer.length} "
                 f"positions and {new} new tokens it is {expected}: the cache is of another prompt, or was used by an "
                 "earlier generate(); or this is assisted decoding, which runs the whole prompt once more whatever the "
-                "cache holds. Call prefill for each prompt, go on with the whole conversation from its start, "
-                "and decode without an assistant"
+                "cache holds. Call prefill for each prompt (where prompts begin alike, copy.deepcopy(cache) for each), "
+                "go on with the whole conversation from its start, and decode without an assistant"
             )
 
 
@@ -560,13 +567,29 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
     return [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1]
 
 
-def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
+def _in_plain_trainer() -> bool:
+    """Whether a Trainer of transformers calls the model, and no ContextParallelTrainer."""
+    names, frame = set[str](), sys._getframe(1)
+    while frame is not None:
+        names.add(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return "transformers.trainer" in names and "cp_styles.integrations.trainers" not in names
+
+
+def _raise_all(name: str, checks: Sequence[Callable[[], None]]) -> None:
     problems: list[ValueError] = []
     for check in checks:
         try:
             check()
         except ValueError as error:
             problems.append(error)
+    if problems and _in_plain_trainer():
+        raise ValueError(
+            f"{name}: a Trainer of transformers calls this model, and gives each rank other samples, whole, and makes "
+            "its own loss. Put ContextParallelTrainer of cp_styles.integrations.trainers before it: class "
+            "LongTrainer(ContextParallelTrainer, Trainer): ..., which cuts each batch and makes positions and labels"
+            f"{see('A Trainer that does not cut')}"
+        )
     if len(problems) > 1:
         raise ValueError(
             f"{' And: '.join(map(str, problems))}. All of this is done by batch = BatchSharder(mesh)(batch); loss = "
@@ -578,6 +601,12 @@ def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any], facts: ModelFacts) -> None:
+    if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
+        raise ValueError(
+            f"{name}: {kind} makes the loss of start_positions= and end_positions= by itself, over this rank's tokens "
+            "as classes: leave them out, gather the logits of all tokens, and take the loss of those"
+            f"{see('A loss over tokens as classes')}"
+        )
     if inputs.get("labels") is None:
         if inputs.get("shift_labels") is not None and torch.is_grad_enabled():
             raise ValueError(

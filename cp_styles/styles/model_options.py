@@ -100,6 +100,21 @@ def _of_layers(module: nn.Module, config: Any, option: str, named: bool) -> Any:
     return getattr(config, option, None) if some else None
 
 
+def rope_outside(module: nn.Module) -> str | None:
+    """The kind of the rotary embedding of ``module`` if it is outside of it, and its frequencies depend on the longest
+    position ("dynamic", "longrope"); else None."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+    kinds = [options.get("rope_type") for options in _by_layer(parameters)]
+    inside = any(hasattr(child, "rope_type") for child in module.modules())
+    return None if inside else next((kind for kind in kinds if kind == "longrope" or "dynamic" in str(kind)), None)
+
+
+def _by_layer(parameters: Any) -> list[dict[str, Any]]:
+    """The options of rotary embeddings: of all layers, and of each kind of layers."""
+    of_all = parameters if isinstance(parameters, dict) else {}
+    return [of_all, *(options for options in of_all.values() if isinstance(options, dict))]
+
+
 def loss_takes_all(kind: type[nn.Module]) -> bool:
     """Whether a model knows shift_labels and the count, or gives its ``loss_function`` all that it is given itself.
 

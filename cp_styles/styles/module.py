@@ -27,6 +27,7 @@ from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.guards import Forwards, refuse_mixing_layers, refuse_uneven_sequence_parallelism
+from cp_styles.styles.model_options import rope_outside
 from cp_styles.styles.parallelize import matches
 from cp_styles.troubleshooting import see
 
@@ -131,7 +132,8 @@ class ModuleContextParallel(ContextParallelStyle):
         if applied:
             raise ValueError(
                 f"{type(module).__name__} has context-parallel modules already ({', '.join(applied[:3])}): apply one "
-                "ModuleContextParallel to a module"
+                "ModuleContextParallel to a module. For other ranks, in an evaluation for example, make a second model "
+                "on the same memory, evaluated.load_state_dict(model.state_dict(), assign=True), and apply it to that"
             )
         if "forward" in vars(module):
             raise ValueError(
@@ -146,6 +148,12 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
+        if self.check_inputs and binding.group.size() > 1 and (rope := rope_outside(module)) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__}: the frequencies of its rotary embedding ({rope}) depend on the longest "
+                "position of the sequence, and the embedding is outside of the module, where it sees the positions of "
+                "this rank alone: apply the style to the whole model, which has the embedding in it"
+            )
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
             raise ValueError(
@@ -181,8 +189,8 @@ class ModuleContextParallel(ContextParallelStyle):
             with_sink = calls.with_sink(child, self.sink)
             state = with_sink, with_sink.inlined(), forwards, path
         children = dict(child.named_children())
-        # Leaf modules of torch call no attention, and there are many of them.
-        if at_top or children or not type(child).__module__.startswith("torch."):
+        # Leaf modules of torch call no attention, and there are many of them. Models share activations of transformers.
+        if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
             run_known_mixers(child)
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)

@@ -408,6 +408,12 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
         elif kind == "times" and not first:
             why = _why_times(by, comparison.loss_factor(), axis.size())
             texts.append(f"{what} are {by:.4g} times those of one process: {why}")
+        elif not first and comparison.loss_factor() == 1 and len(names) == len(comparison.parameters) > 1:
+            texts.append(
+                f"{what} are wrong, and all outputs and their gradients are right: something changes gradients between "
+                "the backward and their sum, as clip_grad_norm_ does, by another factor on each rank. Sum gradients "
+                "first (sum_gradients), then clip"
+            )
         elif not first and comparison.loss_factor() == 1:
             texts.append(
                 f"{what} are wrong, and all outputs and their gradients are right: such a parameter multiplies values "

@@ -438,7 +438,7 @@ class ModelState:
         for module, training in self._training:
             module.training = training
         for module, buffers, attributes in self._modules:
-            if module._buffers != buffers:
+            if {name: id(x) for name, x in module._buffers.items()} != {name: id(x) for name, x in buffers.items()}:
                 module._buffers.clear()
                 module._buffers.update(buffers)
             if type(module).__module__.startswith("torch."):  # wrappers such as DDP count their forwards

@@ -180,6 +180,26 @@ def causal_lm(config: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+# Frequencies that depend on the length of a batch: pretrained with 16 positions. With 20 a rank's part is shorter than
+# that, and the whole is longer.
+ROPES = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+}
+PRETRAINED = 16
+
+
+def with_rope(kind: str) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4} | ROPES[kind]
+    if kind == "longrope":
+        rope["original_max_position_embeddings"] = PRETRAINED
+    largest = PRETRAINED if kind == "dynamic" else 4 * PRETRAINED
+    sizes = {"num_hidden_layers": 2, "sliding_window": None, "attention_chunk_size": None}
+    sizes |= {"max_position_embeddings": largest, "rope_parameters": rope}
+    model: Any = tiny(causal_lm, config_of("llama", **sizes))
+    return model
+
+
 def tokens_of(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(seed))
 

@@ -27,6 +27,8 @@ from tests.clients.hugging_face import (
     CACHE,
     LENGTH,
     NAME,
+    PRETRAINED,
+    ROPES,
     TINY,
     VOCABULARY,
     StayDouble,
@@ -34,6 +36,7 @@ from tests.clients.hugging_face import (
     config_of,
     tiny,
     tokens_of,
+    with_rope,
 )
 from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import sampled
@@ -137,6 +140,15 @@ def test_generate(model_type: str, ranks: int, padded: bool, balancer: Balancer)
     generate = greedy(64 if model_type in ("llama", "gemma3_text") else 16, **inputs)
     found = on_ranks(model, tokens, generate, ranks=ranks, balancer=balancer, **inputs)
     compare(found, on_one(model, tokens, generate))
+
+
+@pytest.mark.parametrize("length", [PRETRAINED + 1, 2 * PRETRAINED])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, length: int):
+    """One token more than in pretraining: the prefill leaves out that token, and its frequencies count it."""
+    model, tokens = with_rope(kind).eval(), tokens_of(length)
+    model.generation_config.eos_token_id = None
+    compare(on_ranks(model, tokens, greedy(8)), on_one(model, tokens, greedy(8)))
 
 
 WITHOUT_KEYS = ("falcon_mamba", "mamba", "mamba2", "qwen4_exp_text", "rwkv", "xlstm")
@@ -254,6 +266,25 @@ def test_a_further_prompt():
         return greedy(8)(mine, torch.cat((said, further), 1), cache)
 
     compare(on_ranks(model, tokens, talk), on_one(model, tokens, talk))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm3"])
+def test_one_prefill_for_prompts_that_begin_alike(model_type: str):
+    """Each prompt goes on with a copy of the cache, which has tensors of its own: windows and states too."""
+    model, prefix = model_of(model_type, **MODELS.get(model_type, MIXERS.get(model_type, {}))), tokens_of()
+    prompts = [torch.cat((prefix, tokens_of(length, seed)), 1) for seed, length in enumerate((5, 1, 9), 1)]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with StayDouble():
+            cache = prefill(mine, prefix)
+            return [greedy(6)(mine, prompt, copy.deepcopy(cache)) for prompt in prompts]
+
+    for found in run_ranks(on, 2):
+        for prompt, tokens in zip(prompts, found, strict=True):
+            assert torch.equal(tokens, on_one(model, prompt, greedy(6))[0])
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -407,19 +438,21 @@ def test_a_second_generate_with_a_used_cache_is_refused(first: int):
 
 
 def test_a_second_generate_with_used_encoder_keys_is_refused():
+    """With a copy of the caches for the first one it is not."""
     model, tokens = with_encoder("t5gemma"), tokens_of()
 
-    def on(rank: int) -> torch.Tensor:
+    def on(rank: int, first: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
         parallelize_module(mine, mesh, ModuleContextParallel())
         options = {"max_new_tokens": 3, "do_sample": False, "use_cache": True}
         encoded = encode(mine, tokens)
-        mine.generate(tokens, **encoded, **options)
-        return mine.generate(tokens, **encoded, **options)
+        said = mine.generate(tokens, **first(encoded), **options)
+        return said, mine.generate(tokens, **encoded, **options)
 
+    assert all(torch.equal(*pair) for pair in run_ranks(on, 2, copy.deepcopy))
     with pytest.raises(RankError, match=r"call encode for each generate\(\)") as found:
-        run_ranks(on, 2)
+        run_ranks(on, 2, dict)
     assert found.value.errors.keys() == {0, 1}
 
 

@@ -35,7 +35,9 @@ TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "d
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
-    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", *REFUSED], id="accelerate"),
+    pytest.param(
+        ["accelerate"], ["trainer", "a batch without labels", "packed", "accelerate", *REFUSED], id="accelerate"
+    ),
     pytest.param(["accelerate"], ["data parallel", *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),

@@ -32,6 +32,7 @@ from cp_styles import (
     head_tail,
     sum_gradients,
 )
+from cp_styles.collectives import gather
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.model_options import loss_takes_all, windows_of
 from cp_styles.testing import RankError, run_ranks
@@ -42,6 +43,7 @@ from tests.clients.hugging_face import (
     CACHE,
     LENGTH,
     NAME,
+    ROPES,
     TINY,
     VOCABULARY,
     StayDouble,
@@ -57,6 +59,7 @@ from tests.clients.hugging_face import (
     step,
     tiny,
     tokens_of,
+    with_rope,
 )
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
@@ -145,11 +148,47 @@ def test_falcon_with_a_whole_mask():
     assert largest_error(found, expected(model, inputs, labels_of(tokens))) < EXACT
 
 
-def test_attention_in_plain_operations():
-    model, tokens = causal_lm(config_of("rembert", is_decoder=True, attn_implementation=NAME)), tokens_of()
-    parts = {"input_ids": tokens, "position_ids": positions_of()}
-    with pytest.raises(RankError, match="written in plain operations and knows no attention interface"):
-        on_ranks(model, parts, labels_of(tokens))
+WHOLE_MASK = {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64)}
+PLAIN_OPERATIONS = "written in plain operations and knows no attention interface"
+FAILS_BEFORE = "assertion in the model's code fails .* before any attention .* in plain operations"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of", "whole", "words"),
+    [
+        ("rembert", "CausalLM", {}, PLAIN_OPERATIONS),
+        ("trocr", "CausalLM", {}, PLAIN_OPERATIONS),
+        ("mvp", "Seq2SeqLM", {}, PLAIN_OPERATIONS),
+        ("led", "Seq2SeqLM", {}, PLAIN_OPERATIONS),
+        ("xlm", "MaskedLM", WHOLE_MASK, FAILS_BEFORE),
+        ("flaubert", "MaskedLM", WHOLE_MASK, FAILS_BEFORE),
+    ],
+)
+def test_attention_in_plain_operations(model_type: str, of: str, whole: Any, words: str):
+    """Refused in words on every rank, whatever the model does with its mask."""
+    config = config_of(model_type, is_decoder=of == "CausalLM", attn_implementation=NAME)
+    model = getattr(transformers, f"AutoModelFor{of}").from_config(config)
+    parts = {"input_ids": tokens_of(), "position_ids": positions_of()}
+    if of == "Seq2SeqLM" or model_type == "trocr":
+        del parts["position_ids"]
+    if of == "Seq2SeqLM":
+        parts["decoder_input_ids"] = tokens_of()
+
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        on_ranks(model, parts, labels_of(tokens_of()), whole=whole)
+
+
+def test_models_that_share_an_activation():
+    """XLM's activation is one object of transformers in a process, and that of every model."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        models = [transformers.XLMWithLMHeadModel(config_of("xlm", gelu_activation=True)) for _ in range(2)]
+        assert models[0].transformer.ffns[0].act is models[1].transformer.ffns[0].act
+        for model in models:
+            parallelize_module(model, mesh, ModuleContextParallel())
+
+    run_ranks(on, 2)
 
 
 def test_the_example_of_the_page():
@@ -327,6 +366,21 @@ def test_packed_documents(model_type: str, balancer):
     assert largest_error(found, expected(model, inputs, labels)) < EXACT
 
 
+@pytest.mark.parametrize("balancer", [head_tail, contiguous])
+def test_packed_documents_that_begin_at_1(balancer: Any):
+    """Rows whose documents all begin at 1, or at 0. Ranks that each count from 1 are refused, as from 0."""
+    model, tokens = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)), tokens_of()
+    packed = PACKED + torch.tensor([[1], [0]])
+    inputs, labels = {"input_ids": tokens, "position_ids": packed}, labels_of(tokens, document_ids=IDS)
+    found = on_ranks(model, inputs, labels, balancer=balancer, ranks=3)
+    assert largest_error(found, expected(model, inputs, labels)) < EXACT
+    apart = packed.where(packed != 1, 2)  # some begin at 2
+    refused({"input_ids": tokens, "position_ids": apart}, words="neither count on nor restart", balancer=balancer)
+    even = {"input_ids": tokens_of(20)}
+    each = {"position_ids": torch.arange(1, 11).expand(2, -1)}
+    refused(even, each, words="count from 0 or 1 to the end of its part", balancer=contiguous)
+
+
 def inside(model: Any) -> Any:
     """For a loss that makes the logits in chunks: the hidden states of the model inside."""
 
@@ -350,6 +404,75 @@ def test_a_model_that_is_not_called_itself(how: Any):
     refused({"input_ids": tokens}, words="takes position_ids and was given none", how=how)
 
 
+@pytest.mark.parametrize("door", ["style", "block", "compiled", "verify"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, door: str):
+    """Batches that grow and shrink: the frequencies of the whole sequence, and the same state on all ranks."""
+    model = with_rope(kind)
+    model.set_attn_implementation(NAME)
+    batches = [tokens_of(length, seed=length) for length in (12, 20, 40, 20, 12)]
+
+    def sharded(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        with StayDouble():
+            logits = model(**batch.inputs).logits
+        loss = batch.loss(logits)
+        loss.backward()
+        sharder.sum_gradients(model)
+        return loss.detach()
+
+    def in_block(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        given, labels = {"input_ids": tokens.clone(), "position_ids": positions_of(tokens.shape[1])}, labels_of(tokens)
+        count, buffers = (labels != -100).sum(), [*given.values(), labels]
+        buffers[1] = given["position_ids"] = buffers[1].contiguous()
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            loss = step(model, given, labels)
+        sum_gradients(model, mesh)
+        torch.distributed.all_reduce(loss, group=mesh.get_group())
+        for parameter in model.parameters():
+            parameter.grad /= count
+        return loss / count
+
+    def on(rank: int) -> list[Any]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        if door != "block":
+            parallelize_module(mine, mesh, ModuleContextParallel(verified=True))
+        if door == "verify":
+            verify(mine, mesh, batches[2], sharded, tolerance=EXACT)
+        called, results = torch.compile(mine, backend="aot_eager") if door == "compiled" else mine, []
+        for tokens in batches:
+            mine.zero_grad()
+            loss = (in_block if door == "block" else sharded)(called, tokens, mesh)
+            results.append((loss, {name: grad.clone() for name, grad in gradients(mine).items()}))
+        return results
+
+    one, wanted = copy.deepcopy(model), []
+    one.set_attn_implementation("dense")
+    for tokens in batches:
+        one.zero_grad()
+        labels = labels_of(tokens)
+        loss, count = step(one, {"input_ids": tokens}, labels), (labels != -100).sum()
+        wanted.append((loss / count, {name: grad / count for name, grad in gradients(one).items()}))
+    for results in run_ranks(on, 2):
+        assert max(map(largest_error, results, wanted)) < EXACT
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rotary_embedding_outside_of_the_style_is_refused(kind: str):
+    """The remedy is the test above. Frequencies that depend on nothing are those of any part."""
+    model = with_rope(kind)
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(NotImplementedError, match=rf"\({kind}\) depend on the longest.* to the whole model"):
+            parallelize_module(copy.deepcopy(model), mesh, {"model.layers.*.self_attn": ModuleContextParallel()})
+        plain = tiny(causal_lm, config_of("llama", num_hidden_layers=2))
+        parallelize_module(plain, mesh, {"model.layers.*.self_attn": ModuleContextParallel()})
+
+    run_ranks(on, 2)
+
+
 @pytest.mark.nightly
 def test_compiled():
     """torch.compile of the whole model: masks and attentions run between its graphs, and see the positions."""
@@ -361,6 +484,87 @@ def test_compiled():
 
     assert largest_error(on_ranks(model, inputs, labels, how=how), expected(model, inputs, labels)) < EXACT
     refused({"input_ids": tokens_of()}, words="takes position_ids and was given none", how=how)
+
+
+def troubleshooting(example: str) -> str:
+    page = (Path(__file__).parents[2] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(rf"<!-- example: {example} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+def test_question_answering():
+    """The loss over tokens as classes is refused on a part, and exact as the page says."""
+    model, tokens = tiny(transformers.LlamaForQuestionAnswering, config_of("llama", num_hidden_layers=2)), tokens_of()
+    starts, ends = torch.tensor([3, 17]), torch.tensor([5, 20])
+    model.set_attn_implementation(NAME)
+
+    def on(rank: int, code: str) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh)
+        names = {"batch": sharder(tokens), "sharder": sharder, "model": mine, "mesh": mesh, "starts": starts}
+        names |= {"ends": ends, "torch": torch, "gather": gather, "cross_entropy": torch.nn.functional.cross_entropy}
+        with StayDouble():
+            exec(code, names)
+        return names["loss"].detach(), gradients(mine)
+
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    with StayDouble():
+        loss = one(tokens, start_positions=starts, end_positions=ends).loss
+    loss.backward()
+    for found in run_ranks(on, 2, troubleshooting("question answering")):
+        assert largest_error(found, (loss.detach(), gradients(one))) < EXACT
+    inside = "model(**batch.inputs, start_positions=starts, end_positions=ends)"
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0: .*start_positions= and .* leave them out.*rank 1: .*leave them out"
+    ):
+        run_ranks(on, 2, inside)
+
+
+class Prompted(torch.nn.Module):
+    """As wrappers for prompt tuning do it: learned embeddings in front of what a rank has."""
+
+    def __init__(self, model: Any, *, counts: bool) -> None:
+        super().__init__()
+        self.model, self.counts = model, counts
+        self.prompt = torch.nn.Parameter(torch.linspace(-1, 1, 4 * 32, dtype=torch.float64).view(4, 32))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None) -> Any:
+        hidden = self.model.get_input_embeddings()(input_ids)
+        inputs: dict[str, Any] = {"inputs_embeds": torch.cat((self.prompt.expand(len(hidden), -1, -1), hidden), 1)}
+        if self.counts and position_ids is not None:
+            inputs["position_ids"] = torch.cat((torch.arange(4).expand(len(hidden), -1), position_ids + 4), 1)
+        return self.model(**inputs)
+
+
+def test_tokens_in_front_of_a_part():
+    """Refused where each rank puts them in front of its part, and exact as the page says; so are learned keys."""
+    whole, tokens = Prompted(tiny(causal_lm, config_of("llama", num_hidden_layers=2)), counts=True), tokens_of()
+    whole.model.set_attn_implementation(NAME)
+
+    def on(rank: int, counts: bool | None) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(whole)
+        parallelize_module(mine.model, mesh, ModuleContextParallel())
+        if counts is None:
+            names = {"model": mine.model, "prompt": mine.prompt, "mesh": mesh, "tokens": tokens, "torch": torch}
+            with StayDouble():
+                exec(troubleshooting("tokens in front"), names | {"BatchSharder": BatchSharder})
+            return torch.ones(()), gradients(mine)
+        mine.counts, batch = counts, BatchSharder(mesh)(tokens)
+        return mine(batch.tokens, batch["position_ids"])
+
+    one = copy.deepcopy(whole)
+    one.model.set_attn_implementation("dense")
+    labels = labels_of(torch.cat((torch.full((BATCH, 4), -100), tokens), 1))
+    with StayDouble():
+        logits = one(tokens, positions_of()).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for found in run_ranks(on, 2, None):
+        assert largest_error(found, (torch.ones(()), gradients(one))) < EXACT
+    for counts, words in ((False, "inputs_embeds= and no position_ids"), (True, "must be there before the cut")):
+        with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+            run_ranks(on, 2, counts)
 
 
 def test_documents_of_a_scope():
@@ -395,7 +599,7 @@ def test_positions_and_masks_of_a_part_are_refused():
     style = {"layout": contiguous, "check_inputs": False}
     refused({"input_ids": even}, local, words="as if no other rank had a part", balancer=contiguous, style=style)
     backwards = {"input_ids": even, "position_ids": positions_of(20).flip(1)}
-    refused(backwards, words="neither count on nor restart at 0")
+    refused(backwards, words="neither count on nor restart in")
     ones = torch.ones_like(tokens)
     ones[0, -2:] = 0
     cut = {"input_ids": tokens, "position_ids": positions_of(), "attention_mask": ones}
@@ -603,7 +807,9 @@ def test_a_prefill_with_a_cache(implementation: str):
                 (ours.keys, layout.shard(whole.keys, 2, rank)),
                 (ours.values, layout.shard(whole.values, 2, rank)),
             ]
-        with pytest.raises(NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache"):
+        with pytest.raises(
+            NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache.*prefix tuning"
+        ):
             forward(mine, part[:, :1], positions[:, :1], found[CACHE])
         return max(error(*pair) for pair in pairs)
 

@@ -111,10 +111,22 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": right.double().mean().item(), "samples": len(labels)}
 
 
-def hugging_face(cp: int = 2, batch: int = 2, data: Any = None, style: Any = None, **options: Any) -> Training:
+class EvaluatesAsTRL(Trainer):
+    """Counts no labels in an evaluation: the mean of a batch without labels is not a number, and is left out."""
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs.logits, inputs["labels"]
+
+
+def hugging_face(
+    cp: int = 2, batch: int = 2, data: Any = None, style: Any = None, before: type[Trainer] = Trainer, **options: Any
+) -> Training:
     """A Trainer of transformers; on ranks the model has the style, and the Trainer ours before it."""
     model = model_of()
-    kind: Any = Trainer
+    kind: Any = before
     args, made = options.pop("args", {}), options.pop("made", lambda trainer: None)
     replicas = max(1, ranks() // cp)
     args = arguments(per_device_train_batch_size=batch // replicas, **args)
@@ -122,7 +134,7 @@ def hugging_face(cp: int = 2, batch: int = 2, data: Any = None, style: Any = Non
         mesh = init_device_mesh("cpu", (replicas, cp), mesh_dim_names=("dp", "cp"))
         model.set_attn_implementation(NAME)
         parallelize_module(model, mesh["cp"], ModuleContextParallel() if style is None else style)
-        kind = LongTrainer
+        kind = type("LongTrainer", (ContextParallelTrainer, before), {})
     else:
         model.set_attn_implementation("dense")
     trainer = kind(
@@ -423,6 +435,11 @@ CASES: dict[str, Callable[[], Training]] = {
         eval_dataset=samples(5),
         compute_metrics=accuracy,
     ),
+    "a batch without labels": partial(
+        hugging_face,
+        eval_dataset=[*samples(4), samples(5)[4] | {"labels": torch.full((21,), IGNORED)}],
+        before=EvaluatesAsTRL,
+    ),
     "packed": packed,
     "dropout": with_dropout,
     "accelerate": accelerated,
@@ -452,12 +469,10 @@ def shifted_tokens(*, proved: bool) -> Training:
     raise AssertionError(f"trained {len(done.losses)} steps")
 
 
+PLAIN = "Put ContextParallelTrainer of cp_styles.integrations.trainers before it"
 REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
-    "a plain Trainer": (plain_trainer, "takes position_ids and was given none"),
-    "a plain Trainer, packed": (
-        partial(plain_trainer, collate=DataCollatorWithFlattening()),
-        "would be shifted after the cut",
-    ),
+    "a plain Trainer": (plain_trainer, PLAIN),
+    "a plain Trainer, packed": (partial(plain_trainer, collate=DataCollatorWithFlattening()), PLAIN),
     "a plain Trainer that cuts": (partial(plain_trainer, cut=True), "disagree on the samples"),
     "workers": (partial(plain_trainer, cut=True, dataloader_num_workers=1), "in a worker process of a DataLoader"),
     "label smoothing": (

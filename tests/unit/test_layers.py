@@ -51,6 +51,7 @@ CORE = (
 )
 BESIDE_CORE = (
     "intercept/mixer_calls.py",
+    "intercept/whole_sequence.py",
     "styles/applied_plan.py",
     "styles/guards.py",
     "styles/model_options.py",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from cp_styles import BatchSharder, contiguous, head_tail, parallelize_module, sum_gradients
+from cp_styles import (
+    BatchSharder,
+    Causal,
+    context_attention,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    sum_gradients,
+)
 from cp_styles.kernels import CPU_FLASH
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.mixers import context_roll
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from cp_styles.testing import run_ranks
+from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.first_hours import nanogpt
 from tests.oracle import error, randn
@@ -270,3 +281,156 @@ def test_a_kernel_whose_logsumexp_is_wrong():
     """Kernels are believed: nothing looks at each row. verify finds it."""
     plan = {"layers.*.attention.core": AttentionContextParallel(kernel=Early())}
     test_verify.wrong(test_verify.llama(), plan, words=r"gradients are not finite")
+
+
+PASSES = 3
+
+
+def seen_in_passes(length: int, passes: int) -> torch.Tensor:
+    """Of the first pass a token sees all keys up to its own, and of later ones its own."""
+    own = torch.eye(length, dtype=torch.bool)
+    return torch.cat([own if number else torch.ones_like(own).tril() for number in range(passes)], 1)
+
+
+class Drafts(nn.Module):
+    """A head that drafts several tokens: in each pass it attends to the keys of all passes so far."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(7, 16), nn.Linear(16, 48), nn.Linear(16, 7)
+        self.attend = attend
+
+    def forward(self, tokens):
+        x, keys, values, logits = self.embed(tokens), [], [], []
+        for _ in range(PASSES):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            keys, values = [*keys, k], [*values, v]
+            x = x + self.attend(q, keys, values).transpose(1, 2).flatten(2)
+            logits.append(self.head(x))
+        return sum(logits)
+
+
+def attend_to_passes(q, keys, values):
+    mask = seen_in_passes(21, len(keys))
+    return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
+
+
+def test_keys_of_several_passes():
+    """Refused where they are concatenated before a mask, in modules and blocks, and exact as the page says."""
+    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(r"<!-- example: keys of several passes -->\n```python\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    one, tokens = Drafts(attend_to_passes).double(), torch.randint(7, (2, 21))
+
+    def trained(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
+        loss.backward()
+        return loss.detach()
+
+    def on(rank: int, how: str):
+        mesh, layout = cp_mesh(2), head_tail(21, 2)
+        part = layout.shard(tokens, 1, rank)
+
+        def as_on_the_page(q, keys, values):
+            names = {"torch": torch, "context_attention": context_attention, "Causal": Causal}
+            names |= {"q": q, "keys": keys, "values": values, "mesh": mesh, "layout": layout}
+            exec(code, names)
+            return names["out"]
+
+        mine = Drafts(attend_to_passes if how != "page" else as_on_the_page).double()
+        mine.load_state_dict(one.state_dict())
+        if how == "style":
+            parallelize_module(mine, mesh, ModuleContextParallel())
+        with context_parallel(mesh, layout=layout) if how == "block" else contextlib.nullcontext():
+            trained(mine, part)
+        sum_gradients(mine, mesh)
+        return {name: x.grad for name, x in mine.named_parameters()}
+
+    trained(one, tokens)
+    for grads in run_ranks(partial(on, how="page"), 2):
+        assert max(error(grads[name], x.grad) for name, x in one.named_parameters()) < EXACT
+    for how in ("style", "block"):
+        with pytest.raises(RankError, match=r"(?s)rank 0: .*concatenation, 2 times as long.*rank 1: .*2 times as long"):
+            run_ranks(partial(on, how=how), 2)
+
+
+@pytest.mark.parametrize("dim", [2, -2])
+def test_keys_that_are_concatenated_and_no_passes(dim: int):
+    """Without a mask the order of keys is of no account; and of a cross-attention's keys nothing is concatenated."""
+    q, first, second = randn(0, 1, 2, 12, 8), randn(1, 1, 2, 12, 8), randn(2, 1, 2, 12, 8)
+    layout, mask = head_tail(12, 2), torch.ones(12, 24, dtype=torch.bool).tril(3)
+
+    class Attends(nn.Module):
+        def forward(self, q, keys, mask):
+            return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+    def on(rank: int) -> float:
+        core = parallelize_module(Attends(), cp_mesh(2), ModuleContextParallel(verified=True))
+        part = layout.shard(q, 2, rank)
+        keys = torch.cat([layout.shard(x, 2, rank).requires_grad_() for x in (first, second)], dim)
+        whole = torch.cat([first, second], 2)
+        found = [core(part, keys, None)]
+        wanted = [F.scaled_dot_product_attention(q, whole, whole)]
+        found.append(core(part, head_tail(24, 2).shard(whole, 2, rank).requires_grad_(), mask))
+        wanted.append(F.scaled_dot_product_attention(q, whole, whole, attn_mask=mask))
+        with pytest.raises(NotImplementedError, match="2 times as long"):
+            core(part, keys, mask)
+        return max(error(x, layout.shard(y, 2, rank)) for x, y in zip(found, wanted, strict=True))
+
+    assert max(run_ranks(on, 2)) < EXACT
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(7, 16), nn.Linear(16, 48), nn.Linear(16, 7)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_an_evaluation_over_other_ranks():
+    """Training over two ranks beside a data parallel axis, and an evaluation over all four, by a second model on the
+    same memory, as the error of a second style says."""
+    torch.manual_seed(0)
+    whole, training, held_out = Small().double(), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
+
+    def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def on(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        everyone = mesh["dp", "cp"]._flatten("all")
+        model, evaluated, found = copy.deepcopy(whole), Small().double(), []
+        parallelize_module(model, mesh["cp"], ModuleContextParallel(verified=True))
+        with pytest.raises(ValueError, match=r"second model on the same memory, .*assign=True\), and apply it to that"):
+            parallelize_module(model, everyone, ModuleContextParallel())
+        evaluated.load_state_dict(model.state_dict(), assign=True)
+        parallelize_module(evaluated, everyone, ModuleContextParallel())
+        cut, cut_all = BatchSharder(mesh["cp"], loss_group=everyone), BatchSharder(everyone)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            batch = cut(training[mesh["dp"].get_local_rank()][None])
+            loss = batch.loss(model(batch.tokens))
+            loss.backward()
+            cut.sum_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                part = cut_all(held_out)
+                found += [loss.item(), part.loss(evaluated(part.tokens)).item()]
+        return found
+
+    wanted, optimizer = [], torch.optim.SGD(whole.parameters(), lr=0.5)
+    original = copy.deepcopy(whole.state_dict())
+    for _ in range(3):
+        loss = loss_of(whole, training)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted += [loss.item(), loss_of(whole, held_out).item()]
+    whole.load_state_dict(original)
+    for found in run_ranks(on, 4):
+        assert error(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)) < EXACT

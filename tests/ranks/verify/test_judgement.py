@@ -615,7 +615,10 @@ MISTAKES: dict[str, tuple[Case, str]] = {
         Case(act=but(after=scaled(float("nan")))),
         rf"gradients of 19 of 19 parameters .* are not finite on the ranks.* {UNKNOWN}",
     ),
-    "clipped before the sum": (Case(act=but(after=clipped_before)), r"parameters \("),
+    "clipped before the sum": (
+        Case(act=but(after=clipped_before)),
+        r"19 of 19 parameters \(.* between the backward and their sum.* Sum gradients first",
+    ),
     "no backward on the ranks": (Case(act=without_backward), rf"are wrong.* {UNKNOWN}"),
     "gradients that are removed": (
         Case(act=but(after=removes)),

@@ -1,0 +1,61 @@
+"""What a part of the sequence does not show: the largest position, and the positions of keys that were joined."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cp_styles._compat import never_compiled
+from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.troubleshooting import see
+
+MAXIMUM = {torch.max, torch.Tensor.max}
+
+
+@never_compiled
+def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, a maximum; of the position ids in a function of transformers over all ranks.
+
+    "dynamic" and "longrope" rotary embeddings choose their frequencies by ``torch.max(position_ids)``, in whose place a
+    rank has those of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are whole.
+
+    Communication: one all-gather of some integers; none after or in a prefill, and none for other tensors.
+    """
+    largest, binding = function(*args, **kwargs), calls.binding
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    of_library = frame.f_globals.get("__name__", "").startswith("transformers")  # code from a hub too
+    asked = len(args) == 1 and not kwargs and frame.f_locals.get("position_ids") is args[0]
+    if binding.group.size() == 1 or not (of_library and asked):
+        return largest
+    past = cache_given(calls.inputs)
+    past = getattr(past, "self_attention_cache", past)
+    if isinstance(past, LayerCaches):
+        return largest if past.prefilled else largest.new_tensor(past.last_position)
+    state = binding.group_state
+    state.engaged = True
+    where = binding.name, binding.axis, binding.group
+    rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
+    state.engaged = False
+    return largest.new_tensor(max(row.q_length for row in rows))
+
+
+def refuse_joined_keys(name: str, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise for keys of a call with an attn_mask that were concatenated of parts as long as ``query``, [B, H, L, D].
+
+    Keys of several passes over one sequence, as heads that draft tokens keep them, are such. No communication.
+    """
+    node, passes = key.grad_fn, key.shape[2] // max(query.shape[2], 1)
+    of_rows = getattr(node, "_saved_dim", None) in (2, 2**64 - 2)  # torch keeps dim=-2 as an unsigned number
+    if type(node).__name__ == "CatBackward0" and of_rows and passes > 1 and key.shape[2] == passes * query.shape[2]:
+        raise NotImplementedError(
+            f"{name}: the key is a concatenation, {passes} times as long as the query, and each rank has a part of "
+            "every piece, so the columns of attn_mask are not in the order of these keys. Attend to the keys of the "
+            "first pass by context_attention(..., return_lse=True), and join a token's own keys by the logsumexp"
+            f"{see('Keys of several passes')}"
+        )
