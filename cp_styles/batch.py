@@ -420,22 +420,22 @@ class Losses:
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     models: list[nn.Module] = []
+    reduced: set[int] = set()  # by DDP
     for other, state in states():
         if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
                 if not proof.losses & (proof.losses - 1):
                     models += filter(None, [proof.model()])
+                    reduced.update(proof.reduced_over)
             state.training.clear()
     if averaged_over is not None or not models:
         return
     trained = [module for model in models for module in model.modules() if any(map(_TRAINED, module.parameters()))]
     meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
-    reducer, averages = "FSDP2", [_common(mesh, ranks) for mesh in meshes]
-    if not meshes and trained:
-        reducer, reduced = "DDP", _ranks_of_ddp([x for module in trained for x in module.parameters()], group)
-        averages = [len(ranks.intersection(reduced))]
-    over = max(averages, default=1)
+    over = max((_common(mesh, ranks) for mesh in meshes), default=1)
+    reducer = "FSDP2" if over > 1 else "DDP"
+    over = max(over, len(ranks.intersection(reduced)))
     if over > 1:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
@@ -578,28 +578,20 @@ def sum_gradients(
         raise
 
 
-def _ranks_of_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
-    """The ranks over which DDP reduces some of these gradients, if ranks of ``group`` are among them; else none."""
+def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for module in gc.get_objects():
         if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
             if ids.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
                 continue
             reduced = dist.get_process_group_ranks(module.process_group)
-            if len(ranks.intersection(reduced)) > 1:
-                return reduced
-    return []
-
-
-def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    reduced = _ranks_of_ddp(parameters, group)
-    if reduced:
-        ranks = sorted(dist.get_process_group_ranks(group))
-        raise ValueError(
-            f"sum_gradients over ranks {ranks}: they are parameters of DistributedDataParallel over {reduced}, which "
-            "has reduced their gradients there. Do not call sum_gradients, and call global_loss with "
-            f"averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
-        )
+            both = sorted(ranks.intersection(reduced))
+            if len(both) > 1:
+                raise ValueError(
+                    f"sum_gradients over ranks {sorted(ranks)}: they are parameters of DistributedDataParallel over "
+                    f"{both}, which has reduced their gradients there. Do not call sum_gradients, and call global_loss "
+                    f"with averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
+                )
 
 
 def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:

@@ -503,8 +503,8 @@ class _Call:
         state.engaged, state.backward_began, state.attended = True, False, time.monotonic()
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
-        if self.keep and binding.proof is not None:
-            state.training.add(binding.proof)
+        if self.keep and binding.proof is not None and binding.proof not in state.training:
+            binding.proof.forward_begins(state)
         return agreed
 
     def _compared(self, rows: StatusRows) -> AgreedCall:

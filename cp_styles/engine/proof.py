@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
@@ -26,12 +29,23 @@ class Proof:
         verified: a comparison has found no difference, or a user says that one was made elsewhere.
         missed: the warning was given.
         losses: how many losses were made of it.
+        reduced_over: the ranks over which the DDP around it reduces gradients.
     """
 
     model: ref[nn.Module]
     verified: bool = False
     missed: bool = False
     losses: int = 0
+    reduced_over: Sequence[int] = ()
+
+    def forward_begins(self, state: GroupState) -> None:
+        """A forward for a backward has begun over the group of ``state``: note who reduces its gradients."""
+        state.training.add(self)
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is DistributedDataParallel.forward.__code__:
+                self.reduced_over = dist.get_process_group_ranks(frame.f_locals["self"].process_group)
+            frame = frame.f_back
 
     def training_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""

@@ -327,7 +327,9 @@ class _BlockCalls(AttentionCalls):
             return
         if not self._entry.verified and torch.is_grad_enabled():
             proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
-            self.unscoped.group_state.training.update(proofs[-1:])
+            for proof in proofs[-1:]:
+                if proof not in self.unscoped.group_state.training:
+                    proof.forward_begins(self.unscoped.group_state)
             if proofs and not any(proof.verified for proof in proofs):
                 proofs[-1].training_begins(self.unscoped.group_state)
         running = running_modules() if self._entry.check_inputs else []

@@ -167,15 +167,6 @@ class TestAWholeBatch:
 
         run_ranks(on, 2)
 
-    def test_of_a_function_is_the_callers(self):
-        """Functions take query, key and value of anybody: a benchmark gives all ranks the same numbers."""
-
-        def on(rank: int) -> None:
-            x = torch.ones(1, 2, 4, 8).cumsum(2)
-            context_attention(x, x, x, cp_mesh(2), is_causal=True)
-
-        run_ranks(on, 2)
-
     @pytest.mark.parametrize("causal", [False, True])
     def test_of_a_text_beside_an_image_is_right(self, causal: bool):
         """Attention without an order, over copies of one text: each copy gets what one text would."""

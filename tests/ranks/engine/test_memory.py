@@ -55,6 +55,7 @@ def tensors(rows: int, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32
 def measured(attend: Callable[..., torch.Tensor], rows: int, *shape: Any) -> tuple[float, ...]:
     """Peak of a forward without a backward, what is kept (the output too), and the peak of the backward, in u."""
     *inputs, cotangent = tensors(rows, *shape)
+    inputs = [x + dist.get_rank() for x in inputs]  # equal tokens on all ranks would be refused
     unit = inputs[0].nbytes
     with torch.no_grad():
         attend(*inputs)  # tables of plans, which caches keep, are made now
