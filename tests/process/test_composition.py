@@ -25,41 +25,41 @@ def test_every_composition_is_the_training_of_one_process(on_processes):
         """\
 Llama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_sum_gradients
-    all_gather: 6 calls, 704 bytes
+    all_gather: 7 calls, 792 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_cp
-    all_gather: 10 calls, 201848 bytes
+    all_gather: 11 calls, 201936 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp
-    all_gather: 10 calls, 202728 bytes
+    all_gather: 11 calls, 202992 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 131072 bytes
 DistributedDataParallel on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_ddp_over_cp
-    all_gather: 5 calls, 1320 bytes
+    all_gather: 6 calls, 1584 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 131072 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_hsdp
-    all_gather: 10 calls, 134712 bytes
+    all_gather: 11 calls, 134800 bytes
     all_reduce: 5 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_and_sum_gradients_over_cp
-    all_gather: 11 calls, 134800 bytes
+    all_gather: 12 calls, 134888 bytes
     all_reduce: 3 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('cp', 'tp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp_with_tp
-    all_gather: 21 calls, 217912 bytes
+    all_gather: 22 calls, 218000 bytes
     all_reduce: 7 calls, 1336 bytes
     reduce_scatter: 13 calls, 169600 bytes
     send: 30720 bytes
