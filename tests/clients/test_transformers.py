@@ -404,7 +404,7 @@ def test_a_model_that_is_not_called_itself(how: Any):
     refused({"input_ids": tokens}, words="takes position_ids and was given none", how=how)
 
 
-@pytest.mark.parametrize("door", ["style", "block", "compiled", "verify"])
+@pytest.mark.parametrize("door", ["style", "block", pytest.param("compiled", marks=pytest.mark.nightly), "verify"])
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, door: str):
     """Batches that grow and shrink: the frequencies of the whole sequence, and the same state on all ranks."""
