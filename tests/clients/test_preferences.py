@@ -1,4 +1,4 @@
-"""DPO and GRPO by the lines of the page on trainers: exact in float64. What trainers do instead is refused."""
+"""DPO, GRPO and a reward model by the lines of the page: exact in float64. What trainers do instead is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import logsigmoid
 
@@ -88,6 +89,28 @@ def test_dpo():
         )
 
 
+def test_a_reward_model():
+    """Against the model's own reward, of the last token that is no padding."""
+    config = config_of("llama", num_hidden_layers=2, num_labels=1, pad_token_id=0)
+    model, pairs = tiny(transformers.LlamaForSequenceClassification, config), []
+    for seed, length in ((0, 21), (1, 17)):  # of two lengths
+        tokens = tokens_of(length, seed).clamp_min(1)
+        tokens[1, -3:] = 0
+        pairs.append({"input_ids": tokens, "attention_mask": (tokens != 0).long()})
+    ends = [pair["attention_mask"].sum(1) - 1 for pair in pairs]
+    one = copy.deepcopy(model)
+    with StayDouble():
+        good, bad = (one(**pair).logits[:, 0] for pair in pairs)
+    loss = -logsigmoid(good - bad).mean()
+    loss.backward()
+    names = {"model": model, "chosen": pairs[0], "rejected": pairs[1]}
+    names |= {"chosen_ends": ends[0], "rejected_ends": ends[1]}
+    for found in on_ranks(names, on_the_page("reward")):
+        assert (
+            largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
+        )
+
+
 def grpo_alone(
     one: Any, rollout: Callable[[], torch.Tensor], advantages_of: Callable[..., torch.Tensor], batches: int
 ) -> list[torch.Tensor]:
@@ -144,7 +167,8 @@ def test_grpo():
         assert found["rollouts"].inner.lm_head.weight.equal(trained["lm_head.weight"])
 
 
-def test_trainers_of_such_losses_are_refused():
+@pytest.mark.parametrize("other", ["completion_mask", "attention_mask"], ids=["preferences", "rewards"])
+def test_trainers_of_such_losses_are_refused(other: str):
     (model,) = models(1)
 
     class Preferences:
@@ -162,10 +186,10 @@ def test_trainers_of_such_losses_are_refused():
         mine = copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
         parallelize_module(mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleContextParallel())
-        Long(mine).compute_loss(mine, {"input_ids": tokens_of(), "completion_mask": tokens_of()})
+        Long(mine).compute_loss(mine, {"input_ids": tokens_of(), other: tokens_of()})
 
     with pytest.raises(
-        RankError, match=r"no labels but \['input_ids', 'completion_mask'\]: .* DPO and GRPO on the page"
+        RankError, match=rf"no labels but \['input_ids', '{other}'\]: .* DPO, GRPO, rewards on the page"
     ) as found:
         run_ranks(on, 2)
     assert found.value.errors.keys() == {0, 1}
