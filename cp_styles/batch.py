@@ -35,7 +35,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -420,22 +420,20 @@ class Losses:
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     models: list[nn.Module] = []
-    reduced: set[int] = set()  # by DDP
+    reducers: list[tuple[str, int]] = []  # those that average, and over how many of the ranks
     for other, state in states():
         if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
                 if not proof.losses & (proof.losses - 1):
                     models += filter(None, [proof.model()])
-                    reduced.update(proof.reduced_over)
+                    reducers.append((proof.reducer[0], len(ranks.intersection(proof.reducer[1]))))
             state.training.clear()
     if averaged_over is not None or not models:
         return
     trained = [module for model in models for module in model.modules() if any(map(_TRAINED, module.parameters()))]
     meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
-    over = max((_common(mesh, ranks) for mesh in meshes), default=1)
-    reducer = "FSDP2" if over > 1 else "DDP"
-    over = max(over, len(ranks.intersection(reduced)))
+    reducer, over = max([*reducers, *(("FSDP2", _common(mesh, ranks)) for mesh in meshes)], key=itemgetter(1))
     if over > 1:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "

@@ -29,14 +29,14 @@ class Proof:
         verified: a comparison has found no difference, or a user says that one was made elsewhere.
         missed: the warning was given.
         losses: how many losses were made of it.
-        reduced_over: the ranks over which the DDP around it reduces gradients.
+        reducer: the module around it that averages gradients (DDP), and the ranks over which it does.
     """
 
     model: ref[nn.Module]
     verified: bool = False
     missed: bool = False
     losses: int = 0
-    reduced_over: Sequence[int] = ()
+    reducer: tuple[str, Sequence[int]] = "", ()
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward for a backward has begun over the group of ``state``: note who reduces its gradients."""
@@ -44,7 +44,8 @@ class Proof:
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code is DistributedDataParallel.forward.__code__:
-                self.reduced_over = dist.get_process_group_ranks(frame.f_locals["self"].process_group)
+                module = frame.f_locals["self"]
+                self.reducer = type(module).__name__, dist.get_process_group_ranks(module.process_group)
             frame = frame.f_back
 
     def training_begins(self, state: GroupState) -> None:
@@ -57,9 +58,8 @@ class Proof:
                 warnings.warn(
                     f"{type(self.model()).__name__} begins to train, and no step of it was compared with one device. "
                     "Its attention is exact or an error, but code around it may count, pool or shift the tokens of one "
-                    "rank alone. "
-                    "Before training write on every rank: verify(model, mesh, batch, step). If a test does so, give "
-                    f"the style or the block verified=True{see('A model that was never compared')}",
+                    "rank alone. Before training write on every rank: verify(model, mesh, batch, step). If a test does "
+                    f"so, give the style or the block verified=True{see('A model that was never compared')}",
                     UnverifiedModelWarning,
                     stacklevel=2,
                 )

@@ -205,7 +205,10 @@ class TestAReducerThatAverages:
 
         for found in run_ranks(on, 2, return_errors=True):
             assert isinstance(found, ValueError)
-            assert f"{reducer[:5].strip()} averages gradients over 2 of them" in str(found)
+            assert (
+                f"{'DistributedDataParallel' if reducer == 'DDP' else 'FSDP2'} averages gradients over 2 of them"
+                in str(found)
+            )
             assert "averaged_over=2" in str(found)
         assert max(run_ranks(partial(on, averaged_over=2), 2)) < EXACT
 
