@@ -412,7 +412,7 @@ def global_loss(
 
 @dataclass(eq=False)
 class Losses:
-    """How many losses, and counts of tokens for a loss, were made over a group."""
+    """How many losses were made over a group, and counts of tokens and gathers, of which a loss may be made."""
 
     number: int = 0
 

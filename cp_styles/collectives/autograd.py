@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.batch import ReplicatedGathers, Summed, note_summed
+from cp_styles.batch import Losses, ReplicatedGathers, Summed, note_summed
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
@@ -109,7 +109,9 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     """
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
-    gathers, behind = state_of(resolve_group(peers.name)).the(ReplicatedGathers), part.grad_fn
+    state, behind = state_of(resolve_group(peers.name)), part.grad_fn
+    state.the(Losses).number += 1  # of whole sequences, as those of preferences are
+    gathers = state.the(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
         if reduced:

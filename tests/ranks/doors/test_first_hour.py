@@ -34,6 +34,7 @@ from cp_styles import (
     global_token_count,
     sum_gradients,
 )
+from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
@@ -279,7 +280,7 @@ class TestAMeanOfMeans:
     def test_of_a_model_that_was_verified_is_none(self):
         assert self.said(self.own, verified=True) == []
 
-    @pytest.mark.parametrize("loss", ["batch.loss", "global_loss", "token_count", "two sums of one count"])
+    @pytest.mark.parametrize("loss", ["batch.loss", "global_loss", "token_count", "two sums of one count", "gather"])
     def test_is_none_where_the_loss_is_one_of_all(self, loss: str):
         def act(model: GPT, mesh: DeviceMesh) -> None:
             sharder = BatchSharder(mesh)
@@ -289,6 +290,8 @@ class TestAMeanOfMeans:
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             if loss == "global_loss":
                 global_loss(losses, global_token_count(labels, mesh), mesh).backward()
+            elif loss == "gather":
+                gather(losses[None] / labels.numel() / 2, 0, mesh, reduce_gradients=False).sum().backward()
             elif loss.endswith("count"):
                 (losses / batch.token_count()).backward()
             else:
