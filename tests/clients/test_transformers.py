@@ -918,7 +918,7 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
             sum_gradients(mine, mesh)
             return loss, gradients(mine)
 
-        (loss, grads), (other, _) = run_ranks(on, 2, timeout_seconds=20)
+        (loss, grads), (other, _) = run_ranks(on, 2)
         return loss + other, grads
 
     padding = {"attention_mask": PADDED["right"]}

@@ -84,11 +84,11 @@ def test_what_a_module_may_not_do(names: list[str], act, message: str, part: int
                 dist.barrier()  # that a thread compiles is, to torch, that the process does
                 assert max(run_attention(compiled(good), PROBLEMS[16], rank, RANKS)) < EXACT
 
-        run_ranks(on, RANKS, timeout_seconds=20.0)
+        run_ranks(on, RANKS)
 
 
 @pytest.mark.parametrize("name", STYLES)
-@on_every_rank(RANKS, timeout_seconds=20.0)
+@on_every_rank(RANKS)
 def test_one_rank_whose_forward_cannot_be_traced(mesh, rank: int, name: str):
     """The others, whose graphs run, hear of it instead of waiting."""
 
@@ -115,7 +115,7 @@ SPOILT = {
 
 
 @sampled(1, name=DOORS, what=list(SPOILT))
-@on_every_rank(RANKS, timeout_seconds=10.0)
+@on_every_rank(RANKS)
 def test_one_rank_alone(mesh, rank: int, name: str, what: str):
     """What differs between ranks is seen when the graph runs, by all of them."""
     spoil, message = SPOILT[what]

@@ -140,11 +140,11 @@ def test_what_is_put_in_later_is_refused_and_the_remedy_is_exact(door: str, chan
             parallelize_module(model.get_submodule(path), mesh, style)
         assert error(model(x), LAYOUT.shard(whole, 1, rank)) < EXACT
 
-    run_ranks(on, RANKS, timeout_seconds=20)
+    run_ranks(on, RANKS)
 
 
 @pytest.mark.parametrize("door", PLANS)
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_one_rank_that_puts_a_module_in(mesh, rank: int, door: str):
     model = parallelize_module(Model(), mesh, PLANS[door])
     if rank:
@@ -179,4 +179,4 @@ def test_other_changes_are_right(door: str, change):
         some.layers[2] = Layer(2)  # without a style, as before
         some(x)
 
-    run_ranks(on, RANKS, timeout_seconds=20)
+    run_ranks(on, RANKS)

@@ -157,7 +157,7 @@ def test_all_handles_have_one_length():
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("other", [None, SECOND, FIRST], ids=["none open", "another open", "an equal one open"])
 @pytest.mark.parametrize("reentrant", [False, True])
-@on_every_rank(RANKS, timeout_seconds=10.0)
+@on_every_rank(RANKS)
 def test_a_recomputation_without_its_scope_is_refused(mesh, rank: int, door: str, other: Batch | None, reentrant: bool):
     """On every rank, and the next batch is right; not even an equal scope is guessed to be the one."""
     core = styled(door, mesh)
@@ -284,7 +284,7 @@ def test_what_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_a_scope_that_another_thread_has_opened(mesh, rank: int, door: str):
     """It does not hold here, which is refused; where its context is copied to, it holds. A thread that is started has
     an empty context of its own."""
@@ -310,7 +310,7 @@ def within(scope, act, *args):
 
 
 @pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_scopes_that_do_not_end_in_the_reverse_order(mesh, rank: int, door: str):
     """Each removes itself. In a generator that goes on, its own scope counts."""
     first, second = Batch(0, (5, 9), contiguous), Batch(1, (11, 3), contiguous)
@@ -364,7 +364,7 @@ def everything_is_closed(attend, rank: int) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_a_scope_that_ends_in_another_context(mesh, rank: int, door: str):
     """As a generator does that another task or thread collects: it is closed where it was open, and stays open for the
     tasks to which its context was copied before it ended."""
@@ -393,7 +393,7 @@ def test_a_scope_that_ends_in_another_context(mesh, rank: int, door: str):
     everything_is_closed(attend, rank)
 
 
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_one_rank_whose_scope_is_open_in_another_thread(mesh, rank: int):
     """All ranks hear of it."""
     batch = Batch(0, (5, 9))

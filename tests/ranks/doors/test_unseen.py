@@ -114,7 +114,7 @@ def test_blocks_without_attention(before: bool, recwarn):
             heads = given[:, :, None, :].expand(-1, -1, 4, -1)
             torch.softmax(heads @ heads.mT, -1) @ heads
 
-    run_ranks(on, 2, timeout_seconds=20)
+    run_ranks(on, 2)
     texts = [str(each.message) for each in recwarn if "no attention was called inside" in str(each.message)]
     assert bool(texts) is not before
 
@@ -169,6 +169,6 @@ def test_a_classifier_that_chooses_a_token_in_a_block(how: str):
     weight = randn(1, 4, 4).requires_grad_()
     wanted = F.cross_entropy(Choosing(lambda x: x @ weight, CHOICES[how])(whole), CLASSES)
     wanted.backward()
-    for loss, gradient in run_ranks(on, 2, timeout_seconds=20):
+    for loss, gradient in run_ranks(on, 2):
         assert error(loss, wanted.detach()) < EXACT
         assert error(gradient, weight.grad) < EXACT

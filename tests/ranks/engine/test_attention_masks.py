@@ -45,7 +45,7 @@ def test_uneven_dtensors_are_not_handed_out(mesh, rank: int):
 
 
 @pytest.mark.parametrize("length", [12, 13])
-@on_every_rank(3, timeout_seconds=5.0)
+@on_every_rank(3)
 def test_reshapes_inside_the_module(mesh, rank: int, length: int):
     """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules."""
     problem = Problem(length=length)

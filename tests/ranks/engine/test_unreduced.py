@@ -116,7 +116,7 @@ ENDS = ["kept", "in a cycle"]
 
 
 @sampled(1, door=[*DOORS, "fsdp"], end=ENDS)
-@on_every_rank(2, timeout_seconds=20)
+@on_every_rank(2)
 def test_a_wrong_model_does_not_make_a_right_one_fail(door: str, end: str):
     """In a notebook: the error, the program corrected, a new model. Or the wrong one was tried once, and is kept."""
     if door == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
@@ -158,7 +158,7 @@ def test_zero_gives_ranks_equal_parameters_from_different_gradients(door: str, b
         assert warned(on) == []
 
 
-@on_every_rank(2, timeout_seconds=20)
+@on_every_rank(2)
 def test_who_goes_on_after_the_error_is_told_again(mesh):
     model = attended("module", mesh)
     with pytest.raises(UnreducedGradientsError):
@@ -297,7 +297,7 @@ def test_experts_that_live_on_one_rank(named: bool):
         steps_of(model, model, steps=5, reduce=lambda: sum_gradients(shared, mesh))
 
     if named:
-        run_ranks(on, 2, timeout_seconds=20)
+        run_ranks(on, 2)
     else:
         assert "layers.0.expert.weight (10, 10)" in (text := raised(on))
         assert "Checks(local=[experts])" in text
@@ -340,7 +340,7 @@ def test_rounding_is_no_error():
     assert len(texts) == 2
     assert "1 of the 16 that were compared, layers.0.q.weight (24, 10). They differ by no more than" in texts[0]
     with pytest.raises(RankError, match="train different models"):
-        run_ranks(partial(on, apart=3e-2), 2, timeout_seconds=20)
+        run_ranks(partial(on, apart=3e-2), 2)
 
 
 def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
@@ -358,7 +358,7 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = on_rank_1
-        first, second = run_ranks(on, 2, timeout_seconds=20, return_errors=True)
+        first, second = run_ranks(on, 2, return_errors=True)
     assert isinstance(second, UnreducedGradientsWarning)
     assert isinstance(first, ValueError)
     assert "ranks [1] of mesh axis 'cp' refused" in str(first)
@@ -373,7 +373,7 @@ def test_tensor_parallel_shards_are_compared_along_cp_alone():
         model = parallelize_module(composition.new_model(), mesh, composition.parallel_plan(attention))
         training(model, mesh, cp_of).run(3)
 
-    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    errors = run_ranks(on, RANKS, return_errors=True)
     assert {type(error) for error in errors} == {UnreducedGradientsError}, errors
 
 
