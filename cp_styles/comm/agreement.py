@@ -334,19 +334,17 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
 def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
-    For functions that communicate over ``caller``, all of whose ranks call them. The ranks of the last attention meet
-    in any case, if they are among these: some may be at their next attention, and would not hear of the function.
-    Communication: one all-gather of a row over each such group.
+    For functions that communicate over ``caller``, all of whose ranks call them. They meet in any case over ``caller``
+    if they have ever attended over it, else over those of its parts: some ranks may be at their next attention, and
+    would not hear of the function. Communication: one all-gather of a row over each such group.
     """
+    # A fact decides that is equal on all ranks of a group: some ranks may have attended over other groups since.
     callers = set(dist.get_process_group_ranks(caller))
-    attended = [
-        (group, state)
-        for group, state in states()
-        if state.attended and state.stand_in is None and is_of_this_world(group)
-    ]
-    last = max((state.attended for _, state in attended), default=0.0)
-    for group, state in attended:
-        among = state.attended == last and callers.issuperset(dist.get_process_group_ranks(group))
+    whole = bool(state_of(caller).lengths)
+    for group, state in states():
+        if not state.lengths or state.stand_in is not None or not is_of_this_world(group):
+            continue
+        among = group is caller if whole else callers.issuperset(dist.get_process_group_ranks(group))
         if state.forward_open or among:
             state.forward_open = False
             start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()

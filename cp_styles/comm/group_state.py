@@ -102,7 +102,6 @@ class GroupState:
         engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
             here, or they wait for keys and cannot learn of it.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
-        attended: when the last attention over it ran, by a clock that only goes forward; 0 before the first one.
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
         sinks: digests of attention sinks that the ranks have still to compare; see
@@ -127,7 +126,6 @@ class GroupState:
     operations: Operations = field(default_factory=Operations)
     engaged: bool = False
     forward_open: bool = False
-    attended: float = 0.0
     backward_began: bool = False
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     sinks: deque[Callable[[], int]] = field(default_factory=deque)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -500,7 +499,7 @@ class _Call:
         if finding is not None:
             binding._watch.tell(finding, binding.checks.only_warn, *where)
         # The forward starts; see GroupState.
-        state.engaged, state.backward_began, state.attended = True, False, time.monotonic()
+        state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
         if self.keep and binding.proof is not None and binding.proof not in state.training:

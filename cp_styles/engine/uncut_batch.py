@@ -19,8 +19,8 @@ class UncutBatchCheck:
     """Compares the first causal attention of a forward between the ranks of a group.
 
     Compares in the forwards number 1, 2, 4, 8, ... of each model; those in training and those without gradients are
-    counted each for themselves. Causal attention alone: of tokens that are whole on every rank, as a text beside a cut
-    image is, other attention has the right result.
+    counted each for themselves. Compares causal attention alone: attention without an order has the right result for
+    tokens that are whole on every rank, such as the text of a cut image.
 
     Communication: none, because the number is part of the row that ranks exchange before each attention.
     """
@@ -36,7 +36,7 @@ class UncutBatchCheck:
             return 0
         with torch.no_grad():
             rows = [x_BHLD[:1, :1, :: -(-x_BHLD.shape[2] // _MOST_ROWS)] for x_BHLD in tensors]
-            # Equal tokens, as of a warm-up, have no order. What is not a number is not greater than 0 either.
+            # Equal tokens, as of a warm-up, have no order. NaN is not greater than 0.
             differ = ((rows[0] - rows[0][:, :, :1]).abs().amax() > 0).long()
             *sums, differ = on_host([*map(device_checksum, rows), differ])
         return differ * (sum(sums) % 2**62 + 1)

@@ -30,7 +30,7 @@ by_sum_gradients
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_cp
-    all_gather: 11 calls, 201936 bytes
+    all_gather: 13 calls, 202112 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 30720 bytes
@@ -47,13 +47,13 @@ by_ddp_over_cp
     send: 131072 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_hsdp
-    all_gather: 11 calls, 134800 bytes
+    all_gather: 12 calls, 135240 bytes
     all_reduce: 5 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_and_sum_gradients_over_cp
-    all_gather: 12 calls, 134888 bytes
+    all_gather: 13 calls, 135328 bytes
     all_reduce: 3 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes

@@ -337,6 +337,30 @@ def test_what_one_rank_logs_alone_is_heard_at_once(call: str):
         assert "rank 1 is cutting a batch" in str(found)
 
 
+@pytest.mark.parametrize("flattened", [False, True])
+def test_ranks_that_attended_elsewhere_meanwhile_make_a_loss_with_the_rest(flattened: bool):
+    """Two of four evaluate a copy of the model over a mesh of their own; the batches' tokens are counted after it."""
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("cp", "dp"))
+        some = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "cp"))["cp"]
+        cp, over = mesh["cp"], mesh["cp", "dp"]._flatten("all") if flattened else None
+        model, copied = by_module(GPT(), cp), by_module(GPT(), some)
+        for _ in range(2):
+            sharder = a_step(model, cp, model, loss_group=over)
+            sharder.sum_gradients(model)
+            model.zero_grad()
+            if rank < 2:
+                with torch.no_grad():
+                    batch = BatchSharder(some)({"input_ids": INPUTS})
+                    copied(batch.tokens, pos=batch.positions)
+            sharder({"input_ids": INPUTS, "shift_labels": TARGETS}).token_count()
+        a_step(model, cp, model, loss_group=over).sum_gradients(model)
+        return off(model)
+
+    assert max(run_ranks(on, 4, timeout_seconds=20)) < EXACT
+
+
 @pytest.mark.parametrize("value", ["batch.loss", "its own"])
 def test_a_loop_that_ends_early_ends_on_all_ranks(value: str):
     """By a condition as the page has it: every rank makes as many steps."""
