@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -97,8 +98,8 @@ class Binding:
         checks: what the ranks check of each other.
         proof: whether the model whose attention it is was compared with one device; None for functions.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
-        texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout,
-            and what compiled graphs run with in its place.
+        in_graphs: what :func:`~cp_styles.engine.custom_ops.config_of` made of it, without and with a named layout, and
+            the binding that runs in graphs in its place.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Binding:
     checks: Checks = field(default=CHECKS, compare=False, repr=False)
     proof: Proof | None = field(default=None, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
-    texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+    in_graphs: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
         init=False, default_factory=LatestEntries, compare=False, repr=False
     )
@@ -315,6 +316,7 @@ class AgreedCall:
 
     binding: Binding
     cuts: Cuts
+    serial: int = field(init=False, default_factory=itertools.count(1).__next__)
     _attentions: LatestEntries[tuple[Any, ...], Attention] = field(
         init=False, default_factory=LatestEntries, repr=False
     )

@@ -26,7 +26,8 @@ from cp_styles._compat import (
 )
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import check_local, handle, live_object
+from cp_styles.engine.config import LiveObject
+from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
@@ -133,7 +134,6 @@ class AttentionContextParallel(ContextParallelStyle):
         dtensor_io = ios.get(key)
         if dtensor_io is None:
             dtensor_io = ios[key] = DTensorIO(binding.group, *key)
-            dtensor_io.handle = handle(dtensor_io)
         CoreState(self, module, dtensor_io, binding).attach()
         return module
 
@@ -149,9 +149,7 @@ _STATE = "_context_parallel_core"
 
 
 class _DTensorIOs(WeakValueDictionary[tuple[Any, ...], DTensorIO]):
-    """Those of the modules over a group. Modules over the same axes, such as the layers of a model, share one and its
-    handle, and so the compiled graph of a layer: while it traces, torch.compile can pass a string to a function, but no
-    object."""
+    """Modules over the same axes, such as the layers of a model, share one, and so the compiled graph of a layer."""
 
 
 class CoreState:
@@ -374,7 +372,7 @@ class CoreState:
         input_mesh = io.traced_mesh(name, inputs)
         if input_mesh is not None and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        private = _private_mesh(io.handle, inputs[0].device.type, input_mesh)
+        private = _private_mesh(io.live, inputs[0].device.type, input_mesh)
         if isinstance(private, str):
             raise ValueError(f"{name}: {private}")
         args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, input_mesh))
@@ -394,8 +392,10 @@ never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
-def _private_mesh(name: str, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-    return live_object(name, DTensorIO).traced_private_mesh(device_type, input_mesh)
+def _private_mesh(io: LiveObject, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
+    converter = io.reference()
+    assert isinstance(converter, DTensorIO)
+    return converter.traced_private_mesh(device_type, input_mesh)
 
 
 class _Core(BoundToThisRun):

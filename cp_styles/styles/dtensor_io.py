@@ -13,6 +13,7 @@ rank declares that all ranks hold as many tokens as it does. No local result dep
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.group_state import state_of
+from cp_styles.engine.config import LiveObject
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import (
     OtherAxes,
@@ -61,8 +63,7 @@ class DTensorIO:
         self._known: dict[tuple[DeviceMesh, DeviceMesh], OtherAxes | str] = {}
         # Of inputs without other axes: how they are placed, by what they are beside their values.
         self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)
-
-    handle = ""
+        self.live = LiveObject(weakref.ref(self))
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
         """Group, axis and composed mesh. Where this rank takes the place of the ranks, they have one rank."""

@@ -173,7 +173,7 @@ STATE = {
         "engine/scope.py": "_open_anywhere",
     },
     "names of live objects, weak": {
-        "engine/custom_ops.py": "_live",
+        "engine/custom_ops.py": "_agreed_calls",
     },
     "context variables": {
         "bounded_cache.py": "_current",
@@ -186,14 +186,12 @@ STATE = {
         "torch_api/context_block.py": "rotation last_cut",
     },
     "caches by value": {
-        "engine/config_text.py": "_spelled",
         "kernels/flex_compiled.py": "_compiled",
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
         "styles/mesh_axes.py": "_specs",
     },
     "caches of what grows with the batch": {
-        "engine/config_text.py": "_parsed",
         "device_copies.py": "_table_of",
         "explain/auto.py": "_choice",
         "layout.py": "_remembered",
