@@ -24,14 +24,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
-from cp_styles.checksum import delayed_digest
+from cp_styles.checksum import digest
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
 from cp_styles.engine.checks import Checks
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
-from cp_styles.engine.gradient_watch import watch_of
 from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, SequenceScope
@@ -196,14 +195,10 @@ def _attention(
             )
     except Exception as error:  # of any kind: the other ranks must raise too
         refusal = error
-    sinks = binding.group_state.sinks
     call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
-    call["sink"] = None if sink is None else delayed_digest(sink, sinks)
-    try:
-        agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
-    except Exception:  # on all ranks; what each of them has still to compare may differ
-        sinks.clear()
-        raise
+    # On a GPU the host would have to wait for the values. There ranks compare sinks with the parameters.
+    call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse)
     data = bytearray()
@@ -295,7 +290,7 @@ def _attention_backward(
     in_graph = isinstance(config, AttentionConfig)
     agreed = _agreed_in_graph(config, dense, call) if in_graph else config
     if in_graph:
-        watch_of(agreed.binding.group).remember(agreed.binding.group)
+        agreed.binding.rank_checks.backward_in_graph(agreed.binding.group)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}

@@ -77,8 +77,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    that of the strategy. If the layout is a balancer, which needs the global length first, there are two
-    all-gathers where a rank could not guess it: it guesses equal parts, or the length that it saw with its part before.
+    that of the strategy. A balancer that is no function of this package costs one all-gather more: its results are
+    compared.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -235,8 +235,8 @@ class CoreState:
             self._calls.refuse_tracer(tracer)
         install_handlers()
         self._lifted, self._calls.tally.calls = None, 0
-        self._scoped.unscoped.group_state.engaged = False
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
+        binding.group_state.engaged = False
         by_place = len(args) == 3 and not kwargs and self._first
         try:
             if function_modes():
@@ -251,7 +251,7 @@ class CoreState:
                 self._refuse_others(args, kwargs)
             if cut := cuts_of(local):
                 binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
-            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
+            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.group, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             self._scoped.unscoped.refuse(error)
         self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]

@@ -143,13 +143,13 @@ class DTensorIO:
         values: Sequence[torch.Tensor],
         parts: Sequence[torch.Tensor],
         input_axes: OtherAxes | None,
+        group: dist.ProcessGroup,
         layout: SequenceLayout | Balancer,
     ) -> Sequence[DTensor]:
-        """``values`` with the local tensors ``parts`` as DTensors on the private mesh. ``layout``: that of the call, or
-        the balancer that makes it."""
+        """``values`` with the local tensors ``parts`` as DTensors on the private mesh over ``group``. ``layout``: the
+        layout of the call, or the balancer that makes it."""
         q, k, v = parts
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-        group = self._group
         key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
         if input_axes is None and key in self._specs:
             return placed_as(parts, self._specs[key])
