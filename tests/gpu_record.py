@@ -125,12 +125,14 @@ def _short(line: Found) -> str:
 
 
 def hardware() -> Found:
-    """The first line of a record. ``tests`` is a namespace package: another one of that name would take its place."""
-    found: Found = {"tests": [*tests.__path__], "python": platform.python_version(), "torch": torch.__version__}
+    """The first line of a record, with nothing that names the machine. ``own tests``: ``tests`` is a namespace package,
+    and another package of that name might come before it."""
+    found: Found = {"own tests": next(iter(tests.__path__)) == str(Path(__file__).parent), "torch": torch.__version__}
+    found["python"] = platform.python_version()
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["gpus"] = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return found
 
 

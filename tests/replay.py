@@ -8,7 +8,7 @@
 
 No second GPU is needed, because no message travels: a rank's messages are recorded, and a later pass over the ranks
 receives them. So real kernels, streams and threads of autograd are compared with one device for any number of ranks. On
-a CPU all of it runs in float64, where rounding explains 1e-12. It has not run on a GPU.
+a CPU all of it runs in float64, where rounding explains 1e-12. tests/records has what it wrote on a GPU.
 
 ``--time`` fills each receive with random numbers of the right size. So it shows kernels, merges, copies and the host,
 and no transfers and no agreement of ranks. The lines of a case:
@@ -52,7 +52,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
-from cp_styles.explain import explain
+from cp_styles.explain import Explanation, explain
 from cp_styles.kernels import Kernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import FUSED_MERGE, TORCH_MERGE, Merge
@@ -356,10 +356,10 @@ class Setting(NamedTuple):
         return replace(line.plain[0] if isinstance(line, ByTile) else line, merge=merge)  # pyright: ignore
 
 
-def settings() -> Iterator[Setting]:
+def settings(*, cuda: bool = CUDA) -> Iterator[Setting]:
     """The most telling first: it is the published shape of ring-flash-attention's zigzag."""
     grouped, multi_head = (32, 8), (32, 32)
-    if not CUDA:
+    if not cuda:
         yield from (Setting("causal", 4, 1, 64, grouped, 8, merge=merge) for merge in MERGES)
         yield Setting("window", 4, 1, 64, grouped, 8)
         return
@@ -374,6 +374,20 @@ def settings() -> Iterator[Setting]:
     for rows, heads in ((4096, grouped), (4096, multi_head)):
         yield Setting("causal", 8, 3, rows, heads, flash=True)
     yield Setting("causal", 8, 3, 32768, grouped)
+
+
+STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "ulysses": Ulysses()}
+"""The strategies that are timed."""
+
+
+def explanation(
+    setting: Setting, strategy: Strategy, *, dtype: torch.dtype, device: str, **options: Any
+) -> Explanation:
+    """What explain predicts for the rank of a setting. ``options``: more arguments of explain."""
+    heads, kv_heads = setting.heads
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": setting.dim, "dtype": dtype, "device": device}
+    ranks = {"ranks": setting.ranks, "rank": setting.rank}
+    return explain(setting.length, mask=setting.of_package(), strategy=strategy, **ranks, **shape, **options)
 
 
 def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
@@ -430,19 +444,7 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         return {"launches": found, "messages": messages.received - before, "note": note}
 
     def measure_memory(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
-        plan = explain(
-            setting.length,
-            ranks=setting.ranks,
-            rank=setting.rank,
-            mask=setting.of_package(),
-            strategy=strategy,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=setting.dim,
-            dtype=dtype,
-            device=DEVICE,
-            kernel=kernel,
-        )
+        plan = explanation(setting, strategy, dtype=dtype, device=DEVICE, kernel=kernel)
         run, unit = plan.runs[setting.rank], leaves[0].nbytes
         phase = max(run.forward, run.backward, key=lambda phase: phase.peak)
         found = {"peak Q": peak_bytes(partial(both, attend)) / unit, "formula Q": phase.peak / unit}
@@ -456,7 +458,7 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
 
     if setting.mask == "causal":  # for a window or documents torch computes more tiles than the mask needs
         yield "torch", time_torch
-    for name, strategy in {"ring": Ring(), "ulysses": Ulysses()}.items():
+    for name, strategy in STRATEGIES.items():
         measures = {
             "times": measure_times,
             "launches": measure_launches,
