@@ -2,6 +2,7 @@
 
     python tests/replay.py [--out replay.jsonl] [--total 150]     every strategy and mask against dense float64
     python tests/replay.py --time [--out time.jsonl]              one rank of P, and torch's attention on one device
+    python tests/replay.py --profile [--out profile.jsonl]        the same rank: where the host's time goes
     python tests/replay.py --only "causal bfloat16 P=8"           cases whose names begin so
     python tests/replay.py --stand-ins                            on a CPU: the kernels of tests/cuda_ops.py
     python tests/replay.py --dry-run                              the names of the cases
@@ -19,6 +20,9 @@ launches   kernels and copies of one forward and backward, and their ms on the d
            "messages" that are received
 memory     the peak over the inputs, and the prediction of explain, in Q: the bytes of this rank's queries
 waits      whether the host waits for the device: see tests/gpu_record.py
+
+``--profile`` has other lines: "profile f" of a forward and "profile f+b" of a forward and backward, see host_profile in
+tests/gpu_record.py. The functions of this file are messages in place of NCCL's.
 
 A line of JSON for each is written to ``--out`` at once. The exit status is 1 if one is bad.
 """
@@ -66,6 +70,7 @@ from tests.gpu_record import (
     SideStream,
     device_is_lost,
     hardware,
+    host_profile,
     judge,
     launches,
     peak_bytes,
@@ -390,8 +395,9 @@ def explanation(
     return explain(setting.length, mask=setting.of_package(), strategy=strategy, **ranks, **shape, **options)
 
 
-def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
-    """The cost of one rank, for a ring and for Ulysses, and of torch's attention on the rows of this rank."""
+def times(setting: Setting, kernel: Kernel | None = None, *, profile: bool = False) -> Iterator[Check]:
+    """The cost of one rank, for a ring and for Ulysses, and of torch's attention on the rows of this rank. ``profile``:
+    profiles of the host in place of all of it."""
     dtype = torch.bfloat16 if CUDA else torch.float32
     repeats = 7 if setting.rows <= 8192 else 2
     heads, kv_heads = setting.heads
@@ -456,31 +462,40 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         found = waits(partial(both, attend))
         return found | {"note": "; ".join(found["warnings"]) or f"returned first: {found['returned first']}"}
 
-    if setting.mask == "causal":  # for a window or documents torch computes more tiles than the mask needs
+    if (
+        setting.mask == "causal" and not profile
+    ):  # for a window or documents torch computes more tiles than the mask needs
         yield "torch", time_torch
     for name, strategy in STRATEGIES.items():
-        measures = {
+        measures: dict[str, Callable[[Callable[[], torch.Tensor]], Found]] = {
             "times": measure_times,
             "launches": measure_launches,
             "memory": partial(measure_memory, strategy=strategy),
+            "waits": measure_waits,
         }
-        for what, measure in (measures | {"waits": measure_waits}).items():
+        if profile:
+            measures = {
+                "profile f": host_profile,
+                "profile f+b": lambda attend: host_profile(partial(both, attend)),
+            }
+        for what, measure in measures.items():
             yield f"{name} {what}", partial(on_rank, strategy, measure)
 
 
 # -- the command --
 
 
-def cases(*, timed: bool, kernel: Kernel | None) -> dict[str, Callable[[], Iterator[Check]]]:
+def cases(*, timed: bool, profile: bool, kernel: Kernel | None) -> dict[str, Callable[[], Iterator[Check]]]:
     """The checks of each case, by its name."""
-    if timed:
-        return {setting.name: partial(times, setting, kernel) for setting in settings()}
+    if timed or profile:
+        return {setting.name: partial(times, setting, kernel, profile=profile) for setting in settings()}
     return {problem.name: partial(exact, problem, kernel) for problem in problems()}
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--time", action="store_true", help="times of one rank, and of torch's attention")
+    made.add_argument("--profile", action="store_true", help="the host's time in these settings")
     made.add_argument("--out", type=Path, help="where the record goes")
     made.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     made.add_argument("--total", type=float, default=1e9, help="seconds, imports included, after which nothing begins")
@@ -494,7 +509,7 @@ def main() -> int:
     if options.stand_ins and CUDA:
         print("--stand-ins is for a machine without a GPU: leave it out")
         return 2
-    every = cases(timed=options.time, kernel=DEFAULT if options.stand_ins else None)
+    every = cases(timed=options.time, profile=options.profile, kernel=DEFAULT if options.stand_ins else None)
     chosen = {name: checks for name, checks in every.items() if name.startswith(tuple(options.only))}
     if options.dry_run:
         for name in chosen:

@@ -191,6 +191,32 @@ def test_merges_are_timed_side_by_side(monkeypatch):
     assert len(noted.tiles) % 3 == 0
 
 
+def test_the_profile_of_the_host():
+    """Calls, operations and times are those of one run."""
+    x = torch.ones(2)
+
+    def run() -> None:
+        for _ in range(3):
+            x.add(abs(-1))
+
+    found = gpu_record.host_profile(run, repeats=2)
+    calls = {name: count for _, _, count, name in found["functions"]}
+    assert calls["<built-in method builtins.abs>"] == 3
+    assert calls[next(name for name in calls if name.endswith(" run"))] == 1
+    assert found["ops"]["aten::add"] == 3
+    assert found["runtime"] == {}
+    assert [*found["host ms"]] == ["idle", "busy", "one thread"]
+
+
+def test_profiles_of_settings():
+    setting = Setting("causal", 2, 1, 32, (2, 2), 8)
+    lines = {line["cover"]: line for line in run_checks(setting.name, times(setting, profile=True))}
+    assert [*lines] == [f"{name} profile {phase}" for name in ("ring", "ulysses") for phase in ("f", "f+b")]
+    assert all(line["ok"] for line in lines.values()), lines
+    for name in ("ring", "ulysses"):
+        assert lines[f"{name} profile f"]["calls"] < lines[f"{name} profile f+b"]["calls"]
+
+
 def test_the_share_of_ideal(monkeypatch):
     """P x torch / ours: torch has the rows of one rank, forward 1 ms and both 3; ours takes 5 and 8."""
     clocks = iter([1.0, 3.0, 5.0, 8.0])
