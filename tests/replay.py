@@ -98,6 +98,7 @@ class Transport:
     def __init__(self) -> None:
         self._side = SideStream()
         self._rank = 0
+        self._channels: dict[tuple[Any, ...], Channel] = {}
 
     def sent(self, channel: Channel, tensor: torch.Tensor) -> None:
         """``tensor`` is sent over ``channel``."""
@@ -109,13 +110,16 @@ class Transport:
     def world(self, rank: int, ranks: int) -> Iterator[None]:
         """The process is ``rank`` of ``ranks``. Messages in batches (CUDA) and single ones (CPU) come here."""
         self._rank = rank
+        self._channels.clear()
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
         def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
-            return self._send(group, *tensors, peer)
+            self._send(group, *tensors, peer)
+            return self
 
         def recv(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
-            return self._receive(group, *tensors, peer)
+            self._receive(group, *tensors, peer)
+            return self
 
         try:
             with (
@@ -131,26 +135,26 @@ class Transport:
         return True
 
     def _batch(self, ops: list[dist.P2POp]) -> list[Transport]:
-        for op in ops:
-            assert op.group is not None
-            (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
+        with self._side.context():  # once, as NCCL's stream waits once for a batch
+            for op in ops:
+                assert op.group is not None
+                (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
         return [self]
 
-    def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.context():
-            self.sent(self._channel(group, sender=None, receiver=peer), tensor)
-        return self
+    def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> None:
+        self.sent(self._channel(group, None, peer), tensor)
 
-    def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.context():
-            self.filled(self._channel(group, sender=peer, receiver=None), tensor)
-        return self
+    def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> None:
+        self.filled(self._channel(group, peer, None), tensor)
 
-    def _channel(self, group: dist.ProcessGroup, *, sender: int | None, receiver: int | None) -> Channel:
+    def _channel(self, group: dist.ProcessGroup, sender: int | None, receiver: int | None) -> Channel:
         """None is this rank."""
-        members = tuple(dist.get_process_group_ranks(group))
-        ends = (self._rank if peer is None else members[peer] for peer in (sender, receiver))
-        return (members, *ends)  # pyright: ignore[reportReturnType]
+        key = group, sender, receiver
+        if key not in self._channels:
+            members = tuple(dist.get_process_group_ranks(group))
+            ends = (self._rank if peer is None else members[peer] for peer in (sender, receiver))
+            self._channels[key] = (members, *ends)  # pyright: ignore[reportArgumentType]
+        return self._channels[key]
 
 
 class Recorded(Transport):
