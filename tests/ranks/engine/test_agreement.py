@@ -17,6 +17,7 @@ from cp_styles import (
     Checks,
     Documents,
     Ring,
+    SequenceLayout,
     SequenceScope,
     SlidingWindow,
     Ulysses,
@@ -24,6 +25,7 @@ from cp_styles import (
     contiguous,
     head_tail,
     save_attention,
+    striped,
 )
 from cp_styles.comm.agreement import WIDTH, Meeting, StatusRow, compare, start_status
 from cp_styles.strategies import Strategy
@@ -68,6 +70,30 @@ def test_no_agreement_needs_a_layout(mesh, rank: int, name: str):
         ValueError, match=r": Checks\(agreement=False\) needs the lengths of all ranks: .* SequenceLayout"
     ):
         attended(name, mesh, head_tail, Checks(agreement=False))(x, x, x)
+
+
+def of_a_user(length: int, ranks: int) -> SequenceLayout:
+    return head_tail(length, ranks)
+
+
+@pytest.mark.parametrize("name", ["style", "function", "block"])
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [(head_tail(LENGTH, RANKS), 1), (head_tail, 1), (partial(striped, block=3), 1), (of_a_user, 2)],
+)
+def test_meetings_of_a_layout(name: str, layout: Any, expected: int):
+    """Lengths that do not divide, from the first call on. The results of a user's own function are compared."""
+
+    def on(rank: int) -> list[int]:
+        attend, counts = attended(name, cp_mesh(RANKS), layout, Checks()), []
+        problem = Problem(length=LENGTH, kv_heads=2, batch=1)
+        for _ in range(2):
+            with CommunicationTrace() as trace:
+                assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
+            counts.append(meetings(trace) - 1)  # before the backward
+        return counts
+
+    assert run_ranks(on, RANKS, timeout_seconds=60) == [[expected] * 2] * RANKS
 
 
 @pytest.mark.parametrize("name", ["style", "module"])
