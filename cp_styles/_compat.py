@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -327,18 +327,17 @@ def fast_path_attention() -> tuple[Any, ...]:
 ASKS_FOR_NESTED_TENSORS = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 
 
-def applied_by_plan(style: ParallelStyle) -> tuple[torch.nn.Module | None, list[str]]:
-    """The module that the running ``parallelize_module`` was given, and the paths of its plan that have ``style``.
+def module_of_plan() -> torch.nn.Module | None:
+    """The module that the running ``parallelize_module`` was given: a style is told only the module that it is for.
 
-    A style is told only the module that it is for. Seen: 2.11 to 2.15 (a function that calls itself for each part of a
-    path, and the names of its arguments)."""
-    root, plan = None, None
+    Seen: 2.11 to 2.15 (a function that calls itself for each part of a path, and the name of its argument)."""
+    root = None
     frame = sys._getframe(1)
     while frame is not None and not (root is not None and frame.f_code is not parallelize_module.__code__):
         if frame.f_code is parallelize_module.__code__:
-            root, plan = frame.f_locals.get("module"), frame.f_locals.get("parallelize_plan")
+            root = frame.f_locals.get("module")
         frame = frame.f_back
-    return root, [path for path, each in plan.items() if each is style] if isinstance(plan, Mapping) else []
+    return root
 
 
 def torch_balances_load() -> bool:

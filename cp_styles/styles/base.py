@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import applied_by_plan
+from cp_styles._compat import module_of_plan
 from cp_styles.checks.proof import proof_of
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
@@ -18,7 +18,6 @@ from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
-from cp_styles.styles.applied_plan import AppliedPlan
 from cp_styles.styles.on_mesh_axis import take_axis
 
 
@@ -64,13 +63,10 @@ class ContextParallelStyle(ParallelStyle):
         options = self.strategy, layout, self.mask, self.kernel
         binding = Binding(who, name, group, *options, checks=self.checks, site=site)
         # After what may raise: it reads the locals of frames, which then outlive an error, and with them the group.
-        root, patterns = applied_by_plan(self)
+        root = module_of_plan()
         proof = proof_of(module if root is None else root)
         proof.verified = proof.verified or self.verified
-        binding = replace(binding, model=proof)
-        if root is not None and root is not module:
-            AppliedPlan.note(root, patterns, module, binding)
-        return axis, binding
+        return axis, replace(binding, model=proof)
 
     def __repr__(self) -> str:
         layout = getattr(self.layout, "__name__", repr(self.layout))

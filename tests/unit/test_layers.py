@@ -52,7 +52,6 @@ CORE = (
 BESIDE_CORE = (
     "intercept/mixer_calls.py",
     "intercept/whole_sequence.py",
-    "styles/applied_plan.py",
     "styles/guards.py",
     "styles/model_options.py",
 )
