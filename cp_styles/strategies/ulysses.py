@@ -7,6 +7,7 @@ R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -15,16 +16,16 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.exchange import Exchange
+from cp_styles.collectives.exchange import Blocks, Exchange
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.strategies.all_to_all import Arriving, Direct, Joined
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.moving_kv import Ring
 
@@ -89,10 +90,7 @@ class Ulysses(Strategy):
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         places, kept_out, inner_residual = levels.kept_in(residual)
-        with named_range("start heads"):
-            started = levels.start(places, q_BHLD, k_BGMD, v_BGME)
-        with named_range("wait for heads"):
-            q, k, v = levels.arrived(started)
+        q, k, v = levels.heads(places, q_BHLD, k_BGMD, v_BGME)
         with named_range("attend"):
             k, v = levels.paired(k, v)
             out = self.inner.forward(levels.inner, q, k, v, levels.of_heads(sink_H), inner_residual)
@@ -102,23 +100,14 @@ class Ulysses(Strategy):
         # From the residual, so that the memory of ``out`` is free for the result.
         heads = [out if kept_out is None else kept_out]
         del out
-        way_back, joined_back = levels.like_queries(v_BGME.shape[3])
-        with named_range("start output"):
-            leaving = way_back.leave(heads)
-        with named_range("wait for output"):
-            return joined_back.of([leaving])[0]
+        return levels.exchanged("output", levels.like_queries(v_BGME.shape[3]).back, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         places, out, inner_residual = levels.kept_in(residual)
         assert out is not None  # a backward has a residual
         assert inner_residual is not None
-        way_there, _ = levels.like_queries(grad_BHLE.shape[3])
-        with named_range("start gradient of output"):
-            arriving = way_there.start(None, grad_BHLE)
-        with named_range("wait for gradient of output"):
-            (grad,) = way_there.arrived(arriving)
-        del arriving
+        (grad,) = levels.exchanged("gradient of output", levels.like_queries(grad_BHLE.shape[3]).there, [grad_BHLE])
         q, k, v = levels.in_heads(places)
         with named_range("gradients"):
             k, v = levels.paired(k, v)
@@ -130,22 +119,20 @@ class Ulysses(Strategy):
         if dsink_of_heads is not None:
             levels.of_heads(dsink).copy_(dsink_of_heads)
         results = []
-        for way, joined_back in zip(levels.ways_back, levels.joined, strict=True):
-            with named_range("start gradients"):
-                leaving = way.leave(grads)
-            with named_range("wait for gradients"):
-                results += joined_back.of([leaving])
+        for way in levels.ways_back:
+            leaving = grads[: len(way.way.columns)]
+            del grads[: len(way.way.columns)]
+            results += levels.exchanged("gradients", way, leaving)
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        way_back, joined_back = levels.like_queries(1)
         places, _, inner_residual = levels.kept_in(residual)
         q, k, v = levels.in_heads(places)
         assert inner_residual is not None
         lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        return joined_back.of([way_back.leave([lse.unsqueeze(-1)])])[0].squeeze(-1)
+        return levels.exchanged("logsumexp", levels.like_queries(1).back, [lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -204,13 +191,17 @@ def _geometry(
     return _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
 
 
+class _ThereAndBack(NamedTuple):
+    there: Blocks
+    back: Blocks
+
+
 class _Levels:
     """Both levels of calls of one shape: the exchange of heads, and the attention of this rank's heads.
 
     Attributes:
         inner: the attention of this rank's heads; see [Note: two levels].
         ways, ways_back: the exchange of query, key and value, two in cross-attention; that of their gradients.
-        joined: joins the parts of these gradients.
         specs: of the residual.
     """
 
@@ -225,15 +216,20 @@ class _Levels:
         # One message for all three, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._group = ref(group)
-        ways = zip(geometry.exchanges, self._messages, strict=True)
-        self.ways = self.ways_back = [Direct(way, shapes[which], self._group) for way, which in ways]
+        self._group = ref(group)  # weak: what is remembered must not keep a group alive
+        ways = [*zip(geometry.exchanges, (shapes[which] for which in self._messages), strict=True)]
+        self.ways = [Blocks(way, of_way) for way, of_way in ways]
+        back = [(way.adjoint(), of_way) for way, of_way in ways]
         # From 2 MiB on a rank, one after the other and without packing: each is free before the next one arrives.
         if attention.q_layout.length * prod((*q.shape[:2], q.shape[3], q.itemsize)) >= 2**21 * attention.ranks:
-            singles = [way._replace(columns=(columns,)) for way in geometry.exchanges for columns in way.columns]
-            self.ways_back = [Direct(way, (s,), self._group) for way, s in zip(singles, shapes, strict=True)]
-        self.joined = [Joined([way]) for way in self.ways_back]
-        self._geometry, self._q_shape = geometry, tuple(q.shape)
+            back = [
+                (way._replace(columns=(cut,)), (shape,))
+                for way, of_way in back
+                for cut, shape in zip(way.columns, of_way, strict=True)
+            ]
+        self.ways_back = [Blocks(way, of_way) for way, of_way in back]
+        self._queries, self._q_shape = geometry.queries, tuple(q.shape)
+        self._like_queries: dict[int, _ThereAndBack] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
@@ -248,16 +244,15 @@ class _Levels:
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
         self.specs = self._residual_specs(strategy.inner, q, v)
         self._places = ResidualPlaces(self.specs)
-        self._like_queries: dict[int, tuple[Direct, Joined]] = {}
 
-    def like_queries(self, dim: int) -> tuple[Direct, Joined]:
-        """The exchange of tensors with the shape of queries and a last dim ``dim``; joins their parts.
+    def like_queries(self, dim: int) -> _ThereAndBack:
+        """The exchange of tensors with the shape of queries and a last dim ``dim``, to heads and back.
 
         These are the output, its gradient, and the logsumexp.
         """
         if dim not in self._like_queries:
-            way = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
-            self._like_queries[dim] = way, Joined([way])
+            ways, shapes = (self._queries, self._queries.adjoint()), ((*self._q_shape[:3], dim),)
+            self._like_queries[dim] = _ThereAndBack(*(Blocks(way, shapes) for way in ways))
         return self._like_queries[dim]
 
     def kept_in(self, residual: torch.Tensor | None) -> _Kept:
@@ -279,27 +274,39 @@ class _Levels:
         )
         kept = ResidualPlaces(inner.residual_specs(self.inner, *tensors)).spec
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
-        return [*(((way.arriving,), dtype) for way in self.ways), out, kept]
+        return [*(((sum(way.received),), dtype) for way in self.ways), out, kept]
 
-    def start(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[Arriving]:
-        """Query, key and value start from sequence shards to head shards: one all-to-all, or two in cross-attention.
+    def heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Query, key and value from sequence shards to head shards: one all-to-all, or two in cross-attention.
 
         ``places`` get them. None: temporary memory does.
         """
-        ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
-        return [way.start(place, *tensors[which]) for way, place, which in ways]
-
-    def arrived(self, started: list[Arriving]) -> list[torch.Tensor]:
-        """Query, key and value of this rank's heads, when they have come. The list is emptied."""
-        results = []
-        for way in self.ways:  # an error's traceback would keep what a comprehension captures, and so the groups
-            results += way.arrived(started.pop(0))
+        # Loops: an error's traceback would keep what a comprehension captures, and so the groups.
+        started, results = [], []
+        with named_range("start heads"):
+            for way, place, which in zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True):
+                started.append(way.post(list(tensors[which]), self._live_group(), place))
+        with named_range("wait for heads"):
+            for way in self.ways:
+                results += way.finish(started.pop(0))
         return results
+
+    def exchanged(self, name: str, way: Blocks, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors, exchanged. The list is emptied. ``name`` is for traces."""
+        with named_range("start", name):
+            started = way.post(tensors, self._live_group())
+        with named_range("wait for", name):
+            return way.finish(started)
+
+    def _live_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "its attention holds the group of an exchange that runs"
+        return group
 
     def in_heads(self, places: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Views of what is in ``places``."""
         assert places is not None  # a backward has a residual
-        return [x for way, place in zip(self.ways, places, strict=True) for x in way.views(place)]
+        return [x for way, place in zip(self.ways, places, strict=True) for x in way.columns_in(place)]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""

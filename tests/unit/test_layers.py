@@ -367,7 +367,6 @@ WRITTEN_ONCE = {
     r"DTensor\.from_local\(": {"styles/mesh_axes.py"},
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
-    r"\.as_strided\(": {"strategies/all_to_all.py"},
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
     r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},

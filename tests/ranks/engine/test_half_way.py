@@ -48,7 +48,7 @@ from cp_styles.collectives import (
     split,
     sync_inputs,
 )
-from cp_styles.collectives.exchange import Exchange
+from cp_styles.collectives.exchange import Blocks
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.mailbox import end_connections
@@ -425,12 +425,12 @@ def test_collectives_whose_backwards_run_in_another_order(which: str):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("which", ["all_to_all", "all_to_all, async"])
 def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
-    fails, packed = threading.local(), Exchange._message
+    fails, pack = threading.local(), Blocks.pack
 
-    def message(self, tensors):
+    def failing(self, tensors):
         if getattr(fails, "now", False):
             raise OutOfMemory
-        return packed(self, tensors)
+        return pack(self, tensors)
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
         x = torch.randn(6, 6, requires_grad=True)
@@ -442,7 +442,7 @@ def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
         fails.now = False
         return first, caught(call), time.monotonic() - began
 
-    monkeypatch.setattr(Exchange, "_message", message)
+    monkeypatch.setattr(Blocks, "pack", failing)
     found = run_ranks(on, RANKS, timeout_seconds=20)
     for rank, (first, second, seconds) in enumerate(found):
         assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
