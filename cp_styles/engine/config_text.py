@@ -83,7 +83,7 @@ def from_text(text: str, tensors: tuple[torch.Tensor, ...] = ()) -> Any:
     return _build(ast.literal_eval(text), tensors) if tensors else _parsed(text)
 
 
-@remembered
+@remembered(64)
 def _parsed(text: str) -> Any:
     return _build(ast.literal_eval(text), ())
 

@@ -173,7 +173,7 @@ class _Geometry(NamedTuple):
     pairs: tuple[int, ...] | None
 
 
-@remembered
+@remembered(64)
 def _geometry(
     peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
 ) -> _Geometry:
@@ -328,7 +328,7 @@ _Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.T
 """Buffers for the received query, key and value; for their output; the inner residual."""
 
 
-@remembered
+@remembered(64)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     if isinstance(held := layout.held, Stripes):
