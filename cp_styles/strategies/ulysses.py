@@ -100,14 +100,16 @@ class Ulysses(Strategy):
         # From the residual, so that the memory of ``out`` is free for the result.
         heads = [out if kept_out is None else kept_out]
         del out
-        return levels.exchanged("output", levels.like_queries(v_BGME.shape[3]).back, heads)[0]
+        _, back = levels.like_queries(v_BGME.shape[3])
+        return levels.exchanged("output", back, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         places, out, inner_residual = levels.kept_in(residual)
         assert out is not None  # a backward has a residual
         assert inner_residual is not None
-        (grad,) = levels.exchanged("gradient of output", levels.like_queries(grad_BHLE.shape[3]).there, [grad_BHLE])
+        there, _ = levels.like_queries(grad_BHLE.shape[3])
+        (grad,) = levels.exchanged("gradient of output", there, [grad_BHLE])
         q, k, v = levels.in_heads(places)
         with named_range("gradients"):
             k, v = levels.paired(k, v)
@@ -132,7 +134,8 @@ class Ulysses(Strategy):
         q, k, v = levels.in_heads(places)
         assert inner_residual is not None
         lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        return levels.exchanged("logsumexp", levels.like_queries(1).back, [lse.unsqueeze(-1)])[0].squeeze(-1)
+        _, back = levels.like_queries(1)
+        return levels.exchanged("logsumexp", back, [lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -191,11 +194,6 @@ def _geometry(
     return _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
 
 
-class _ThereAndBack(NamedTuple):
-    there: Blocks
-    back: Blocks
-
-
 class _Levels:
     """Both levels of calls of one shape: the exchange of heads, and the attention of this rank's heads.
 
@@ -229,7 +227,7 @@ class _Levels:
             ]
         self.ways_back = [Blocks(way, of_way) for way, of_way in back]
         self._queries, self._q_shape = geometry.queries, tuple(q.shape)
-        self._like_queries: dict[int, _ThereAndBack] = {}
+        self._like_queries: dict[int, tuple[Blocks, Blocks]] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
@@ -245,14 +243,14 @@ class _Levels:
         self.specs = self._residual_specs(strategy.inner, q, v)
         self._places = ResidualPlaces(self.specs)
 
-    def like_queries(self, dim: int) -> _ThereAndBack:
+    def like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
         """The exchange of tensors with the shape of queries and a last dim ``dim``, to heads and back.
 
         These are the output, its gradient, and the logsumexp.
         """
         if dim not in self._like_queries:
-            ways, shapes = (self._queries, self._queries.adjoint()), ((*self._q_shape[:3], dim),)
-            self._like_queries[dim] = _ThereAndBack(*(Blocks(way, shapes) for way in ways))
+            shapes = ((*self._q_shape[:3], dim),)
+            self._like_queries[dim] = Blocks(self._queries, shapes), Blocks(self._queries.adjoint(), shapes)
         return self._like_queries[dim]
 
     def kept_in(self, residual: torch.Tensor | None) -> _Kept:
