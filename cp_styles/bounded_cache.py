@@ -1,16 +1,13 @@
-"""One cache for the results of all functions that are decorated with :func:`remembered`, bounded by bytes; and tables
-of a few entries, for what belongs to one object."""
+"""Results of functions that are decorated with :func:`remembered`, and tables of a few entries, for what belongs to one
+object."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import lru_cache, update_wrapper
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,12 +17,6 @@ from cp_styles._compat import without_dispatch_modes
 
 T = TypeVar("T")
 K = TypeVar("K")
-
-LIMIT = 2**26
-"""Bytes of all results together: 64 MiB."""
-
-# What is taken beside the payload: by an object, a tensor of torch, an entry of the cache with its key.
-_OBJECT, _TENSOR, _ENTRY = 150, 450, 400
 
 
 class LatestEntries(OrderedDict[K, T]):
@@ -54,95 +45,8 @@ def known_about(thing: Any) -> dict[Any, Any]:
     return table
 
 
-class BoundedCache:
-    """Results of functions, by function and arguments: those that were used last, in at most ``limit`` bytes together.
-
-    Threads may share it. What several entries have in common, such as a layout, counts once. At least the latest result
-    is kept.
-
-    Attributes:
-        held: bytes of the entries: arguments and results.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.clear()
-        self.renew_lock()
-
-    def renew_lock(self) -> None:
-        """A new lock for a forked process: at the fork, another thread of the parent may have held the old one."""
-        self.lock = threading.Lock()
-
-    def clear(self) -> None:
-        self.held = 0
-        self.entries: OrderedDict[tuple[Any, tuple[Any, ...]], tuple[Any, int, tuple[int, ...]]] = OrderedDict()
-        # By id: an object, its bytes, and how many entries it is part of. An entry keeps its objects alive.
-        self._objects: dict[int, tuple[Any, int, int]] = {}
-
-    def put(self, key: tuple[Any, tuple[Any, ...]], value: T) -> T:
-        """The value that another thread has put meanwhile, or else ``value``."""
-        objects: dict[int, tuple[Any, int]] = {}
-        size_of_entry = _ENTRY + _measure((key[1], value), objects)
-        with self.lock:
-            if key in self.entries:
-                return self.entries[key][0]
-            self.entries[key] = value, size_of_entry, tuple(objects)
-            self.held += size_of_entry
-            for name, (item, size) in objects.items():
-                _, size, users = self._objects.get(name, (item, size, 0))
-                self._objects[name] = item, size, users + 1
-                self.held += 0 if users else size
-            while self.held > self.limit and len(self.entries) > 1:
-                _, size_of_entry, names = self.entries.popitem(last=False)[1]
-                self.held -= size_of_entry
-                for name in names:
-                    item, size, users = self._objects.pop(name)
-                    if users > 1:
-                        self._objects[name] = item, size, users - 1
-                    else:
-                        self.held -= size
-        return value
-
-
-def _measure(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
-    """The bytes of numbers, texts and tuples. Adds the objects in them to ``objects``, with their bytes, by id.
-
-    An object that has ``nbytes`` counts these, and the attributes that have ``nbytes`` themselves. Otherwise, all of
-    its attributes count. Types, functions and other things that belong to the program take nothing.
-    """
-    if isinstance(value, (int, float, str, bytes)):
-        return sys.getsizeof(value) if value is not True and value is not False else 0
-    if isinstance(value, (tuple, list, frozenset)):
-        return sys.getsizeof(value) + sum(_measure(item, objects) for item in value)
-    if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(_measure(item, objects) for item in (*value, *value.values()))
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":  # a copy of a table on the host: see DeviceTables
-            return _TENSOR
-        storage = value.untyped_storage()  # views may share it
-        objects[storage.data_ptr()] = value, storage.nbytes()
-        return _TENSOR
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(value, type) or not attributes or id(value) in objects:
-        return 0
-    objects[id(value)] = value, 0
-    size = getattr(value, "nbytes", None)
-    if size is None:
-        size = sum(_measure(item, objects) for item in attributes.values())
-    else:
-        for item in attributes.values():
-            if hasattr(item, "nbytes"):
-                _measure(item, objects)
-    objects[id(value)] = value, _OBJECT + size
-    return 0
-
-
-shared = BoundedCache(LIMIT)
-"""The results of all functions in this process."""
-
-os.register_at_fork(after_in_child=shared.renew_lock)
-
-_current: ContextVar[BoundedCache] = ContextVar("bounded_cache", default=shared)
+# The results of functions are kept apart for each value. A ContextVar, because ranks may be threads.
+_current: ContextVar[object] = ContextVar("bounded_cache", default=None)
 
 
 @contextmanager
@@ -153,51 +57,37 @@ def as_constants() -> Iterator[None]:
         yield
 
 
-class Remembered(Generic[T]):
-    """A pure function of hashable arguments, whose results are in the cache of all such functions.
+def remembered(entries: int) -> Callable[[Callable[..., T]], Remembered[T]]:
+    """A decorator for pure functions of hashable arguments: the last ``entries`` results are kept (an ``lru_cache``).
 
     Arguments and results may hold numbers, texts and tables of positions on the host, which may have copies on devices
     (``DeviceTables``). They hold no process group, because a group belongs to one rank and ranks may be threads, and no
-    tensor of a caller. Two threads that need the same result at the same time may both compute it. They get the same
-    object.
-
-    Attributes:
-        made: number of results that were computed, not found in the cache.
+    tensor of a caller. Two threads that need the same result at the same time may both compute it, and get equal ones.
     """
+    return lambda function: Remembered(function, entries)
 
-    def __init__(self, function: Callable[..., T]) -> None:
-        self._function, self.made = function, 0
+
+class Remembered(Generic[T]):
+    """A function as :func:`remembered` makes it. ``cache_info`` and ``cache_clear`` are those of ``lru_cache``."""
+
+    def __init__(self, function: Callable[..., T], entries: int) -> None:
+        def make(_cache: object, *arguments: Hashable) -> T:
+            with as_constants():
+                return function(*arguments)
+
+        self._kept = lru_cache(entries)(make)
+        self.cache_info, self.cache_clear = self._kept.cache_info, self._kept.cache_clear
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Hashable) -> T:
-        return once((self, arguments), self._make)
-
-    def _make(self, *arguments: Hashable) -> T:
-        self.made += 1
-        with as_constants():
-            return self._function(*arguments)
-
-
-def once(key: tuple[Any, tuple[Any, ...]], make: Callable[..., T]) -> T:
-    """The result of ``make``, called with ``key[1]``, in the cache of all such results. See :func:`remembered`."""
-    cache = _current.get()
-    with cache.lock:
-        entry = cache.entries.get(key)
-        if entry is not None:
-            cache.entries.move_to_end(key)
-            return entry[0]
-    return cache.put(key, make(*key[1]))
-
-
-remembered = Remembered  # as a decorator
+        return self._kept(_current.get(), *arguments)
 
 
 @contextmanager
-def another_cache(limit: int = LIMIT) -> Iterator[BoundedCache]:
-    """Inside, this thread's results go into a cache that is empty at first, and ends with the block."""
-    cache = BoundedCache(limit)
-    token = _current.set(cache)
+def another_cache() -> Iterator[None]:
+    """Inside, this thread's results are made anew, and are found inside only."""
+    token = _current.set(object())
     try:
-        yield cache
+        yield
     finally:
         _current.reset(token)

@@ -63,7 +63,7 @@ def numbers_on(device: torch.device, values: tuple[int, ...]) -> torch.Tensor:
     return tensor_on(device, values) if is_traced() else _table_of(values).on(device)[0]
 
 
-@remembered
+@remembered(64)
 def _table_of(values: tuple[int, ...]) -> DeviceTables:
     return DeviceTables(torch.tensor(values, dtype=torch.int64, device="cpu"))
 

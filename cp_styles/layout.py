@@ -150,12 +150,6 @@ class SequenceLayout:
         """Number of ranks that share the sequence."""
         return len(self.lengths)
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate size in memory: a tuple of two numbers for each chunk that is listed."""
-        listed = 0 if isinstance(self.held, Stripes) and "chunks" not in vars(self) else sum(map(len, self.chunks))
-        return 120 * listed + 100 * self.ranks
-
     def positions(
         self, rank: int, device: torch.device | str | None = None, *, rows: Chunk | None = None
     ) -> torch.Tensor:
@@ -604,7 +598,7 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (int, Mask))
 
 
-@remembered
+@remembered(64)
 def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int, ranks: int) -> SequenceLayout:
     function, constants, names = parts
     first = len(constants) - len(names)

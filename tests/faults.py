@@ -194,7 +194,7 @@ PLACES = {
     "agreement": Place(_attention(Ring(), "forward"), "cp_styles.comm.agreement", 0.3, _STYLE),
     "forward": Place(_attention(Ring(), "forward"), "cp_styles.kernels", user=_STYLE),
     "backward": Place(_attention(Ring(), "backward"), "cp_styles.kernels", user=_STYLE),
-    "Ulysses": Place(_attention(Ulysses(chunks=2), "both"), "cp_styles.strategies", user=_STYLE),
+    "Ulysses": Place(_attention(Ulysses(), "both"), "cp_styles.strategies", user=_STYLE),
     "all_to_all": Place(an_all_to_all, "cp_styles.collectives", user="collectives"),
     "sum_gradients": Place(gradients, "cp_styles.batch", 0.8, "sum_gradients"),
     "global_loss": Place(loss, "cp_styles.batch", 0.85, "global_loss"),

@@ -59,7 +59,6 @@ from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Mask
-from cp_styles.strategies import Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
@@ -72,7 +71,7 @@ ROOT = Path(__file__).parents[1]
 WAIT, WAIT_COMPILED = 8.0, 120.0
 PLANTED = "planted by the fuzzer"
 
-STRATEGIES = parity_grid.STRATEGIES | {"Ulysses in chunks": Ulysses(chunks=2)}
+STRATEGIES = parity_grid.STRATEGIES
 AGREEMENTS = {"every call": Checks(), "none": Checks(agreement=False)}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")

@@ -10,9 +10,8 @@ scopes, forward and backward, compiled and not, in blocks, with FlexAttention, p
 tokens. A part of the models is made once, and others live for a batch. Now and then the ranks make a group or a whole
 world, and destroy it. Calls that are refused are among them.
 
-The caches of the package hold at most ``LIMIT`` of cp_styles/bounded_cache.py together; here less, so that they are
-full early. A row of the table says what they hold, empties them, and counts what is there beside them. What is judged,
-in the second half of the batches, is in :func:`verdict`. The exit status is 1 if anything grows. In a short run of
+The caches of the package hold few entries. Before a row of the table is counted, they are emptied. What is judged, in
+the second half of the batches, is in :func:`verdict`. The exit status is 1 if anything grows. In a short run of
 batches that are all different, torch's tables of shapes still do.
 """
 
@@ -59,7 +58,7 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.bounded_cache import shared
+from cp_styles.bounded_cache import Remembered
 from cp_styles.collectives import all_to_all, gather
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -261,12 +260,11 @@ DOORS: dict[Callable[[World, Batch], None], int] = {
 
 
 class Row(NamedTuple):
-    """What one rank holds after so many batches, in which world: without the caches, which hold ``cache`` MiB."""
+    """What one rank holds after so many batches, in which world: without the caches."""
 
     batches: int
     world: int
     mebibytes: float
-    cache: float
     descriptors: int
     threads: int
     groups: int
@@ -275,16 +273,14 @@ class Row(NamedTuple):
 
 
 def empty_caches() -> None:
-    """Those of the package: the one with a limit of bytes, and those with a limit of entries."""
-    shared.clear()
+    """Those of the package."""
     for name, module in list(sys.modules.items()):
         for each in vars(module).values() if name.startswith("cp_styles") else ():
-            if isinstance(each, functools._lru_cache_wrapper):
+            if isinstance(each, functools._lru_cache_wrapper | Remembered):
                 each.cache_clear()
 
 
 def measured(batches: int, world: int, seconds: float) -> Row:
-    cache = round(shared.held / 2**20, 2)
     empty_caches()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -295,7 +291,6 @@ def measured(batches: int, world: int, seconds: float) -> Row:
         batches,
         world,
         round(pages * os.sysconf("SC_PAGESIZE") / 2**20, 1),
-        cache,
         len(os.listdir("/proc/self/fd")),
         len(os.listdir("/proc/self/task")),
         groups,
@@ -305,7 +300,6 @@ def measured(batches: int, world: int, seconds: float) -> Row:
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: Path) -> None:
-    shared.limit = int(options.limit * 2**20)
     doors = [door for door in DOORS if not options.doors or door.__name__ in options.doors]
     weights = [DOORS[door] for door in doors]
     started, world, worlds, kept = time.monotonic(), None, 0, []
@@ -335,7 +329,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: Path) -> None:
     dist.barrier()
 
 
-def verdict(rows: list[Row], limit: float) -> list[str]:
+def verdict(rows: list[Row]) -> list[str]:
     """What grows in the second half. Objects are judged inside of worlds, after the first third of each: at first,
     torch's tables of shapes and those of a group fill."""
     half, worlds = rows[len(rows) // 2 :], []
@@ -347,8 +341,6 @@ def verdict(rows: list[Row], limit: float) -> list[str]:
         values = [getattr(row, name) for row in half]
         if values[-1] > values[0]:
             problems.append(f"{name}: {values}")
-    if max(row.cache for row in rows) > limit:
-        problems.append(f"caches: {max(row.cache for row in rows)} MiB, at most {limit} are allowed")
     slopes = [
         statistics.linear_regression([row.batches for row in own], [row.objects for row in own]).slope
         for own in worlds
@@ -376,7 +368,6 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=10000)
     parser.add_argument("--rows", type=int, default=100, help="how many rows the table has")
     parser.add_argument("--worlds", type=int, default=5, help="how many worlds of process groups, one after another")
-    parser.add_argument("--limit", type=float, default=1.0, help="MiB of the caches")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of the groups")
     parser.add_argument("--different", type=int, default=10**9, help="how many batches until the first comes again")
     parser.add_argument("--keep", action="store_true", help="keep an object of every batch, which must be noticed")
@@ -420,7 +411,7 @@ def main() -> int:
     problems = [
         f"rank {rank}: {problem}"
         for rank in range(RANKS)
-        for problem in verdict([Row(*json.loads(line)) for line in lines_of(folder / f"{rank}.jsonl")], options.limit)
+        for problem in verdict([Row(*json.loads(line)) for line in lines_of(folder / f"{rank}.jsonl")])
     ]
     shutil.rmtree(folder)
     print("\n".join(problems) or "flat")

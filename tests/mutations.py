@@ -109,14 +109,14 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: sinks of the first heads",
-        "_Chunk.of_heads",
+        "_Levels.of_heads",
         "self._own",
         ": self._heads",
         "ranks/test_random.py -k attentions",
     ),
     Mistake(
         "Ulysses: masks of the first heads",
-        "_Chunk.__init__",
+        "_Levels.__init__",
         "before + start, before + stop",
         "0, stop - start",
         "ranks/engine/test_parity_grid.py",
@@ -141,13 +141,6 @@ FUZZED = [
         "(name, ranks, strategy, layout, mask, kernel, checks)",
         "(name, ranks, strategy, layout, kernel, checks)",
         "ranks/engine/test_wire.py",
-    ),
-    Mistake(
-        "Ulysses: every chunk has the first one's key heads",
-        "_chunked",
-        "index], cut[index + 1",
-        "0], cut[1",
-        "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "kernel: a negative scale's sign is lost", "SdpaKernel.backward", "dq * sign", "dq", "unit/test_kernels.py"
@@ -253,7 +246,7 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: of several queries' gradients for a key head, one",
-        "_Chunk.unpaired",
+        "_Levels.unpaired",
         "index_add_",
         "index_copy_",
         "ranks/engine/test_parity_grid.py",

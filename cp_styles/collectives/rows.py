@@ -70,12 +70,20 @@ class Rows(NamedTuple):
         chunks = self.layout.held
         return not isinstance(chunks, Stripes) and len(joined_ranges(chain.from_iterable(chunks))) <= 1
 
-    def by_rank(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Dim 0 in rank order, in pieces: views, but for stripes of several positions."""
+    def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
         if isinstance(chunks := self.layout.held, Stripes):
-            return [chunks.part(whole, 0, rank) for rank in range(chunks.ranks)]
+            out = whole.new_empty(whole.shape) if out is None else out
+            return out.index_copy_(0, chunks.rows_rank_by_rank(whole.device), whole)
         ranges = joined_ranges(chain.from_iterable(chunks))
-        return [whole.narrow(0, start, stop - start) for start, stop in ranges] if len(ranges) > 1 else [whole]
+        if len(ranges) <= 1:
+            return whole if out is None else out.copy_(whole)
+        pieces = [whole.narrow(0, start, stop - start) for start, stop in ranges]
+        if out is None:
+            return torch.cat(pieces)
+        for place, piece in zip(out.split([len(piece) for piece in pieces]), pieces, strict=True):
+            place.copy_(piece)
+        return out
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from rank order (the shards one after another) to global order.

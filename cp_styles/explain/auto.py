@@ -209,7 +209,7 @@ class Auto(Strategy):
         return chosen.keeping_nothing() if self.lean else chosen
 
 
-@remembered
+@remembered(16)
 def _choice(
     hardware: Hardware,
     candidates: tuple[Strategy, ...] | None,

@@ -50,7 +50,7 @@ class RowLevels:
         dtype: torch.dtype,
         *,
         drowns: bool,
-        read: Callable[[Callable[..., list[bool]]], list[bool]],
+        read: Callable[[Callable[[], list[bool]]], list[bool]],
     ) -> RowLevels | None:
         """The levels of some queries over all ``keys`` keys. None if no row has a level.
 
@@ -65,7 +65,7 @@ class RowLevels:
         level = level.to(torch.promote_types(level.dtype, dtype))[(None,) * (3 - level.ndim)]
         level = level.masked_fill(~level.isfinite() | (level.abs() < _LEAST), 0.0)
         drowned = (level.abs() * torch.finfo(dtype).eps >= _ORDINARY) & drowns
-        some, some_drowned = read(lambda *_: _on_host(torch.stack([level.any(), drowned.any()])))
+        some, some_drowned = read(lambda: _on_host(torch.stack([level.any(), drowned.any()])))
         return cls(level, drowned.unsqueeze(-1) if some_drowned else None) if some else None
 
     def subtracted(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:

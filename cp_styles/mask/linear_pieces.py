@@ -92,7 +92,7 @@ def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces
     return _uncut(mask.pattern, queries, keys).cut(cuts)
 
 
-@remembered  # asked by layouts that balance work, and by every plan
+@remembered(64)  # asked by layouts that balance work, and by every plan
 def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
     within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _Within(keys)))
     first, last = stretches(within.breaks(queries), queries)

@@ -116,7 +116,7 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
         return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
 
-@remembered
+@remembered(16)
 def rows_from_end(layout: SequenceLayout, count: int, rank: int) -> RowExchange:
     """Each rank needs the last ``count`` rows of all."""
     rows = torch.arange(layout.length - count, layout.length, device="cpu")

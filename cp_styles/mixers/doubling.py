@@ -54,7 +54,7 @@ def rounds_of(
     return mapped, [*rounds, last] if mapped else []
 
 
-@remembered
+@remembered(16)
 def exchanges_of(
     layout: SequenceLayout, documents: tuple[int, ...], final: bool, values: int, columns: int, rank: int
 ) -> tuple[tuple[Fragment, ...], frozenset[Fragment], tuple[RowExchange, ...]]:

@@ -146,7 +146,7 @@ def row_exchange(
     return RowExchange(slots, tuple(map(len, sent)), tuple(map(len, received)), rows, crosses)
 
 
-@remembered
+@remembered(16)
 def rows_before(
     layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int
 ) -> tuple[RowExchange, list[int]]:

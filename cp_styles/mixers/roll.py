@@ -78,7 +78,7 @@ def context_roll(
     return out
 
 
-@remembered
+@remembered(16)  # few, because entries have a number for each position, on the device too
 def rolled(
     layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int
 ) -> tuple[RowExchange, DeviceTables]:

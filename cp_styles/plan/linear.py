@@ -136,7 +136,7 @@ def holders_of(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Hol
     return chunks_of(q_layout), chunks_of(kv_layout)
 
 
-@remembered  # layers with other masks share it
+@remembered(64)  # layers with other masks share it
 def chunks_of(layout: SequenceLayout) -> Chunks:
     return Chunks(layout)
 

@@ -73,14 +73,6 @@ class Plan:
     sends: tuple[RowRanges, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Approximate size in memory: some objects for each tile, and a tuple of two numbers for each range of rows."""
-        tiles = {id(part.tiles): len(part.tiles) for part in self.parts}  # sources may share them, and rows
-        rows = {id(part.rows): len(part.rows) for part in self.parts}
-        ranges = sum(rows.values()) + sum(map(len, self.sends))
-        return 260 * sum(tiles.values()) + 110 * ranges + 100 * len(self.parts) + 600
-
-    @property
     def received_rows(self) -> int:
         """Number of rows that this rank receives from other ranks."""
         return sum(part.count for part in self.parts if part.source != self.rank)
@@ -104,7 +96,7 @@ def make_plan(
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows)
 
 
-@remembered
+@remembered(64)
 def _make_plan(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
 ) -> Plan:

@@ -28,12 +28,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles._compat import named_range
-from cp_styles.bounded_cache import once
+from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel, Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
@@ -181,16 +181,24 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
         biases, keys = partial(_masked_bias, mask, attention.heads, wide), attention.kv_layout.length
         # The host waits for a device once for each mask, by what it holds. In inference mode changes are not counted.
         held = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
-        key = RowLevels, (*held, keys, wide, kernel.positional)
-        read = (lambda make: make()) if torch.is_inference_mode_enabled() else partial(once, key)
+        key = None if torch.is_inference_mode_enabled() else (*held, keys, wide, kernel.positional)
         # With a score_mod the logit of a query of zeros is not known.
-        levels = RowLevels.of(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
+        levels = RowLevels.of(biases, positions, keys, wide, drowns=not kernel.positional, read=partial(_read, key))
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
     wide = wide if sums or attention.ranks > 1 else q.dtype
     residual = ResidualPlaces([lse, *(((size,), k.dtype) for size in schedule.kept)])
     return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if sums else q.dtype, residual)
+
+
+_have_levels: LatestEntries[Any, list[bool]] = LatestEntries(256)
+
+
+def _read(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
+    """The result of ``make``, or what it was for the same ``key`` of late; None is no key."""
+    found = None if key is None else _have_levels.get(key)
+    return found or (make() if key is None else _have_levels.put(key, make()))
 
 
 class _PlanRun:

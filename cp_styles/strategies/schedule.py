@@ -167,14 +167,8 @@ class Schedule:
     kept: tuple[int, ...]
     tiles: int
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate size in memory, without the rows and tiles of the plan."""
-        steps = self.forward + self.backward
-        return 150 * len(steps) + 1100 * sum(len(step.arrivals) for step in steps) + 150 * self.tiles
 
-
-@remembered
+@remembered(256)  # one for each row of a batch, if their masks differ
 def make_schedule(
     q_layout: SequenceLayout,
     kv_layout: SequenceLayout,

@@ -7,9 +7,10 @@ R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import ref
@@ -19,12 +20,12 @@ import torch.distributed as dist
 
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.exchange import Exchange
+from cp_styles.collectives.exchange import Blocks, Exchange
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
+from cp_styles.collectives.rows import Rows
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.strategies.all_to_all import Arriving, Direct, Joined
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.moving_kv import Ring
 
@@ -41,7 +42,7 @@ class Ulysses(Strategy):
     Memory of one attention on one rank. Between forward and backward: the output, its logsumexp, Q + K' for the inputs
     of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K' (twice if
     the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a message with
-    them, or with one of them if they are large. With ``chunks``, all gradients wait for those of the last one.
+    them, or with one of them if they are large.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -49,14 +50,10 @@ class Ulysses(Strategy):
         inner: the strategy among ranks that hold the same heads.
         size: number of neighbouring ranks that exchange heads (U). It must divide the number of ranks. None: all ranks
             of the axis.
-        chunks: number of parts in which a rank exchanges its heads and attends, one after the other. While one part is
-            attended, the next one arrives, and the previous one is sent back. The bytes are the same. The number of
-            messages is multiplied by ``chunks``. A part has at least one KV head of every rank, so there may be fewer
-            parts.
 
     Raises:
-        TypeError: ``inner`` is not a Strategy.
-        ValueError: ``size`` or ``chunks`` is below 1; when the strategy is bound, ``size`` does not divide the ranks.
+        TypeError: ``inner`` is not a Strategy, or ``chunks`` is given, which no longer exists.
+        ValueError: ``size`` is below 1; when the strategy is bound, ``size`` does not divide the ranks.
 
     Example::
 
@@ -66,15 +63,18 @@ class Ulysses(Strategy):
     reads_inputs: ClassVar[bool] = False
     inner: Strategy = field(default_factory=lambda: Ring())  # torch.compile traces a function, and not the class
     size: int | None = None
-    chunks: int = 1
+    chunks: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, chunks: object) -> None:
         if not isinstance(self.inner, Strategy):
             raise TypeError(f"Ulysses inner must be a Strategy object such as Ring(), got {self.inner!r}")
         if self.size is not None and self.size < 1:
             raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
-        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
-            raise ValueError(f"Ulysses chunks must be a number of parts of the heads, 1 or more, got {self.chunks!r}")
+        if chunks is not None:
+            raise TypeError(
+                "Ulysses(chunks=) no longer exists, because no measurement has shown a gain: leave it out. The results "
+                "and the bytes are the same"
+            )
 
     def keeping_nothing(self):
         return replace(self, inner=self.inner.keeping_nothing())
@@ -89,76 +89,53 @@ class Ulysses(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        kept = levels.kept_in(residual)
-        leaving, (ways_back, joined_back) = [], levels.like_queries(v_BGME.shape[3])
-
-        # Not a function in this one: an error's traceback would keep what it captures, and so the groups.
-        under_way = [levels.start(0, kept, q_BHLD, k_BGMD, v_BGME)]
-        for index, (chunk, (_, kept_out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
-            if index + 1 < len(kept):
-                under_way.append(levels.start(index + 1, kept, q_BHLD, k_BGMD, v_BGME))
-            with named_range("chunk", index, "wait for heads"):
-                q, k, v = chunk.arrived(under_way.pop(0))
-            with named_range("chunk", index, "attend"):
-                k, v = chunk.paired(k, v)
-                out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
-            del q, k, v
-            if kept_out is not None:
-                kept_out.copy_(out)
-            # From the residual, so that the memory of ``out`` is free for the result.
-            heads = [out if kept_out is None else kept_out]
-            del out
-            with named_range("chunk", index, "start output"):
-                leaving.append(ways_back[index].leave(heads))
-        with named_range("wait for output"):
-            return joined_back.of(leaving)[0]
+        places, kept_out, inner_residual = levels.kept_in(residual)
+        q, k, v = levels.heads(places, q_BHLD, k_BGMD, v_BGME)
+        with named_range("attend"):
+            k, v = levels.paired(k, v)
+            out = self.inner.forward(levels.inner, q, k, v, levels.of_heads(sink_H), inner_residual)
+        del q, k, v
+        if kept_out is not None:
+            kept_out.copy_(out)
+        # From the residual, so that the memory of ``out`` is free for the result.
+        heads = [out if kept_out is None else kept_out]
+        del out
+        _, back = levels.like_queries(v_BGME.shape[3])
+        return levels.exchanged("output", back, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        kept = levels.kept_in(residual)
+        places, out, inner_residual = levels.kept_in(residual)
+        assert out is not None  # a backward has a residual
+        assert inner_residual is not None
+        there, _ = levels.like_queries(grad_BHLE.shape[3])
+        (grad,) = levels.exchanged("gradient of output", there, [grad_BHLE])
+        q, k, v = levels.in_heads(places)
+        with named_range("gradients"):
+            k, v = levels.paired(k, v)
+            of_heads = levels.of_heads(sink_H)
+            *grads, dsink_of_heads = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, of_heads)
+            grads[1:] = levels.unpaired(*grads[1:])
+        del grad, q, k, v  # free the memory for what follows
         dsink = None if sink_H is None else torch.zeros_like(sink_H)
-        results, leaving = [], [[] for _ in levels.joined]
-        ways_there, _ = levels.like_queries(grad_BHLE.shape[3])
-
-        def start(index: int) -> Arriving:
-            with named_range("chunk", index, "start gradient of output"):
-                return ways_there[index].start(None, grad_BHLE)
-
-        under_way = [start(0)]
-        for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
-            under_way += [start(index + 1)] if index + 1 < len(kept) else []
-            with named_range("chunk", index, "wait for gradient of output"):
-                (grad,) = ways_there[index].arrived(under_way.pop(0))
-            q, k, v = chunk.in_heads(places)
-            sink = chunk.of_heads(sink_H)
-            assert out is not None  # a backward has a residual
-            assert inner_residual is not None
-            with named_range("chunk", index, "gradients"):
-                k, v = chunk.paired(k, v)
-                *grads, chunk_dsink = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
-                grads[1:] = chunk.unpaired(*grads[1:])
-            del grad, q, k, v  # free the memory for what follows
-            if chunk_dsink is not None:
-                chunk.of_heads(dsink).copy_(chunk_dsink)
-            for way, joined_back, started in zip(chunk.ways_back, levels.joined, leaving, strict=True):
-                with named_range("chunk", index, "start gradients"):
-                    started.append(way.leave(grads))
-                if index + 1 == len(kept):
-                    with named_range("wait for gradients"):
-                        results += joined_back.of(started)
+        if dsink_of_heads is not None:
+            levels.of_heads(dsink).copy_(dsink_of_heads)
+        results = []
+        for way in levels.ways_back:
+            leaving = grads[: len(way.way.columns)]
+            del grads[: len(way.way.columns)]
+            results += levels.exchanged("gradients", way, leaving)
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        leaving, (ways_back, joined_back) = [], levels.like_queries(1)
-        chunks = zip(levels.chunks, levels.kept_in(residual), ways_back, strict=True)
-        for chunk, (places, _, inner_residual), way_back in chunks:
-            q, k, v = chunk.in_heads(places)
-            assert inner_residual is not None
-            lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
-            leaving.append(way_back.leave([lse.unsqueeze(-1)]))
-        return joined_back.of(leaving)[0].squeeze(-1)
+        places, _, inner_residual = levels.kept_in(residual)
+        q, k, v = levels.in_heads(places)
+        assert inner_residual is not None
+        lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
+        _, back = levels.like_queries(1)
+        return levels.exchanged("logsumexp", back, [lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -180,7 +157,7 @@ class Ulysses(Strategy):
 
 
 class _Geometry(NamedTuple):
-    """The part of a chunk that does not depend on tensor values. It is the same at every layer and step.
+    """The part of :class:`_Levels` that does not depend on tensor values. It is the same at every layer and step.
 
     Attributes:
         queries: the exchange of queries.
@@ -199,64 +176,31 @@ class _Geometry(NamedTuple):
     pairs: tuple[int, ...] | None
 
 
-@remembered
+@remembered(64)
 def _geometry(
-    peers: Peers,
-    first: int,
-    q_layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    heads: int,
-    kv_heads: int,
-    chunks: int,
-) -> tuple[_Geometry, ...]:
-    """One for each chunk."""
+    peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
+) -> _Geometry:
     q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
     exchange = head_exchange(peers, (heads, kv_heads, kv_heads), q_cut, seq_dim=2, head_dim=1)
-    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
-    keys = None
+    queries, exchanges = exchange._replace(columns=exchange.columns[:1]), (exchange,)
     if kv_cut != q_cut:  # cross-attention
-        keys = head_exchange(peers, (heads, kv_heads), kv_cut, seq_dim=2, head_dim=1)
-    share, geometries = heads // max(kv_heads, 1), []
-    for columns, kv_columns in zip(*_chunked(exchange.columns[0], exchange.columns[1], share, chunks), strict=True):
-        queries = exchange._replace(columns=(columns,))
-        exchanges = (exchange._replace(columns=(columns, kv_columns, kv_columns)),)
-        if keys is not None:
-            exchanges = (queries, keys._replace(columns=(kv_columns,) * 2))
-        (start, stop), (kv_start, kv_stop) = columns[peers.rank], kv_columns[peers.rank]
-        count, kv_count = stop - start, kv_stop - kv_start
-        pairs = tuple(head // share - kv_start for head in range(start, stop))
-        regular = kv_count and count % kv_count == 0
-        even = regular and pairs == tuple(index // (count // kv_count) for index in range(count))
-        geometries.append(
-            _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
-        )
-    return tuple(geometries)
-
-
-def _chunked(
-    columns: tuple[Chunk, ...], kv_columns: tuple[Chunk, ...], share: int, chunks: int
-) -> tuple[list[tuple[Chunk, ...]], list[tuple[Chunk, ...]]]:
-    """For each chunk, the query heads and the KV heads of each rank. No KV head of a rank is in two chunks."""
-    chunks = max(1, min(chunks, *(stop - start for start, stop in kv_columns)))
-    edges = [[start + (stop - start) * index // chunks for index in range(chunks + 1)] for start, stop in kv_columns]
-    kv_chunks = [tuple((cut[index], cut[index + 1]) for cut in edges) for index in range(chunks)]
-    q_chunks = [
-        tuple(
-            (max(first, kv_first * share), max(first, min(last, kv_last * share))) if chunks > 1 else (first, last)
-            for (first, last), (kv_first, kv_last) in zip(columns, kv_chunk, strict=True)
-        )
-        for kv_chunk in kv_chunks
-    ]
-    return q_chunks, kv_chunks
+        exchanges = queries, exchange._replace(rows=Rows(kv_cut), columns=exchange.columns[1:])
+    (start, stop), (kv_start, kv_stop) = (columns[peers.rank] for columns in exchange.columns[:2])
+    count, kv_count, share = stop - start, kv_stop - kv_start, heads // max(kv_heads, 1)
+    pairs = tuple(head // share - kv_start for head in range(start, stop))
+    regular = kv_count and count % kv_count == 0
+    even = regular and pairs == tuple(index // (count // kv_count) for index in range(count))
+    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
+    return _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
 
 
 class _Levels:
-    """The chunks of calls of one shape; see [Note: two levels].
+    """Both levels of calls of one shape: the exchange of heads, and the attention of this rank's heads.
 
     Attributes:
-        chunks: the chunks, in order.
+        inner: the attention of this rank's heads; see [Note: two levels].
+        ways, ways_back: the exchange of query, key and value, two in cross-attention; that of their gradients.
         specs: of the residual.
-        joined: joins the chunks of query, key and value: one for all three; two in cross-attention.
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -264,83 +208,31 @@ class _Levels:
         group, inner_group = attention.split(attention.group, size)
         assert group is not None, "for one rank, Strategy.on takes the inner strategy"
         first = attention.rank - attention.rank % size
-        layouts = (attention.q_layout, attention.kv_layout)
         # Without the name of the group: all groups of equal sizes have the same geometry.
         peers = Peers("", group.rank(), group.size())
-        geometries = _geometry(peers, first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
-        groups = ref(group), inner_group
-        self.chunks = [_Chunk(strategy.inner, attention, geometry, groups, q, k, v) for geometry in geometries]
-        self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
-        self._places = ResidualPlaces(self.specs)
-        ways = zip(*(chunk.ways_back for chunk in self.chunks), strict=True)
-        self.joined = [Joined(way) for way in ways]
-        self._like_queries: dict[int, tuple[list[Direct], Joined]] = {}
-
-    def like_queries(self, dim: int) -> tuple[list[Direct], Joined]:
-        """The exchange of tensors with the shape of queries and a last dim ``dim``, for each chunk; joins the chunks.
-
-        These are the output, its gradient, and the logsumexp.
-        """
-        if dim not in self._like_queries:
-            ways = [chunk.like_queries(dim) for chunk in self.chunks]
-            self._like_queries[dim] = ways, Joined(ways)
-        return self._like_queries[dim]
-
-    def start(self, index: int, kept: list[_Kept], *tensors: torch.Tensor) -> list[Arriving]:
-        """A chunk of query, key and value starts to its ranks."""
-        with named_range("chunk", index, "start heads"):
-            return self.chunks[index].start(kept[index][0], *tensors)
-
-    def kept_in(self, residual: torch.Tensor | None) -> list[_Kept]:
-        """For each chunk views of ``residual``. Without one there are none."""
-        if residual is None:
-            return [(None, None, None)] * len(self.chunks)
-        kept, views = [], iter(self._places.views(residual))
-        for chunk in self.chunks:
-            *places, out, inner = islice(views, len(chunk.specs))
-            kept.append((places, out.transpose(1, 2), inner))
-        return kept
-
-
-_Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.Tensor | None]
-"""Of a chunk: buffers for the received query, key and value; for their output; the inner residual."""
-
-
-class _Chunk:
-    """The exchange of some heads, and their attention.
-
-    Attributes:
-        inner: the attention of this rank's heads.
-        ways, ways_back: the exchange of query, key and value, two in cross-attention; that of their gradients.
-        specs: of the part of the residual.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        attention: Attention,
-        geometry: _Geometry,
-        groups: tuple[ref[dist.ProcessGroup], dist.ProcessGroup | None],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
+        geometry = _geometry(peers, first, attention.q_layout, attention.kv_layout, q.shape[1], k.shape[1])
         # One message for all three, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._group = groups[0]
-        ways = zip(geometry.exchanges, self._messages, strict=True)
-        self.ways = self.ways_back = [Direct(way, shapes[which], self._group) for way, which in ways]
+        self._group = ref(group)  # weak: what is remembered must not keep a group alive
+        ways = [*zip(geometry.exchanges, (shapes[which] for which in self._messages), strict=True)]
+        self.ways = [Blocks(way, of_way) for way, of_way in ways]
+        back = [(way.adjoint(), of_way) for way, of_way in ways]
         # From 2 MiB on a rank, one after the other and without packing: each is free before the next one arrives.
         if attention.q_layout.length * prod((*q.shape[:2], q.shape[3], q.itemsize)) >= 2**21 * attention.ranks:
-            singles = [way._replace(columns=(columns,)) for way in geometry.exchanges for columns in way.columns]
-            self.ways_back = [Direct(way, (s,), self._group) for way, s in zip(singles, shapes, strict=True)]
-        self._geometry, self._q_shape = geometry, tuple(q.shape)
+            back = [
+                (way._replace(columns=(cut,)), (shape,))
+                for way, of_way in back
+                for cut, shape in zip(way.columns, of_way, strict=True)
+            ]
+        self.ways_back = [Blocks(way, of_way) for way, of_way in back]
+        self._queries, self._q_shape = geometry.queries, tuple(q.shape)
+        self._like_queries: dict[int, tuple[Blocks, Blocks]] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
             attention,
-            group=groups[1],
+            group=inner_group,
             q_layout=geometry.layouts[0],
             kv_layout=geometry.layouts[1],
             heads=(before + start, before + stop),
@@ -348,10 +240,25 @@ class _Chunk:
         self._own = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
-        self.specs = self._residual_specs(strategy, q, v)
+        self.specs = self._residual_specs(strategy.inner, q, v)
+        self._places = ResidualPlaces(self.specs)
 
-    def like_queries(self, dim: int) -> Direct:
-        return Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
+    def like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
+        """The exchange of tensors with the shape of queries and a last dim ``dim``, to heads and back.
+
+        These are the output, its gradient, and the logsumexp.
+        """
+        if dim not in self._like_queries:
+            shapes = ((*self._q_shape[:3], dim),)
+            self._like_queries[dim] = Blocks(self._queries, shapes), Blocks(self._queries.adjoint(), shapes)
+        return self._like_queries[dim]
+
+    def kept_in(self, residual: torch.Tensor | None) -> _Kept:
+        """Views of ``residual``. Without one there are none."""
+        if residual is None:
+            return None, None, None
+        *places, out, inner = self._places.views(residual)
+        return places, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         """The received q, k and v of this rank's heads, their output, and the inner residual."""
@@ -365,27 +272,39 @@ class _Chunk:
         )
         kept = ResidualPlaces(inner.residual_specs(self.inner, *tensors)).spec
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
-        return [*(((way.arriving,), dtype) for way in self.ways), out, kept]
+        return [*(((sum(way.received),), dtype) for way in self.ways), out, kept]
 
-    def start(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[Arriving]:
-        """Query, key and value start from sequence shards to head shards: one all-to-all, or two in cross-attention.
+    def heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Query, key and value from sequence shards to head shards: one all-to-all, or two in cross-attention.
 
         ``places`` get them. None: temporary memory does.
         """
-        ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
-        return [way.start(place, *tensors[which]) for way, place, which in ways]
-
-    def arrived(self, started: list[Arriving]) -> list[torch.Tensor]:
-        """Query, key and value of this rank's heads, when they have come. The list is emptied."""
-        results = []
-        for way in self.ways:  # an error's traceback would keep what a comprehension captures, and so the groups
-            results += way.arrived(started.pop(0))
+        # Loops: an error's traceback would keep what a comprehension captures, and so the groups.
+        started, results = [], []
+        with named_range("start heads"):
+            for way, place, which in zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True):
+                started.append(way.post(list(tensors[which]), self._live_group(), place))
+        with named_range("wait for heads"):
+            for way in self.ways:
+                results += way.finish(started.pop(0))
         return results
+
+    def exchanged(self, name: str, way: Blocks, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors, exchanged. The list is emptied. ``name`` is for traces."""
+        with named_range("start", name):
+            started = way.post(tensors, self._live_group())
+        with named_range("wait for", name):
+            return way.finish(started)
+
+    def _live_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "its attention holds the group of an exchange that runs"
+        return group
 
     def in_heads(self, places: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Views of what is in ``places``."""
         assert places is not None  # a backward has a residual
-        return [x for way, place in zip(self.ways, places, strict=True) for x in way.views(place)]
+        return [x for way, place in zip(self.ways, places, strict=True) for x in way.columns_in(place)]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""
@@ -403,7 +322,11 @@ class _Chunk:
         return None if per_head_H is None else per_head_H[self._own]
 
 
-@remembered
+_Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.Tensor | None]
+"""Buffers for the received query, key and value; for their output; the inner residual."""
+
+
+@remembered(64)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     if isinstance(held := layout.held, Stripes):

@@ -1,24 +1,34 @@
-"""torch's tensor-parallel styles, each on its own axis of a composed mesh."""
+"""torch's tensor-parallel styles, each on its own axis of a composed mesh.
+
+Arguments, their defaults and behaviour are those of the classes of the same names in
+:mod:`torch.distributed.tensor.parallel`. ``mesh_axis`` is added: the name of the axis in a mesh with several axes. A
+1-D mesh is used whatever its name. Other axes are not affected. Under context parallelism every cp rank runs a style on
+its part of the sequence, and the gradients of the parameters must then be summed over cp (``sum_gradients``).
+
+Inputs are plain tensors of any shape and floating dtype, or DTensors on the axis. Styles of a Linear, an Embedding or a
+norm also take DTensors on the composed mesh if the other axes cut rows: see
+:class:`~cp_styles.styles.axis_adapter.AxisAdapter`. Communication: what the redistribution of inputs and outputs takes,
+over this axis alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as torch_parallel
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Shard
 
 from cp_styles.styles.on_mesh_axis import OnMeshAxis
-
-Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
-"""Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""
 
 
 class _EvenOutputs(OnMeshAxis):
     """Refuses outputs whose rows the axis does not divide, where they leave as plain tensors."""
+
+    _keeps_rows = True
 
     def _prepare_output_fn(  # torch's is a static method
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
@@ -31,19 +41,10 @@ class _EvenOutputs(OnMeshAxis):
 class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
     """Shard a Linear or an Embedding by its output features over the mesh axis ``mesh_axis``.
 
-    Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.ColwiseParallel`. Other axes of a
-    composed mesh are not affected. Under context parallelism, every cp rank runs this style on its part of the
-    sequence. The gradients of the parameters must then be summed over cp (``sum_gradients``).
-
     Args:
-        input_layouts: how the input is placed on the axis; default ``Replicate()``. It is redistributed to that.
-        output_layouts: how the output is to be placed; default ``Shard(-1)``, the features.
-        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
+        input_layouts, output_layouts, use_local_output: as in
+            :class:`torch.distributed.tensor.parallel.ColwiseParallel`.
         mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    Inputs are plain tensors [..., W] of any floating dtype, or DTensors on the axis. They may also be DTensors on the
-    composed mesh if the other axes cut rows: see :class:`~cp_styles.styles.axis_adapter.AxisAdapter`.
-    Communication: what the redistribution of input and output takes, over this axis alone.
 
     Raises:
         TypeError, ValueError: when applied, if the mesh is not a DeviceMesh or lacks the axis, or if the module has the
@@ -56,64 +57,30 @@ class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
         parallelize_module(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp")), plan)
     """
 
-    _keeps_rows = True
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.mesh_axis = mesh_axis
-
 
 class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """Shard a Linear or an Embedding by its input features over the mesh axis ``mesh_axis``.
 
-    Like :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
-    Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
-    gathered over other axes.
+    A Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
+    gathered over other axes. Errors and example: see :class:`ColwiseParallel`.
 
     Args:
-        input_layouts: how the input is placed on the axis; default ``Shard(-1)``, the features.
-        output_layouts: how the output is to be placed; default ``Replicate()``, an all-reduce. ``Shard(1)`` is a
-            reduce-scatter along the sequence.
-        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
-        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    Inputs, communication, errors and example: see :class:`ColwiseParallel`.
+        input_layouts, output_layouts, use_local_output: as in
+            :class:`torch.distributed.tensor.parallel.RowwiseParallel`.
+        mesh_axis: see :class:`ColwiseParallel`.
     """
-
-    _keeps_rows = True
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.mesh_axis = mesh_axis
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
     """Run a norm (or dropout) with its input sharded along the sequence over the mesh axis ``mesh_axis``.
 
-    Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.SequenceParallel`. Like there, the
-    parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the sequence" is the part
-    of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
+    As in torch, the parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the
+    sequence" is the part of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
+    No communication where the input is cut along the sequence already. Errors: see :class:`ColwiseParallel`.
 
     Args:
-        sequence_dim: the dim of the input [B, S, W] that is the sequence.
-        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
-        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    No communication where the input is cut along the sequence already. Errors: see :class:`ColwiseParallel`.
+        sequence_dim, use_local_output: as in :class:`torch.distributed.tensor.parallel.SequenceParallel`.
+        mesh_axis: see :class:`ColwiseParallel`.
 
     Example::
 
@@ -121,10 +88,6 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
     """
 
     _keeps_rows = True
-
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, mesh_axis: str = "tp") -> None:
-        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
-        self.mesh_axis = mesh_axis
 
     def _prepare_output_fn(self, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if use_local_output:
@@ -135,77 +98,33 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
     """Make a module's inputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
 
-    All but ``mesh_axis`` is as in :class:`torch.distributed.tensor.parallel.PrepareModuleInput`.
+    Errors: see :class:`ColwiseParallel`; DTensors on several axes are a NotImplementedError here.
 
     Args:
-        input_layouts: how the positional inputs are placed on the axis: one placement, or one for each input.
-        desired_input_layouts: how the module is to get them.
-        input_kwarg_layouts: the same for keyword inputs, by name.
-        desired_input_kwarg_layouts: the same for keyword inputs, by name.
-        use_local_output: hand the module plain tensors. False hands it DTensors.
-        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    Inputs are plain tensors of any shape and dtype, or DTensors on the axis. Communication: what the redistribution
-    takes, over this axis alone. Errors: see :class:`ColwiseParallel`; DTensors on several axes are a
-    NotImplementedError here.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as in
+            :class:`torch.distributed.tensor.parallel.PrepareModuleInput`.
+        mesh_axis: see :class:`ColwiseParallel`.
 
     Example::
 
         plan = {"attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Inputs = None,
-        desired_input_layouts: Inputs = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
-        mesh_axis: str = "tp",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
-        self.mesh_axis = mesh_axis
-
 
 class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
     """Make a module's outputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
 
-    All but ``mesh_axis`` is as in :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`.
+    Errors: as for the inputs of :class:`PrepareModuleInput`.
 
     Args:
-        output_layouts: how the outputs are placed on the axis: one placement, or one for each output.
-        desired_output_layouts: how they are to leave.
-        use_local_output: return plain tensors. False returns DTensors.
-        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    Outputs, communication and errors: as for the inputs of :class:`PrepareModuleInput`.
+        output_layouts, desired_output_layouts, use_local_output: as in
+            :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`.
+        mesh_axis: see :class:`ColwiseParallel`.
 
     Example::
 
         plan = {"attention": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))}
     """
-
-    def __init__(
-        self,
-        *,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        super().__init__(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.mesh_axis = mesh_axis
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if self.use_local_output:
@@ -220,37 +139,11 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
 
 
 class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
-    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with the arguments of both.
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with the arguments and errors of both.
 
     Args:
         use_local_input: hand the module plain tensors. False hands it DTensors.
-        use_local_output: return plain tensors. False returns DTensors.
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see PrepareModuleInput.
-        output_layouts, desired_output_layouts: see PrepareModuleOutput.
-        mesh_axis: see either class, as for shapes, communication, errors and the example.
+        output_layouts, desired_output_layouts, use_local_output: see PrepareModuleOutput.
+        mesh_axis: see :class:`ColwiseParallel`.
     """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Inputs = None,
-        desired_input_layouts: Inputs = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_input: bool = False,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_input=use_local_input,
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.mesh_axis = mesh_axis

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.process
 
 
-SOME = ("--batches=90", "--worlds=3", "--rows=18", "--different=5", "--limit=0.05")
+SOME = ("--batches=90", "--worlds=3", "--rows=18", "--different=5")
 DOORS = ("--doors", "scoped", "a_block", "decoding", "a_group")
 
 

@@ -30,7 +30,7 @@ STRATEGIES = {
     "all-gather, sent again": AllGather(keep=0),
     "Ulysses": Ulysses(),
     "Ulysses x ring": Ulysses(size=2),
-    "Ulysses x all-gather": Ulysses(inner=AllGather(keep=0), size=2, chunks=2),
+    "Ulysses x all-gather": Ulysses(inner=AllGather(keep=0), size=2),
 }
 KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel(), "CUDA's": DEFAULT}  # see tests/cuda_ops.py
 # Query and key/value heads: MHA, groups, one key head, fewer heads than ranks, heads that no number of ranks divides.

@@ -58,7 +58,7 @@ def test_progress_is_on_stderr_when_it_takes_longer(capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.err.splitlines() == [
         "explain: 1 of 2: Ring(keep=1), head_tail",
-        "explain: 2 of 2: Ulysses(inner=Ring(keep=1), size=None, chunks=1), head_tail",
+        "explain: 2 of 2: Ulysses(inner=Ring(keep=1), size=None), head_tail",
     ]
     assert "explain: " not in said.out
 

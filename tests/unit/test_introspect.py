@@ -1,159 +1,68 @@
-"""Which callables ranks tell apart by :func:`code_of`: by every number that they read, and by nothing else."""
+"""Which callables ranks tell apart by :func:`code_of`: by their code, and by numbers in closures and partials."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
 
 from cp_styles.introspect import code_of
 
 
 class Slopes:
-    """``other`` and ``rank`` are read by nobody."""
-
-    factor = 1.0
-
     def __init__(self, factor: float) -> None:
-        self.factor = self.other = factor
-        self.rank = factor
-
-    def slope(self):
-        return self.factor
+        self.factor = factor
 
     def method(self, score, b, h, q, k):
-        return score * self.slope()
-
-    def __call__(self, score, b, h, q, k):
-        return self.method(score, b, h, q, k)
-
-    def unread(self, score, b, h, q, k):
-        return score * 2.0
-
-
-class Slots:
-    __slots__ = ("factor",)
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, score, b, h, q, k):
         return score * self.factor
 
-
-class Property:
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    @property
-    def factor(self):
-        return self._factor
-
-    @staticmethod
-    def times(score, factor):
-        return score * factor
-
-    def __call__(self, score, b, h, q, k):
-        return self.times(score, self.factor)
-
-
-class ByName:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, score, b, h, q, k):
-        return score * getattr(self, "factor")  # noqa: B009
-
-
-class Layer(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.inner = Inner(factor)
-        self.layer_index = factor
-
-    def forward(self, score, b, h, q, k):
-        return self.inner(score)
-
-
-class Inner(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, score):
-        return score * self.factor
-
-
-@dataclass(frozen=True)
-class Record:
-    factor: float
-
-    def __call__(self, score, b, h, q, k):
-        return score * self.factor
-
-
-def class_of(factor: float):
-    return type("Slopes", (Slopes,), {"factor": factor, "__init__": lambda self: None})()
-
-
-def through_a_closure(factor: float):
-    held = Slopes(factor)
-
-    def helper():
-        return held.slope()
-
-    return lambda score, b, h, q, k: score * helper()
+    def twice(self, score, b, h, q, k):
+        return score * 2.0 * self.factor
 
 
 def times(factor, score, b, h, q, k):
     return score * factor
 
 
-def through_a_global(factor: float):
-    """As in two processes: each has a global of its own."""
-    names = {"held": Slopes(factor), "__name__": "program", "FACTOR": factor}
-    exec("def helper(): return FACTOR\ndef mod(score, b, h, q, k): return score * held.slope() * helper()", names)
-    return names["mod"]
+def through_a_closure(factor: float):
+    def helper():
+        return factor
+
+    return lambda score, b, h, q, k: score * helper()
+
+
+def with_a_default(factor: float):
+    def score_mod(score, b, h, q, k, factor=factor):
+        return score * factor
+
+    return score_mod
 
 
 READ = {
-    "method": lambda factor: Slopes(factor).method,
-    "object": Slopes,
-    "slots": Slots,
-    "property": Property,
-    "by name": ByName,
-    "module": Layer,
-    "a module's forward": lambda factor: Layer(factor).forward,
-    "dataclass": Record,
-    "class": class_of,
     "closure": through_a_closure,
+    "default": with_a_default,
     "partial": lambda factor: functools.partial(times, factor),
-    "partial of a method": lambda factor: functools.partial(Slopes(factor).method),
-    "lru_cache": lambda factor: functools.lru_cache(lambda score, b, h, q, k: score * factor),
-    "vmap": lambda factor: torch.vmap(lambda score, b, h, q, k: score * factor),
-    "global": through_a_global,
+    "a tensor's shape": lambda factor: functools.partial(times, torch.ones(int(factor))),
+    "constants": lambda factor: Slopes(0.0).method if factor == 1.0 else Slopes(0.0).twice,
 }
 
 
 @pytest.mark.parametrize("name", READ)
-def test_numbers_that_a_callable_reads_are_in_its_text(name: str):
+def test_what_a_function_has_is_in_its_text(name: str):
     make = READ[name]
     assert code_of(make(1.0)) == code_of(make(1.0))
     assert code_of(make(1.0)) != code_of(make(2.0))
 
 
-def test_what_a_callable_does_not_read_is_not():
-    assert code_of(Slopes(1.0).unread) == code_of(Slopes(2.0).unread)
-    first, second = Layer(1.0), Layer(1.0)
-    first.layer_index = 7
-    first.register_forward_hook(lambda *_: None)
-    assert code_of(first) == code_of(second)
+def test_attributes_of_objects_are_not():
+    """verify tells ranks whose objects differ: see test_verify.py."""
+    assert code_of(Slopes(1.0).method) == code_of(Slopes(2.0).method)
+    assert code_of(Slopes(1.0)) == code_of(Slopes(2.0)) != code_of(times)
 
 
-def test_objects_that_know_each_other():
-    first, second = Slopes(1.0), Slopes(1.0)
-    first.slope, second.slope = second, first
-    assert "..." in code_of(first)
+def test_a_function_that_knows_itself():
+    def score_mod(score, b, h, q, k):
+        return score_mod(score, b, h, q, k)
+
+    assert "..." in code_of(score_mod)

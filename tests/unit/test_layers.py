@@ -191,6 +191,7 @@ STATE = {
         "kernels/flex_compiled.py": "_compiled",
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
+        "strategies/moving_kv.py": "_have_levels",
         "styles/mesh_axes.py": "_specs",
     },
     "caches of what grows with the batch": {
@@ -225,7 +226,6 @@ REGISTERED = {
     "comm/point_to_point.py": "gather_numbers",
     "engine/custom_ops.py": "attention attention_backward",
     "styles/private_mesh.py": "sdpa_handlers",
-    "bounded_cache.py": "register_at_fork",
     "checks/gradient_watch.py": "register_optimizer_step_post_hook",
     "integrations/transformers.py": "AttentionInterface AttentionMaskInterface",
 }
@@ -313,7 +313,7 @@ def test_all_state_is_of_a_kind_that_contributing_explains():
 
 # What registers functions of the package with torch or with transformers.
 _REGISTERS = re.compile(
-    r'torch\.library\.define\(\s*"cp_styles::(\w+)"|\b(register_optimizer_step_post_hook|register_at_fork|\w+Interface)\b[\w.]*\('
+    r'torch\.library\.define\(\s*"cp_styles::(\w+)"|\b(register_optimizer_step_post_hook|\w+Interface)\b[\w.]*\('
     r"|\b(sdpa_handlers)\(\)"
 )
 
@@ -367,7 +367,6 @@ WRITTEN_ONCE = {
     r"DTensor\.from_local\(": {"styles/mesh_axes.py"},
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
-    r"\.as_strided\(": {"strategies/all_to_all.py"},
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
     r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},

@@ -291,12 +291,12 @@ def test_what_does_not_depend_on_the_rank_is_made_once():
     of the rows of a batch."""
     mask = Asked(Causal())
     layout = by_work(96, 4, mask=mask)
-    asked, tables = sum(mask.positions), chunks_of.made
+    asked, tables = sum(mask.positions), chunks_of.cache_info().misses
     for rank in range(4):
         make_plan(layout, layout, mask, rank)
         make_plan(layout, layout, Causal(), rank)
     assert sum(mask.positions) == asked
-    assert chunks_of.made == tables + 1
+    assert chunks_of.cache_info().misses == tables + 1
 
 
 class Operations(TorchDispatchMode):
@@ -351,13 +351,13 @@ def test_stripes_at_64_ranks_list_neither_positions_nor_chunks(
     planned. Others are attended to like one of them, and share its tiles."""
     monkeypatch.setattr(Stripes, "chunks", None)
     monkeypatch.setattr(bounded_cache, "as_constants", nullcontext)  # it switches modes off, the one here too
-    tables = chunks_of.made
+    tables = chunks_of.cache_info().misses
     with another_cache(), Operations() as operations:
         layout = striped(length, 64)
         plan = make_plan(layout, layout, mask, 40)
     assert operations.largest == largest
     assert operations.count <= 520
-    assert chunks_of.made == tables
+    assert chunks_of.cache_info().misses == tables
     assert sum(len(part.tiles) for part in plan.parts) == tiles
     assert len({id(part.tiles) for part in plan.parts if part.tiles}) == planned
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
-from cp_styles.strategies import Ring
+from cp_styles.strategies import Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
@@ -82,6 +82,7 @@ class Nothing(nn.Module):
             "strategy must be a Strategy object such as Ring(), got",
         ),
         (lambda s: parallel(Core(), s.mesh, strategy=Ring), "strategy must be a Strategy object such as Ring()"),
+        (lambda s: Ulysses(chunks=2), "Ulysses(chunks=) no longer exists, because no measurement has shown a gain"),  # pyright: ignore[reportArgumentType]
         (lambda s: parallel(Core(), s.mesh, layout="zigzag"), "layout must be a SequenceLayout or a function"),
         (
             lambda s: parallel(Core(), s.mesh, mask="causal"),

@@ -26,12 +26,12 @@ from cp_styles import (
     per_document_head_tail,
     striped,
 )
-from cp_styles.bounded_cache import shared
 from cp_styles.engine.binding import bindings_of
 from cp_styles.explain import Auto
 from cp_styles.layout import layout_made_by
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.leaks import empty_caches
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 
 STRATEGIES = Ring(), AllGather(), Ulysses(), Auto(candidates=(Ring(), AllGather()))
@@ -72,7 +72,7 @@ def test_what_is_left_of_batches():
                 bindings_of(mesh.get_group()).clear()
             dist.barrier()
             if index % 8 == 0 and rank == 0:
-                shared.clear()
+                empty_caches()
                 gc.collect()
                 found = (type(each) for each in gc.get_objects())
                 left.append(Counter(each.__qualname__ for each in found if each.__module__.startswith("cp_styles")))

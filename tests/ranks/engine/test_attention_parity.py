@@ -74,7 +74,7 @@ def test_ranks_without_a_head(strategy, packed: bool):
     [
         ((260, None), contiguous, Ulysses(), 6),  # query, key and value; output; its gradient; theirs, 3
         ((257, None), contiguous, Ulysses(), 4),  # of which one rank has 129; one message for the three
-        ((265, None), head_tail, Ulysses(chunks=2), 12),
+        ((265, None), head_tail, Ulysses(), 6),
         ((265, 131), contiguous, Ulysses(), 7),
     ],
 )

@@ -348,7 +348,7 @@ def broken(path: str, replacement, match: str, kind: type[Exception], **options)
 
 
 @pytest.mark.parametrize(
-    ("where", "strategy"), [("strategies.moving_kv", Ring()), ("strategies.all_to_all", Ulysses())], ids=str
+    ("where", "strategy"), [("strategies.moving_kv", Ring()), ("collectives.exchange", Ulysses())], ids=str
 )
 def test_a_group_whose_first_operation_is_a_batch_is_noticed(where: str, strategy):
     path = f"cp_styles.{where}.open_group"

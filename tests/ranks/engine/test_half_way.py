@@ -48,7 +48,7 @@ from cp_styles.collectives import (
     split,
     sync_inputs,
 )
-from cp_styles.collectives.exchange import Exchange
+from cp_styles.collectives.exchange import Blocks
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.mailbox import end_connections
@@ -58,6 +58,7 @@ from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.mixers import Channels, Recurrence, context_recurrence
 from cp_styles.mixers.recurrence import _KernelCall
+from cp_styles.strategies.base import Strategy
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel_unshard
@@ -114,7 +115,12 @@ def caught(act: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses(chunks=2)]
+STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
+
+
+def last_call(strategy: Strategy) -> list[int]:
+    """The call of the kernel that fails: the second one, where there are two."""
+    return [1 if isinstance(strategy, Ulysses) else 2]
 
 
 @sampled(
@@ -124,7 +130,6 @@ STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses(chunks=2)]
     checks=[Checks(), Checks(agreement=False)],
 )
 def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
-    """Ulysses(chunks=2) of six heads calls the kernel twice."""
     layout = head_tail(LENGTH, RANKS)
     problem = Problem(length=LENGTH, heads=6, kv_heads=6)
 
@@ -132,7 +137,7 @@ def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
         options = {"mask": Causal(), "layout": layout, "strategy": strategy, "checks": checks}
         attend = partial(context_attention, group=cp_mesh(RANKS), **options)
         leaves, cotangent = problem.shard(layout, rank, RANKS)
-        kernel = Failing(way if rank == 1 else "nowhere")
+        kernel = Failing(way if rank == 1 else "nowhere", left=last_call(strategy))
         began = time.monotonic()
         first = caught(lambda: attend(*leaves, kernel=kernel).backward(cotangent))
         second = caught(lambda: attend(*leaves))
@@ -184,7 +189,7 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
         attend = partial(context_attention, group=dist.group.WORLD, mask=Causal(), layout=layout, strategy=strategy)
         given = [put(x) for x in problem.shard(layout, rank, RANKS)[0]]
         cotangent = put(problem.shard(layout, rank, RANKS)[1])
-        kernel = Failing(way if rank == 1 else "nowhere", ON_GPU)
+        kernel = Failing(way if rank == 1 else "nowhere", ON_GPU, last_call(strategy))
         return [
             caught(lambda: attend(*given, kernel=kernel).backward(cotangent)),
             caught(lambda: attend(*given, kernel=ON_GPU)),
@@ -322,7 +327,7 @@ def attends(*shapes: tuple[int, int], **options: Any) -> Callable[[], object]:
 OF_KEYS: dict[str, Callable[[], object]] = {
     "ring": attends(*[(4, 4)] * 3),
     "two messages": attends((4, 4), (4, 6), (4, 6), strategy=Ulysses(), layout=contiguous),
-    "two levels": attends(*[(4, 4)] * 3, strategy=Ulysses(size=2, chunks=2), layout=contiguous),
+    "two levels": attends(*[(4, 4)] * 3, strategy=Ulysses(size=2), layout=contiguous),
     "whole tokens": attends(*[(4, 6)] * 3, layout=JointLayout(prefix=2)),
 }
 OF_TENSORS: dict[str, Callable[[], object]] = {
@@ -420,12 +425,12 @@ def test_collectives_whose_backwards_run_in_another_order(which: str):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("which", ["all_to_all", "all_to_all, async"])
 def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
-    fails, packed = threading.local(), Exchange._message
+    fails, pack = threading.local(), Blocks.pack
 
-    def message(self, tensors):
+    def failing(self, tensors):
         if getattr(fails, "now", False):
             raise OutOfMemory
-        return packed(self, tensors)
+        return pack(self, tensors)
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
         x = torch.randn(6, 6, requires_grad=True)
@@ -437,7 +442,7 @@ def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
         fails.now = False
         return first, caught(call), time.monotonic() - began
 
-    monkeypatch.setattr(Exchange, "_message", message)
+    monkeypatch.setattr(Blocks, "pack", failing)
     found = run_ranks(on, RANKS, timeout_seconds=20)
     for rank, (first, second, seconds) in enumerate(found):
         assert isinstance(first, OutOfMemory if rank == 1 else TransferError)

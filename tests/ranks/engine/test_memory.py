@@ -99,7 +99,6 @@ def test_what_strategies_hold():
         ("AllGather()", AllGather(), head_tail),
         ("Ulysses()", Ulysses(), head_tail),
         ("Ulysses(size=2)", Ulysses(size=2), head_tail),
-        ("chunks=2", Ulysses(chunks=2), head_tail),
     ):
         for ranks in (1, 2, 4, 8):
             if ranks > 1 or "size" not in name:
@@ -125,16 +124,12 @@ AllGather()     2     4.02   3.02   9.52
 AllGather()     4     9.02   3.02  13.02
 AllGather()     8    17.02   3.02  21.02
 Ulysses()       1     1.02   1.02   4.02
-Ulysses()       2     6.00   5.02  10.52
-Ulysses()       4     6.00   5.02  10.77
-Ulysses()       8     6.00   5.02  10.89
-Ulysses(size=2) 2     6.00   5.02  10.52
+Ulysses()       2     6.00   5.02  11.02
+Ulysses()       4     6.00   5.02  11.02
+Ulysses()       8     6.00   5.02  11.02
+Ulysses(size=2) 2     6.00   5.02  11.02
 Ulysses(size=2) 4     7.02   7.02  14.52
-Ulysses(size=2) 8    10.54   7.02  17.14
-chunks=2        1     1.02   1.02   4.02
-chunks=2        2     5.25   5.02  10.02
-chunks=2        4     5.62   5.02  10.52
-chunks=2        8     6.00   5.02  10.89""",
+Ulysses(size=2) 8    10.54   7.02  17.14""",
     )
 
 
@@ -167,7 +162,7 @@ def test_what_strategies_hold_in_16_bits():
 Ring      2     6.04  12.53   3.79   7.78   6.09  12.03   5.34   6.53
 Ring      4     8.78  15.78   4.28   8.03  10.09  15.03   6.34   7.03
 AllGather 4    11.04  15.53   5.04   7.78  10.09  15.03   6.34   7.16
-Ulysses   4     6.00  10.78   4.00   8.03   6.00  10.78   4.00   8.03""",
+Ulysses   4     6.00  11.03   4.00   8.03   6.00  11.03   4.00   8.03""",
     )
 
 

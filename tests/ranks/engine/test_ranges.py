@@ -45,33 +45,25 @@ step 2 wait for gradients of 2
 """
 ULYSSES = """
 attention forward: context_attention
-chunk 0 start heads
+start heads
 agreement: context_attention
-chunk 1 start heads
-chunk 0 wait for heads
-chunk 0 attend
-chunk 0 start output
-chunk 1 wait for heads
-chunk 1 attend
-chunk 1 start output
+wait for heads
+attend
+start output
 wait for output
 attention backward: context_attention
-chunk 0 start gradient of output
+start gradient of output
 agreement: context_attention
-chunk 1 start gradient of output
-chunk 0 wait for gradient of output
-chunk 0 gradients
-chunk 0 start gradients
-chunk 1 wait for gradient of output
-chunk 1 gradients
-chunk 1 start gradients
+wait for gradient of output
+gradients
+start gradients
 wait for gradients
 """
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kv_heads", "expected"),
-    [(Ring(), 3, 2, RING), (Ulysses(chunks=2), 2, 4, ULYSSES)],
+    [(Ring(), 3, 2, RING), (Ulysses(), 2, 4, ULYSSES)],
     ids=["Ring", "Ulysses"],
 )
 def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expected: str):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles import Causal, Documents, SlidingWindow, context_attention, contiguous, head_tail
-from cp_styles.bounded_cache import Remembered, another_cache
+from cp_styles import Causal, Documents, SlidingWindow, bounded_cache, context_attention, contiguous, head_tail
+from cp_styles.bounded_cache import another_cache
 from cp_styles.collectives import seq_to_heads
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.device_copies import DeviceTables, numbers_on
@@ -95,14 +95,14 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.fixture
 def plans(monkeypatch) -> threading.local:
     """``made``: how many results this thread has made that are remembered, once it is set."""
-    counted, make = threading.local(), Remembered._make
+    counted, constants = threading.local(), bounded_cache.as_constants
 
-    def counting(self: Remembered, *arguments: Any) -> Any:
+    def counting() -> Any:
         if hasattr(counted, "made"):
             counted.made += 1
-        return make(self, *arguments)
+        return constants()
 
-    monkeypatch.setattr(Remembered, "_make", counting)
+    monkeypatch.setattr(bounded_cache, "as_constants", counting)
     return counted
 
 

@@ -51,7 +51,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     Ulysses(),
     Ulysses(size=2),
     Ulysses(inner=AllGather(keep=0), size=2),
-    Ulysses(chunks=2),
 )
 MASKS: dict[str, Mask] = {
     **{name: case.mask for name, case in mask_cases(LENGTH).items()},

@@ -203,6 +203,32 @@ def test_flex_attention_on_a_cpu(plan, masked: bool):
         old(model, {"tokens": TOKENS})  # else the test shows nothing
 
 
+class Slope(nn.Module):
+    """A score_mod that reads an attribute, which ranks do not compare."""
+
+    slope = 0.0
+
+    def score(self, logits, b, h, query, key):
+        return torch.where(query >= key, logits - self.slope * (query - key), float("-inf"))
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, score_mod=self.score, enable_gqa=True)
+
+
+@pytest.mark.parametrize("more", [0.0, 0.05])
+def test_scores_that_differ_by_an_attribute(more: float):
+    def plan(model: nn.Module, mesh: Any) -> nn.Module:
+        for layer in model.layers:
+            layer.attention.core = Slope()
+            layer.attention.core.slope = 0.1 + more * dist.get_rank()
+        return parallelize_module(model, mesh, ModuleContextParallel())
+
+    if more:
+        wrong(llama(), plan, words="the step with one rank has another loss on each rank")
+    else:
+        run(llama(), plan)
+
+
 def test_fsdp_and_checkpoints():
     """A plan that is a function; gradients that a reducer averages, after a loss with averaged_over."""
 
