@@ -25,47 +25,47 @@ def test_every_composition_is_the_training_of_one_process(on_processes):
         """\
 Llama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_sum_gradients
-    all_gather: 7 calls, 792 bytes
+    all_gather: 7 calls, 648 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_cp
-    all_gather: 13 calls, 202112 bytes
+    all_gather: 13 calls, 201984 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp
-    all_gather: 11 calls, 202992 bytes
+    all_gather: 11 calls, 202704 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 131072 bytes
 DistributedDataParallel on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_ddp_over_cp
-    all_gather: 6 calls, 1584 bytes
+    all_gather: 6 calls, 1296 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 131072 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_hsdp
-    all_gather: 12 calls, 135240 bytes
+    all_gather: 12 calls, 135064 bytes
     all_reduce: 5 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_and_sum_gradients_over_cp
-    all_gather: 13 calls, 135328 bytes
+    all_gather: 13 calls, 135136 bytes
     all_reduce: 3 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 FSDPLlama on 4 ranks, mesh axes ('cp', 'tp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp_with_tp
-    all_gather: 22 calls, 218000 bytes
+    all_gather: 22 calls, 217904 bytes
     all_reduce: 7 calls, 1336 bytes
     reduce_scatter: 13 calls, 169600 bytes
     send: 30720 bytes
 Stage on 4 ranks, mesh axes ('pp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_pipeline
-    all_gather: 9 calls, 792 bytes
+    all_gather: 9 calls, 648 bytes
     all_reduce: 2 calls, 72200 bytes
     send: 57344 bytes
 """,
