@@ -444,7 +444,8 @@ class _Call(CheckedCall):
         local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
         if state.lengths.get(local) != whole:
             state.lengths.put(local, whole)
-        binding.rank_checks.judge(rows, self)
+        if binding.checks.agreement:
+            binding.rank_checks.judge(rows, self)
         # The forward starts; see GroupState.
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
