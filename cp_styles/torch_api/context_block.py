@@ -360,8 +360,6 @@ class _BlockCalls(AttentionCalls):
         return super().__torch_function__(func, types, args, kwargs)
 
     def is_around(self) -> bool:
-        """Whether the running code is inside the block. (torch's stack of modes belongs to a thread: it does not know
-        which of several generators or tasks runs.)"""
         open_here = _open.get()
         if self._again or open_here == (self._entry,):
             return True
