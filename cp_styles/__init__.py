@@ -5,11 +5,11 @@ from typing import Any
 
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
+from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
+from cp_styles.checks.proof import UnverifiedModelWarning
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.checks import Checks
-from cp_styles.engine.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
-from cp_styles.engine.proof import UnverifiedModelWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention

@@ -19,6 +19,8 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._library.fake_impl import allocate_size
+from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -435,6 +437,17 @@ def running_reruns() -> list[tuple[Any, str | None]]:
 # torch.compile calls such a function while it traces, and uses the result as a constant. Only for functions whose
 # arguments are guarded by identity, such as classes and functions.
 constant_under_compile: Callable[..., Any] = torch.compiler.assume_constant_result
+
+
+OpaqueValue = OpaqueBase  # the base of such classes, which only 2.11 needs; seen: 2.11 to 2.14
+
+
+def register_opaque_value(cls: type) -> None:
+    """Let custom ops and traced functions take objects of ``cls``, which torch.compile guards by ``==``.
+
+    On 2.11 subclasses are not taken, and a graph reads none of their fields. Seen: 2.11 to 2.14.
+    """
+    register_opaque_type(cls, typ="value")
 
 
 def new_size(context: Any) -> Any:

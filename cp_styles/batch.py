@@ -744,14 +744,15 @@ def _with_gradient_anywhere(
             "reduce_dtype": options[1],
         }
         sample = _sample_of_gradients(parameters, group)
-        return facts, StatusRow(q_length=zlib.crc32(present), watch=sample, flags=gathers.compared)
+        return facts, StatusRow(q_length=zlib.crc32(present), numbers=(sample, gathers.compared))
 
     gathers = state_of(group).the(ReplicatedGathers)
     rows = meet_alike(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     gathers.summed = True
-    if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
+    samples, compared = rows.columns.numbers
+    if len(set(samples)) == 1 and samples[0] and group.size() > 1:
         _refuse_ddp(parameters, group)
-    if parameters and all(rows.columns.flags):
+    if parameters and all(compared):
         _refuse_whole(parameters, gathers.in_front, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")

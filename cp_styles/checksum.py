@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cp_styles.bounded_cache import known_about
-from cp_styles.device_copies import read_later
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 _GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: places become far apart
@@ -88,19 +86,3 @@ def digest(tensor: torch.Tensor) -> int:
     if entry is None or entry[0] != version_of(tensor):
         entry = table[digest] = (version_of(tensor), checksum(tensor))
     return entry[1]
-
-
-def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> int:
-    """The :func:`digest` of a tensor that changes at every step.
-
-    On a GPU the host would have to wait for it. There it is the digest of the tensor of _DELAY calls before, and 0 at
-    the first _DELAY calls. ``earlier`` holds the digests that were not read yet. No communication.
-    """
-    if tensor.device.type == "cpu":
-        return digest(tensor)
-    earlier.append(read_later(device_checksum(tensor)))
-    return earlier.popleft()() % 2**63 if len(earlier) > _DELAY else 0
-
-
-# The number of calls by which the host may run ahead of its device.
-_DELAY = 64

@@ -246,17 +246,20 @@ def holds(dtype: torch.dtype, value: float) -> bool:
     return bounds[0] <= value <= bounds[1] and value == int(value)
 
 
+_CUT = "_cp_styles_cut"
+
+
 def cut_with(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
     """With what :meth:`SequenceLayout.shard` made this tensor object, and along which dim. None for tensors computed
     from it."""
-    return getattr(tensor, "_cp_styles_cut", None)
+    return getattr(tensor, _CUT, None)
 
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with its layout."""
     pairs = []  # by a loop, which torch.compile can trace
     for value in values:
-        cut = cut_with(value)
+        cut = getattr(value, _CUT, None)
         if cut is not None:
             pairs.append((value, cut[0]))
     return pairs
@@ -573,6 +576,14 @@ def is_deterministic(balancer: Balancer) -> bool:
     """Whether the balancer is known to depend only on length and ranks."""
     function, constants = _by_value(balancer)[:2]
     return function in _OWN and all(map(_is_constant, constants))
+
+
+def fact_of(cut: SequenceLayout | Balancer) -> SequenceLayout | str:
+    """A layout or balancer as ranks compare it. The results of a user's own function are compared in its place."""
+    if isinstance(cut, SequenceLayout):
+        return cut
+    function, values, names = _by_value(cut)
+    return f"{function.__name__}{values or ''}{names or ''}" if is_deterministic(cut) else "a balancer"
 
 
 def _by_value(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:

@@ -528,7 +528,7 @@ def plan(gpus: int) -> dict[str, Case]:
     """The cases by stage, the most telling first. ``gpus``: how many there are."""
     cases: dict[str, Case] = {}
     for name, one in KERNELS.items():
-        shapes = [(dtype, dim, kv_heads) for dtype in one.dtypes for dim in (64, 128, 256) for kv_heads in (1, 8)]
+        shapes = [(dtype, dim, kv_heads) for dtype in one.dtypes for dim in (64, 96, 128, 256) for kv_heads in (1, 8)]
         for dtype, dim, kv_heads in sorted(shapes, key=lambda shape: shape != (one.dtypes[-1], 128, 8)):
             if dim <= (one.most_dim or dim):
                 what = f"kernels {name} {str(dtype)[6:]} D={dim} G={kv_heads}"

@@ -6,8 +6,10 @@ tests/gpu.py and tests/replay.py share it. It runs on a CPU too, where nothing w
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import json
 import platform
+import pstats
 import statistics
 import time
 import warnings
@@ -125,12 +127,14 @@ def _short(line: Found) -> str:
 
 
 def hardware() -> Found:
-    """The first line of a record. ``tests`` is a namespace package: another one of that name would take its place."""
-    found: Found = {"tests": [*tests.__path__], "python": platform.python_version(), "torch": torch.__version__}
+    """The first line of a record, with nothing that names the machine. ``own tests``: ``tests`` is a namespace package,
+    and another package of that name might come before it."""
+    found: Found = {"own tests": next(iter(tests.__path__)) == str(Path(__file__).parent), "torch": torch.__version__}
+    found["python"] = platform.python_version()
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["gpus"] = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return found
 
 
@@ -216,6 +220,69 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     before = torch.cuda.memory_allocated()
     run()
     return torch.cuda.max_memory_allocated() - before
+
+
+def host_profile(run: Callable[[], Any], repeats: int = 5) -> Found:
+    """Where the host's time goes in ``run``, in ms and calls of one run.
+
+    "host ms": until the call returns, from an idle device ("idle"), in runs one after the other ("busy"), and these in
+    one thread ("one thread"), where autograd's own thread of a device is not used. The rest is in one thread too:
+    "functions" are the 25 of Python and C with the most time of their own, each (ms, with callees, calls, name), under
+    cProfile, which makes calls of Python about twice as slow. "ops" counts torch's operations, and "runtime" has the
+    calls of CUDA's runtime with their ms, both from torch's profiler.
+    """
+
+    def busy() -> float:
+        _synchronize()
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        spent = (time.perf_counter() - begun) / repeats
+        _synchronize()
+        return round(spent * 1e3, 3)
+
+    hosts = {"idle": timed(run, repeats)["host ms"], "busy": busy()}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.autograd.set_multithreading_enabled(False):
+        hosts["one thread"] = busy()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(repeats):
+            run()
+        profile.disable()
+        _synchronize()
+        with torch.profiler.profile(activities=activities) as trace:
+            run()
+            _synchronize()
+    counts: Counter[str] = Counter()
+    runtime: dict[str, float] = defaultdict(float)
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            counts[event.name] += 1
+            runtime[event.name] += event.time_range.elapsed_us() / 1e3
+    ops = {name: count for name, count in counts.most_common() if "::" in name}
+    # CUDA's runtime and driver: cudaLaunchKernel, cuLaunchKernelEx, cudaEventRecord.
+    called = {name: (counts[name], round(ms, 3)) for name, ms in runtime.items() if name.startswith("cu")}
+    stats: dict[Any, Any] = pstats.Stats(profile).stats  # pyright: ignore[reportAttributeAccessIssue]
+    functions = [
+        (round(own / repeats * 1e3, 3), round(all_of_it / repeats * 1e3, 3), count / repeats, _name(*where))
+        for where, (_, count, own, all_of_it, _) in stats.items()
+    ]
+    calls = round(sum(count for _, _, count, _ in functions))
+    found = {"host ms": hosts, "calls": calls, "functions": sorted(functions, reverse=True)[:25]}
+    note = f"host {hosts}, {calls} calls, {sum(ops.values())} ops, {sum(count for count, _ in called.values())} of cuda"
+    return found | {"ops": dict([*ops.items()][:40]), "runtime": called, "note": note}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _name(file: str, line: int, function: str) -> str:
+    """A function, with the last folder and the file of it."""
+    return function if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {function}"
 
 
 # Cycles of a kernel that spins: about 0.3 s, many times what the host needs for an attention.

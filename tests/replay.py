@@ -2,13 +2,14 @@
 
     python tests/replay.py [--out replay.jsonl] [--total 150]     every strategy and mask against dense float64
     python tests/replay.py --time [--out time.jsonl]              one rank of P, and torch's attention on one device
+    python tests/replay.py --profile [--out profile.jsonl]        the same rank: where the host's time goes
     python tests/replay.py --only "causal bfloat16 P=8"           cases whose names begin so
     python tests/replay.py --stand-ins                            on a CPU: the kernels of tests/cuda_ops.py
     python tests/replay.py --dry-run                              the names of the cases
 
 No second GPU is needed, because no message travels: a rank's messages are recorded, and a later pass over the ranks
 receives them. So real kernels, streams and threads of autograd are compared with one device for any number of ranks. On
-a CPU all of it runs in float64, where rounding explains 1e-12. It has not run on a GPU.
+a CPU all of it runs in float64, where rounding explains 1e-12. tests/records has what it wrote on a GPU.
 
 ``--time`` fills each receive with random numbers of the right size. So it shows kernels, merges, copies and the host,
 and no transfers and no agreement of ranks. The lines of a case:
@@ -19,6 +20,9 @@ launches   kernels and copies of one forward and backward, and their ms on the d
            "messages" that are received
 memory     the peak over the inputs, and the prediction of explain, in Q: the bytes of this rank's queries
 waits      whether the host waits for the device: see tests/gpu_record.py
+
+``--profile`` has other lines: "profile f" of a forward and "profile f+b" of a forward and backward, see host_profile in
+tests/gpu_record.py. The functions of this file are messages in place of NCCL's.
 
 A line of JSON for each is written to ``--out`` at once. The exit status is 1 if one is bad.
 """
@@ -52,7 +56,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
-from cp_styles.explain import explain
+from cp_styles.explain import Explanation, explain
 from cp_styles.kernels import Kernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import FUSED_MERGE, TORCH_MERGE, Merge
@@ -66,6 +70,7 @@ from tests.gpu_record import (
     SideStream,
     device_is_lost,
     hardware,
+    host_profile,
     judge,
     launches,
     peak_bytes,
@@ -93,6 +98,7 @@ class Transport:
     def __init__(self) -> None:
         self._side = SideStream()
         self._rank = 0
+        self._channels: dict[tuple[Any, ...], Channel] = {}
 
     def sent(self, channel: Channel, tensor: torch.Tensor) -> None:
         """``tensor`` is sent over ``channel``."""
@@ -104,13 +110,16 @@ class Transport:
     def world(self, rank: int, ranks: int) -> Iterator[None]:
         """The process is ``rank`` of ``ranks``. Messages in batches (CUDA) and single ones (CPU) come here."""
         self._rank = rank
+        self._channels.clear()
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
         def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
-            return self._send(group, *tensors, peer)
+            self._send(group, *tensors, peer)
+            return self
 
         def recv(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Transport:
-            return self._receive(group, *tensors, peer)
+            self._receive(group, *tensors, peer)
+            return self
 
         try:
             with (
@@ -126,26 +135,26 @@ class Transport:
         return True
 
     def _batch(self, ops: list[dist.P2POp]) -> list[Transport]:
-        for op in ops:
-            assert op.group is not None
-            (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
+        with self._side.context():  # once, as NCCL's stream waits once for a batch
+            for op in ops:
+                assert op.group is not None
+                (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
         return [self]
 
-    def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.context():
-            self.sent(self._channel(group, sender=None, receiver=peer), tensor)
-        return self
+    def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> None:
+        self.sent(self._channel(group, None, peer), tensor)
 
-    def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Transport:
-        with self._side.context():
-            self.filled(self._channel(group, sender=peer, receiver=None), tensor)
-        return self
+    def _receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> None:
+        self.filled(self._channel(group, peer, None), tensor)
 
-    def _channel(self, group: dist.ProcessGroup, *, sender: int | None, receiver: int | None) -> Channel:
+    def _channel(self, group: dist.ProcessGroup, sender: int | None, receiver: int | None) -> Channel:
         """None is this rank."""
-        members = tuple(dist.get_process_group_ranks(group))
-        ends = (self._rank if peer is None else members[peer] for peer in (sender, receiver))
-        return (members, *ends)  # pyright: ignore[reportReturnType]
+        key = group, sender, receiver
+        if key not in self._channels:
+            members = tuple(dist.get_process_group_ranks(group))
+            ends = (self._rank if peer is None else members[peer] for peer in (sender, receiver))
+            self._channels[key] = (members, *ends)  # pyright: ignore[reportArgumentType]
+        return self._channels[key]
 
 
 class Recorded(Transport):
@@ -356,10 +365,10 @@ class Setting(NamedTuple):
         return replace(line.plain[0] if isinstance(line, ByTile) else line, merge=merge)  # pyright: ignore
 
 
-def settings() -> Iterator[Setting]:
+def settings(*, cuda: bool = CUDA) -> Iterator[Setting]:
     """The most telling first: it is the published shape of ring-flash-attention's zigzag."""
     grouped, multi_head = (32, 8), (32, 32)
-    if not CUDA:
+    if not cuda:
         yield from (Setting("causal", 4, 1, 64, grouped, 8, merge=merge) for merge in MERGES)
         yield Setting("window", 4, 1, 64, grouped, 8)
         return
@@ -376,8 +385,23 @@ def settings() -> Iterator[Setting]:
     yield Setting("causal", 8, 3, 32768, grouped)
 
 
-def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
-    """The cost of one rank, for a ring and for Ulysses, and of torch's attention on the rows of this rank."""
+STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "ulysses": Ulysses()}
+"""The strategies that are timed."""
+
+
+def explanation(
+    setting: Setting, strategy: Strategy, *, dtype: torch.dtype, device: str, **options: Any
+) -> Explanation:
+    """What explain predicts for the rank of a setting. ``options``: more arguments of explain."""
+    heads, kv_heads = setting.heads
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": setting.dim, "dtype": dtype, "device": device}
+    ranks = {"ranks": setting.ranks, "rank": setting.rank}
+    return explain(setting.length, mask=setting.of_package(), strategy=strategy, **ranks, **shape, **options)
+
+
+def times(setting: Setting, kernel: Kernel | None = None, *, profile: bool = False) -> Iterator[Check]:
+    """The cost of one rank, for a ring and for Ulysses, and of torch's attention on the rows of this rank. ``profile``:
+    profiles of the host in place of all of it."""
     dtype = torch.bfloat16 if CUDA else torch.float32
     repeats = 7 if setting.rows <= 8192 else 2
     heads, kv_heads = setting.heads
@@ -430,19 +454,7 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         return {"launches": found, "messages": messages.received - before, "note": note}
 
     def measure_memory(attend: Callable[[], torch.Tensor], strategy: Strategy) -> Found:
-        plan = explain(
-            setting.length,
-            ranks=setting.ranks,
-            rank=setting.rank,
-            mask=setting.of_package(),
-            strategy=strategy,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=setting.dim,
-            dtype=dtype,
-            device=DEVICE,
-            kernel=kernel,
-        )
+        plan = explanation(setting, strategy, dtype=dtype, device=DEVICE, kernel=kernel)
         run, unit = plan.runs[setting.rank], leaves[0].nbytes
         phase = max(run.forward, run.backward, key=lambda phase: phase.peak)
         found = {"peak Q": peak_bytes(partial(both, attend)) / unit, "formula Q": phase.peak / unit}
@@ -454,31 +466,40 @@ def times(setting: Setting, kernel: Kernel | None = None) -> Iterator[Check]:
         found = waits(partial(both, attend))
         return found | {"note": "; ".join(found["warnings"]) or f"returned first: {found['returned first']}"}
 
-    if setting.mask == "causal":  # for a window or documents torch computes more tiles than the mask needs
+    if (
+        setting.mask == "causal" and not profile
+    ):  # for a window or documents torch computes more tiles than the mask needs
         yield "torch", time_torch
-    for name, strategy in {"ring": Ring(), "ulysses": Ulysses()}.items():
-        measures = {
+    for name, strategy in STRATEGIES.items():
+        measures: dict[str, Callable[[Callable[[], torch.Tensor]], Found]] = {
             "times": measure_times,
             "launches": measure_launches,
             "memory": partial(measure_memory, strategy=strategy),
+            "waits": measure_waits,
         }
-        for what, measure in (measures | {"waits": measure_waits}).items():
+        if profile:
+            measures = {
+                "profile f": host_profile,
+                "profile f+b": lambda attend: host_profile(partial(both, attend)),
+            }
+        for what, measure in measures.items():
             yield f"{name} {what}", partial(on_rank, strategy, measure)
 
 
 # -- the command --
 
 
-def cases(*, timed: bool, kernel: Kernel | None) -> dict[str, Callable[[], Iterator[Check]]]:
+def cases(*, timed: bool, profile: bool, kernel: Kernel | None) -> dict[str, Callable[[], Iterator[Check]]]:
     """The checks of each case, by its name."""
-    if timed:
-        return {setting.name: partial(times, setting, kernel) for setting in settings()}
+    if timed or profile:
+        return {setting.name: partial(times, setting, kernel, profile=profile) for setting in settings()}
     return {problem.name: partial(exact, problem, kernel) for problem in problems()}
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--time", action="store_true", help="times of one rank, and of torch's attention")
+    made.add_argument("--profile", action="store_true", help="the host's time in these settings")
     made.add_argument("--out", type=Path, help="where the record goes")
     made.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     made.add_argument("--total", type=float, default=1e9, help="seconds, imports included, after which nothing begins")
@@ -492,7 +513,7 @@ def main() -> int:
     if options.stand_ins and CUDA:
         print("--stand-ins is for a machine without a GPU: leave it out")
         return 2
-    every = cases(timed=options.time, kernel=DEFAULT if options.stand_ins else None)
+    every = cases(timed=options.time, profile=options.profile, kernel=DEFAULT if options.stand_ins else None)
     chosen = {name: checks for name, checks in every.items() if name.startswith(tuple(options.only))}
     if options.dry_run:
         for name in chosen:

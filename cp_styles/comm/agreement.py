@@ -22,14 +22,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import state_of, states
+from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.troubleshooting import see
@@ -84,11 +83,8 @@ class StatusRow(NamedTuple):
         who: a hash of the name of the module or function.
         place: which module calls and the index of the call in its forward, see :func:`place_of`; in a backward, the
             number of its forward.
-        guessed: the global lengths for which ``layout`` was computed.
-        layout: a hash of the layouts.
         facts: a hash of what must be the same on all ranks, see :func:`compare`.
-        watch: a checksum of a parameter, see :mod:`cp_styles.engine.gradient_watch`.
-        flags: numbers that may differ.
+        numbers: others, which the caller judges, see :class:`~cp_styles.engine.observers.RankCheck`.
     """
 
     q_length: int = 0
@@ -97,14 +93,12 @@ class StatusRow(NamedTuple):
     meeting: int = 0
     who: int = 0
     place: int = 0
-    guessed: int = 0
-    layout: int = 0
     facts: int = 0
-    watch: int = 0
-    flags: int = 0
+    numbers: tuple[int, ...] = (0, 0)
 
 
-assert len(StatusRow._fields) == WIDTH  # such rows travel directly
+_OWN = len(StatusRow._fields) - 1
+assert _OWN + len(StatusRow().numbers) == WIDTH  # such rows travel directly
 
 
 def place_of(which: int, index: int) -> int:
@@ -120,17 +114,16 @@ class StatusRows(list[StatusRow]):
     """The rows of all ranks, in group order.
 
     Attributes:
-        columns: all ranks' values of each field.
+        columns: all ranks' values of each field; of ``numbers`` those of each check.
         alike: the rows differ in nothing but lengths, so there is nothing to compare.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        super().__init__(map(StatusRow._make, rows))
-        self.columns: Any = StatusRow._make(zip(*self, strict=True))
-        self.alike = len(set(map(_but_lengths, self))) == 1
-
-
-_but_lengths = itemgetter(slice(2, None))
+        """``rows`` have WIDTH numbers each."""
+        super().__init__([StatusRow._make((*row[:_OWN], tuple(row[_OWN:]))) for row in rows])
+        fields = tuple(zip(*rows, strict=True))
+        self.columns: Any = StatusRow._make((*fields[:_OWN], fields[_OWN:]))
+        self.alike = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
 
 
 def start_status(
@@ -143,12 +136,14 @@ def start_status(
     agrees: bool = True,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
     path: str = "",
+    state: GroupState | None = None,
 ) -> Callable[[], StatusRows]:
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
     [Note: meetings].
 
     Unless the ranks agree (``agrees``), they are those that ``assumed`` gives for ranks that all call alike, from that
-    of this rank; None if it is not known. ``path`` is the module that calls, for messages.
+    of this rank; None if it is not known. ``path`` is the module that calls, for messages. ``state`` is
+    the state of the group, if the caller has it.
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
@@ -157,8 +152,9 @@ def start_status(
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
-    state = unbroken(group, name)
-    operations = state.operations
+    operations = (state or unbroken(group, name)).operations
+    if operations.broken:
+        unbroken(group, name)  # raises
     operations.check = None  # of an attention that has failed
     problem: Exception | None = None
     row = StatusRow(status=RankStatus.BAD_INPUTS)
@@ -181,12 +177,14 @@ def start_status(
                 f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a SequenceLayout "
                 "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
-        return partial(StatusRows, assumed(mine))
-    started = _StartedMeeting(mine, problem, meeting, name, axis, group, path)
+        rows: Any = [(*row[:_OWN], *row.numbers) for row in assumed(mine)]
+        return partial(StatusRows, rows)
+    numbers: Any = *mine[:_OWN], *mine.numbers
+    started = _StartedMeeting(numbers, problem, meeting, name, axis, group, path)
     if problem is not None:
         started()
     try:
-        started.gathered = start_numbers(mine, group)
+        started.gathered = start_numbers(numbers, group)
     except BaseException as error:  # the others wait for this rank's row
         break_off(group, error)
         raise
@@ -201,7 +199,7 @@ class _StartedMeeting:
     connections then stay open, and another rank would wait for this one.
     """
 
-    mine: StatusRow
+    mine: Sequence[int]
     problem: Exception | None
     meeting: Meeting
     name: str
@@ -252,7 +250,8 @@ def offer_refusal(name: str, group: dist.ProcessGroup) -> None:
     if group.size() > 1 and graph_task_id() < 0 and not state.engaged:
         state.engaged = True
         row = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
-        offer_numbers(row, group, _PATIENCE_SECONDS)
+        numbers: Any = *row[:_OWN], *row.numbers
+        offer_numbers(numbers, group, _PATIENCE_SECONDS)
 
 
 _PATIENCE_SECONDS = 30.0
@@ -386,15 +385,13 @@ def meet_alike(
     return rows
 
 
-def compare(
-    rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any]], advice: str = "", column: str = "facts"
-) -> None:
-    """Raise ValueError on every rank unless all have the same number in ``column``.
+def compare(rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
+    """Raise ValueError on every rank unless all rows have the same number of facts.
 
     ``facts()`` are the values of which the number is a hash, by name, so that one of them differs. Messages show short
     texts of them. Communication: none; before an error one all-gather of these texts.
     """
-    (name, axis, group), numbers = where, getattr(rows.columns, column)
+    (name, axis, group), numbers = where, rows.columns.facts
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if not odd:
         return

@@ -104,8 +104,6 @@ class GroupState:
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
-        sinks: digests of attention sinks that the ranks have still to compare; see
-            :func:`~cp_styles.checksum.delayed_digest`.
         unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
         sums: number of calls of sum_gradients.
         modules: to how many modules each style was applied over this group.
@@ -128,7 +126,6 @@ class GroupState:
     forward_open: bool = False
     backward_began: bool = False
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
-    sinks: deque[Callable[[], int]] = field(default_factory=deque)
     unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
     sums: int = 0
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from cp_styles._compat import let_profilers_record
 
 # How many numbers a row has: those of the agreement.
-WIDTH = 11
+WIDTH = 9
 # Tags from here on belong to these messages. Those of keys, values and gradients have tags from 2**29 on. Users count
 # from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30

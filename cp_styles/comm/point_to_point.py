@@ -90,7 +90,8 @@ class Operation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         operations = self._operations
         if error is None:
-            operations.settle()
+            if operations.check is not None:
+                operations.settle()
             return
         interrupted = not isinstance(error, Exception)
         if interrupted:
@@ -180,7 +181,8 @@ def exchange(
     tag = 0
     if group is not None:
         operations = state_of(group).operations
-        operations.settle()
+        if operations.check is not None:
+            operations.settle()
         tag = operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
@@ -291,7 +293,8 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
-        return partial(_arrived, torch.ops.cp_styles.gather_numbers.default(_row(numbers), group.group_name))
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return partial(_arrived, torch.ops.cp_styles.gather_numbers.default(mine, group.group_name))
 
 
 def _arrived(rows: torch.Tensor) -> Sequence[Sequence[int]]:
@@ -307,7 +310,8 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
-        _, started = _gather(_row(numbers), group, patience)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        _, started = _gather(mine, group, patience)
         if started is not None:
             started.wait(patience)
 
@@ -322,10 +326,6 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
     with collective(group, "the check of gradients"):
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     return list(flat.split([tensor.numel() for tensor in tensors]))
-
-
-def _row(numbers: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _current_gpu() -> torch.device:
@@ -362,7 +362,7 @@ class _StartedGather(NamedTuple):
 def _gather(
     mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
 ) -> tuple[torch.Tensor, dist.Work | _StartedGather | None]:
-    """Start an all-gather of a :func:`_row`: the rows, and what to wait for before they are read.
+    """Start an all-gather of a row of int64 on the host: the rows, and what to wait for before they are read.
 
     ``patience`` limits the time to open connections.
     """

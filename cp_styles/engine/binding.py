@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,9 @@ from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
     StatusRows,
+    Where,
     compare,
+    meet_alike,
     offer_refusal,
     place_of,
     plain,
@@ -29,14 +31,13 @@ from cp_styles.comm.agreement import (
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.gradient_watch import ParameterWatch, watch_of
-from cp_styles.engine.proof import Proof
-from cp_styles.engine.uncut_batch import UncutBatchCheck, uncut_batch_check_of
+from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
     cuts_of,
+    fact_of,
     is_deterministic,
     layout_made_by,
     layout_of_one,
@@ -95,10 +96,10 @@ class Binding:
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         tally: state of the module's forward. An error is raised if its attention was not reached.
         checks: what the ranks check of each other.
-        proof: whether the model whose attention it is was compared with one device; None for functions.
+        model: observes the model whose attention it is; None for functions.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
-        texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout,
-            and what compiled graphs run with in its place.
+        in_graphs: what :func:`~cp_styles.engine.custom_ops.config_of` made of it, without and with a named layout, and
+            the binding that runs in graphs in its place.
     """
 
     name: str
@@ -112,9 +113,9 @@ class Binding:
     whole: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     checks: Checks = field(default=CHECKS, compare=False, repr=False)
-    proof: Proof | None = field(default=None, compare=False, repr=False)
+    model: ModelObserver | None = field(default=None, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
-    texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+    in_graphs: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
         init=False, default_factory=LatestEntries, compare=False, repr=False
     )
@@ -139,8 +140,7 @@ class Binding:
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
-        if self.checks.local:
-            self._watch.leave_out(self.checks.local)
+        self.rank_checks.learn(self.checks)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -200,8 +200,8 @@ class Binding:
 
         A balancer is called here only, and not again in the backward of the call. ``problem`` is an error that
         only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.start_status`) makes every rank
-        raise then, instead of hanging. A second all-gather follows if some rank could not guess the global lengths.
-        (The guess is right if parts are equal, or had these lengths before.) Another one follows if parameters differ.
+        raise then, instead of hanging. A second all-gather compares the layouts of a balancer that is no function of
+        this package: its results may differ. Another one follows if parameters differ.
 
         Args:
             tensors: local query, key and value [B, H, S, D]; 4-D if there is no ``problem``.
@@ -209,21 +209,22 @@ class Binding:
             keep: whether a backward of the call may follow.
             attn_mask: the mask of the call for the whole sequence.
 
-        Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
+        Raises :class:`~cp_styles.checks.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         layout, rank = self.layout, self.group.rank()
         fixed = layout if isinstance(layout, SequenceLayout) else None
-        asked = _Call(self, problem, tensors, attn_mask, call, keep)
+        where = self.name, self.axis, self.group
+        own = {"binding": self, "problem": problem, "attn_mask": attn_mask, "call": call, "keep": keep}
+        asked = _Call(where, self.checks, tensors, self.model, keep, **own)
         self.group_state.engaged = True
         meeting = start_status(
             asked.row,
             Meeting.ATTENTION,
-            self.name,
-            self.axis,
-            self.group,
+            *where,
             agrees=self.checks.agreement,
             assumed=None if fixed is None else partial(_as_cut_by, fixed, rank),
             path=self.tally.path,
+            state=self.group_state,
         )
         q, k, v = tensors
         length = None if fixed is None else fixed.lengths[rank]
@@ -283,12 +284,10 @@ class Binding:
 
     def facts(self) -> dict[str, Any]:
         """The configuration that ranks compare, by name."""
-        # For a balancer only the fact that it is one: the layouts that it makes are compared.
-        layout = self.layout if isinstance(self.layout, SequenceLayout) else "a balancer"
         contents = self.mask.content, 0 if self.kernel is None else self.kernel.content
         return {
             "strategy": self.strategy,
-            "layout": layout,
+            "layout": fact_of(self.layout),
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
@@ -301,8 +300,8 @@ class Binding:
         return state_of(self.group)
 
     @cached_property
-    def _watch(self) -> ParameterWatch:
-        return watch_of(self.group)
+    def rank_checks(self) -> RankChecks:
+        return self.group_state.the(RankChecks)
 
     @cached_property
     def _print(self) -> int:
@@ -315,6 +314,7 @@ class AgreedCall:
 
     binding: Binding
     cuts: Cuts
+    serial: int = field(init=False, default_factory=itertools.count(1).__next__)
     _attentions: LatestEntries[tuple[Any, ...], Attention] = field(
         init=False, default_factory=LatestEntries, repr=False
     )
@@ -328,16 +328,6 @@ class AgreedCall:
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How many queries, and how many keys, each rank holds."""
         return self.cuts[0].lengths, self.cuts[1].lengths
-
-    @cached_property
-    def number(self) -> int:
-        """A number for the layouts, for a :class:`~cp_styles.comm.agreement.StatusRow`."""
-        return _number_of(self.cuts)
-
-    @cached_property
-    def packed(self) -> int:
-        """The lengths as one number, for the same."""
-        return _packed(self.lengths)
 
     def attention(
         self,
@@ -394,9 +384,9 @@ class AgreedCall:
         return Attention(binding.group, *self.cuts, mask, kernel, scale, binding.heads)
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One attention on which the ranks agree: what this rank says of it, and what follows from the rows of all ranks.
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call(CheckedCall):
+    """One attention on which the ranks agree: this rank's row, and what follows from the rows of all ranks.
 
     See :meth:`Binding.agree` for the fields. It holds no function of its own making, as _StartedMeeting in
     agreement.py does not.
@@ -404,125 +394,74 @@ class _Call:
 
     binding: Binding
     problem: Exception | None
-    tensors: Sequence[torch.Tensor]
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
     keep: bool
     dtypes: Sequence[torch.dtype] = ()
-    expected: AgreedCall | None = None
-    layouts: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, its next result differ
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
         if self.problem is not None:
             raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
+        tally = binding.tally
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
-        if binding.tally.cuts:
-            of_other_ranks = [cut for cut in binding.tally.cuts if cut[1].ranks != binding.group.size()]
+        if tally.cuts:
+            of_other_ranks = [cut for cut in tally.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
-        lengths = q.shape[dim], k.shape[dim]
-        if v.shape[dim] != lengths[1]:
-            raise ValueError(f"{binding.name}: key and value have different lengths: {lengths[1]} and {v.shape[dim]}")
-        if isinstance(binding.layout, SequenceLayout):
-            expected = binding.as_given
-        else:
-            ranks = binding.group.size()
-            guess = binding.group_state.lengths.get(lengths, (lengths[0] * ranks, lengths[1] * ranks))
-            expected = binding._calls.get(guess) or self._made_for(guess, binding.layout)
-        self.expected = expected
+        elif tally.calls == 1 and call.get("is_causal"):
+            self.orders = graph_task_id() < 0
+        if v.shape[dim] != k.shape[dim]:
+            raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
-        which = zlib.crc32(f"{binding.site} {binding.tally.path}".encode()) if binding.site else 0
+        which = zlib.crc32(f"{binding.site} {tally.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
             *(contents, binding._print, *call, *call.values(), self.keep),
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         return StatusRow(
-            lengths[0],
-            lengths[1],
-            place=place_of(which, binding.tally.calls),
-            guessed=0 if expected is None else expected.packed,
-            layout=0 if expected is None else expected.number,
+            q.shape[dim],
+            k.shape[dim],
+            place=place_of(which, tally.calls),
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
-            watch=binding._watch.look(self.tensors, binding.group, binding.proof),
-            flags=self._uncut.look(self.tensors, binding.proof, self.keep) if self._comes_first else 0,
+            numbers=binding.rank_checks.numbers(self) if binding.checks.agreement else (0, 0),
         )
 
-    @property
-    def _comes_first(self) -> bool:
-        """Whether it is the first attention of a forward, of a model whose inputs nobody is known to have cut."""
-        binding, tally = self.binding, self.binding.tally
-        of_model = tally.calls == 1 and not tally.cuts and self.call.get("is_causal", False)
-        exchanged = binding.checks.agreement and binding.group.size() > 1 and not torch.compiler.is_exporting()
-        return of_model and exchanged and graph_task_id() < 0
-
-    @property
-    def _uncut(self) -> UncutBatchCheck:
-        return uncut_batch_check_of(self.binding.group)
-
-    def _made_for(self, guess: tuple[int, int], balancer: Balancer) -> AgreedCall | None:
-        """The call if all ranks together hold what this rank guesses. None if that cannot be right."""
-        with contextlib.suppress(Exception):
-            expected = self.binding.agreed_on(self.cuts(guess))
-            return self.binding._calls.put(guess, expected) if is_deterministic(balancer) else expected
-        return None
-
-    def layout_for(self, length: int) -> SequenceLayout:
-        layout = self.layouts.get(length)
-        if layout is None:
-            layout = self.layouts[length] = self.binding.layout_for(length)
-        return layout
-
-    def cuts(self, whole: tuple[int, int]) -> Cuts:
-        first = self.layout_for(whole[0])
-        return first, first if whole[1] == whole[0] else self.layout_for(whole[1])
-
     def finish(self, meeting: Callable[[], StatusRows]) -> AgreedCall:
-        """Wait for the others' rows of ``meeting``, and compare."""
-        binding, agreed = self.binding, self.expected
+        """Wait for the rows of the remaining ranks in ``meeting``, and compare."""
+        binding = self.binding
         rows = meeting()
         columns = rows.columns
+        whole = sum(columns.q_length), sum(columns.kv_length)
+        agreed = binding._calls.get(whole)
         as_expected = agreed is not None and agreed.parts == (columns.q_length, columns.kv_length)
         if agreed is None or not (as_expected and rows.alike and self.attn_mask is None):
-            agreed = self._compared(rows)
-        whole, local = agreed.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
-        state = binding.group_state
+            agreed = self._compared(rows, whole)
+        local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
         if state.lengths.get(local) != whole:
             state.lengths.put(local, whole)
-        where = binding.name, binding.axis, binding.group
-        self._uncut.refuse(columns.flags, binding.name, binding.axis)
-        finding = binding._watch.compare(columns.watch, *where)
-        if finding is not None:
-            binding._watch.tell(finding, binding.checks.only_warn, *where)
+        binding.rank_checks.judge(rows, self)
         # The forward starts; see GroupState.
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
-        if self.keep and binding.proof is not None and binding.proof not in state.training:
-            binding.proof.forward_begins(state)
+        if self.keep and binding.model is not None and binding.model not in state.training:
+            binding.model.forward_begins(state)
         return agreed
 
-    def _compared(self, rows: StatusRows) -> AgreedCall:
+    def _compared(self, rows: StatusRows, whole: tuple[int, int]) -> AgreedCall:
         """The call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
-        where = binding.name, binding.axis, binding.group
         problem = "" if attn_mask is None else _of_a_part(attn_mask, rows)
-        compare(rows, where, self.facts, problem and f". {problem}")
+        compare(rows, self.where, self.facts, problem and f". {problem}")
         if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
-        columns, layout_rows = rows.columns, rows
-        whole = sum(columns.q_length), sum(columns.kv_length)
-        if set(columns.guessed) != {_packed(whole)}:
-            layout_rows = start_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where)()
-        cuts = self.cuts(whole)
-        if not layout_rows.alike:
-            facts = {"layout": (plain(binding.layout), *(cut.chunks for cut in cuts))}
-            compare(layout_rows, where, lambda: facts, column="layout")
-        for layout, parts in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
+        cuts = agreed_layouts(self.where, binding.layout, binding.layout_for, whole, binding.checks.agreement)
+        for layout, parts in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
             if layout.lengths != parts:
                 raise ValueError(
                     f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(parts)} positions, but the "
@@ -530,7 +469,10 @@ class _Call:
                     "with the layout of the attention (layout.shard), or give the attention the layout they were "
                     f"cut with{see('Inputs that were cut in another way')}"
                 )
-        return binding.agreed_on(cuts)
+        agreed = binding.agreed_on(cuts)
+        if isinstance(binding.layout, SequenceLayout) or is_deterministic(binding.layout):
+            binding._calls.put(whole, agreed)
+        return agreed
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks, by name."""
@@ -539,8 +481,33 @@ class _Call:
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
         return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.keep}
 
-    def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
-        return StatusRow(layout=_number_of(self.cuts(whole)))
+
+def agreed_layouts(
+    where: Where,
+    layout: SequenceLayout | Balancer,
+    layout_for: Callable[[int], SequenceLayout],
+    whole: tuple[int, int],
+    agreement: bool,
+) -> Cuts:
+    """The layouts of ``whole`` queries and keys, the same on all ranks.
+
+    Ranks compare a SequenceLayout, and the functions of this package, by value, as facts of the call. The results of a
+    user's own function may differ, also from call to call: it is called once here, and the ranks compare what it made.
+
+    Communication: one all-gather of a row for such a function.
+    """
+    cuts = ()
+
+    def made() -> tuple[dict[str, Any], StatusRow]:
+        nonlocal cuts
+        first = layout_for(whole[0])
+        cuts = first, first if whole[1] == whole[0] else layout_for(whole[1])
+        return {"layout": tuple(cut.chunks for cut in cuts)} if of_a_user else {}, StatusRow()
+
+    of_a_user = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
+    meet_alike(made, Meeting.LAYOUT, where) if of_a_user else made()
+    assert cuts
+    return cuts
 
 
 class LatestBindings(LatestEntries[Any, Any]):
@@ -601,11 +568,6 @@ def _as_cut_by(layout: SequenceLayout, rank: int, row: StatusRow) -> list[Status
     return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
-def _number_of(cuts: Cuts) -> int:
-    """A hash of the layouts that is the same in every process: Python does not salt hashes of tuples of integers."""
-    return hash(tuple(map(hash, cuts)))
-
-
 def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
     lengths = rows.columns.kv_length, rows.columns.q_length
@@ -624,10 +586,6 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
 
 
 _KEEPS = "whether a backward may follow, which all ranks run or none (under no_grad, or no input requires grad)"
-
-
-def _packed(lengths: tuple[int, int]) -> int:
-    return lengths[0] << 31 | lengths[1]
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:

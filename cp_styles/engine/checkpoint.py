@@ -52,10 +52,6 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
     return modes
 
 
-LEAN = ":lean"
-"""After the handle of an eager call's configuration: the call keeps no received keys."""
-
-
 def results_are_kept() -> bool:
     """Whether a checkpoint of :func:`save_attention` runs: results outlive the layer, so no received keys are kept."""
     return any(save_attention in known_about(mode) for mode in dispatch_modes())

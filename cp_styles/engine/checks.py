@@ -34,9 +34,9 @@ class Checks:
             attention over these ranks. (DTensors that are cut over these ranks need not be named.)
 
     Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
-    balancer there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank
-    does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py. None without
-    ``agreement``.
+    balancer that is no function of this package there are two an attention: its results are compared. With a
+    SequenceLayout a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
+    None without ``agreement``.
 
     Raises:
         TypeError: ``local`` has something else than modules and parameters.

@@ -1,12 +1,12 @@
 """Attention as two custom ops, forward and backward. They are opaque to torch.compile and visible to checkpoint
 policies.
 
-[Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. In
-an eager call, ``config`` is the handle of a live object. In a compiled graph it is the whole configuration as a text
-(see config_text.py). So graphs, and caches keyed by graphs, depend on the configuration: changing layout or mask
-recompiles; changing lengths or a scope's documents does not. Two things are known only when a graph runs: the lengths,
-on which the ranks agree inside the forward op, and the open SequenceScope. The backward gets both from ``call``, a
-small tensor of bytes on the host that the forward returns.
+[Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
+eager call passes the live object, a binding. A compiled graph has a value, an AttentionConfig. So graphs, and caches
+keyed by graphs, depend on the configuration: changing layout or mask recompiles; changing lengths or a scope's
+documents does not. Two things are known only when a graph runs: the lengths, on which the ranks agree inside the
+forward op, and the open SequenceScope. The backward gets both from ``call``, a small tensor of bytes on the host that
+the forward returns.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -15,32 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
-from cp_styles.checksum import delayed_digest
+from cp_styles.checksum import digest
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
-from cp_styles.engine.checkpoint import LEAN
-from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.config_text import from_text, to_text
-from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
 from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, SequenceScope
-from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import attended_dtypes
-from cp_styles.layout import Balancer, SequenceLayout, is_deterministic
-from cp_styles.mask import Dense, Full, Mask
-from cp_styles.strategies import Strategy
+from cp_styles.layout import SequenceLayout, is_deterministic
+from cp_styles.mask import Dense, Full
 from cp_styles.troubleshooting import see
 from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 
@@ -48,140 +44,69 @@ Source: TypeAlias = Binding | ScopedBinding
 """The binding of an attention. A ScopedBinding is resolved for each call."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
-_LIVE, _UNSPELLED = "live:", "unspelled:"
+_CONFIG = f"{AttentionConfig.__module__}.{AttentionConfig.__qualname__}"
 _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
-_MASK = torch.ones(1, 1, device="cpu")  # in the place of a mask that is not read: a graph that is traced has no values
 
-# Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
-_live: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_Live = TypeVar("_Live")
+# The eager calls whose backward may come, by the number in ``call``. A recomputation whose results a checkpoint kept
+# has nothing else of the forward. Weak: a call lives as long as the node of autograd.
+_agreed_calls: WeakValueDictionary[int, AgreedCall] = WeakValueDictionary()
 
 
-class BindingsInGraphs(WeakValueDictionary[str, ScopedBinding]):
+class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
     """What compiled graphs run with over a group, by their configuration, while a style or block has such a
     configuration. So a graph never takes another group that has the name of a destroyed one."""
 
 
-def handle(source: Any) -> str:
-    """A ``config`` that is valid while ``source`` lives."""
-    name = source.__dict__.get("_handle")
-    if name is None or _live.get(name) is not source:  # a copy has the handle of the original
-        # Of fixed length, so that tensors of it in a recomputation have one shape.
-        name = f"{_LIVE}{os.urandom(8).hex()}"
-        object.__setattr__(source, "_handle", name)
-        _live[name] = source
-    return name
-
-
-class ConfigText(NamedTuple):
-    """A complete configuration as a text. A named tuple: torch.compile on 2.11 loses the fields of a dataclass."""
-
-    name: str
-    config: str
-    dense: torch.Tensor | None
-    """The tensor of the ``Dense`` mask, if there is one."""
-
-
-def config_text(
-    name: str,
-    axis: str,
-    group_name: str,
-    strategy: Strategy,
-    layout: SequenceLayout | Balancer,
-    mask: Mask,
-    kernel: Kernel | None,
-    *,
-    checks: Checks = CHECKS,
-    scoped: bool = False,
-    named: bool = False,
-) -> ConfigText:
-    """The configuration as a text. torch.compile traces this function.
-
-    Local parameters of ``checks`` are not in it. ``scoped``: the open SequenceScope applies to the call. ``named``: the
-    user has given a layout.
-
-    Raises:
-        TypeError: for objects that cannot be written as a text, and for two ``Dense`` masks.
-    """
-    tensors: list[torch.Tensor] = []
-    config = to_text(
-        (name, axis, group_name, strategy, layout, mask, kernel, checks.agreement, checks.only_warn, scoped, named),
-        tensors,
-    )
-    if len(tensors) > 1:
-        raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
-    return ConfigText(name, config, tensors[0] if tensors else None)
-
-
-def config_text_of(scoped: ScopedBinding) -> ConfigText:
-    """The configuration text of a style's binding. If it cannot be written, the error is raised under torch.compile."""
+def config_of(scoped: ScopedBinding) -> ConfigInGraph:
+    """What the calls of a style or block take in a graph. If it has no value, the op raises the error."""
     binding, named = scoped.unscoped, scoped.named is not None
-    if named not in binding.texts:
-        parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
+    if named not in binding.in_graphs:
+        where = binding.name, binding.axis, binding.group.group_name
+        parts = binding.strategy, binding.layout, binding.mask, binding.kernel
         try:
-            text = config_text(
-                binding.name,
-                binding.axis,
-                binding.group.group_name,
-                *parts,
-                checks=binding.checks,
-                scoped=True,
-                named=named,
-            )
+            in_graph = config_in_graph(*where, *parts, checks=binding.checks, scoped=True, named=named)
         except TypeError as error:
-            text = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
+            problem = f"under torch.compile {error}"
+            in_graph = ConfigInGraph(where[0], AttentionConfig(*where, (), True, False, True, named, problem), None)
         # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
-        in_graphs = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
+        runs = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
         same = binding.group_state.the(BindingsInGraphs)
-        binding.texts[named] = text, same.setdefault(text.config, in_graphs)
-    return binding.texts[named][0]
+        binding.in_graphs[named] = in_graph, same.setdefault(in_graph.config, runs)
+    return binding.in_graphs[named][0]
 
 
-def live_object(config: str, kind: type[_Live] | tuple[type[_Live], ...]) -> _Live:
-    """What :func:`handle` has named."""
-    source = _live.get(config)
-    if source is None:
-        raise RuntimeError(
-            f"the attention {config!r} of a graph does not exist any more: the graph was not traced by "
-            "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
-        )
-    assert isinstance(source, kind)
-    return source
-
-
-def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
+def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Source:
     """The binding that ``config`` stands for, on this rank."""
-    if config.startswith(_UNSPELLED):
-        raise TypeError(config.removeprefix(_UNSPELLED))
-    parts = from_text(config, () if dense is None else (dense,))
-    name, axis, group_name, strategy, layout, mask, kernel, agreement, only_warn, scoped, _ = parts
-    group = group_of_name(group_name)
+    if config.problem:
+        raise TypeError(config.problem)
+    group = group_of_name(config.group_name)
     bindings = bindings_of(group)
     source = bindings.pop(config, None)
-    if scoped:
+    if config.scoped:
         source = source or state_of(group).the(BindingsInGraphs).get(config)
         if source is None:
             raise destroyed_error()
-        if dense is not None:  # a text does not tell Dense masks apart: there is a new binding at every call
+        if dense is not None:  # the value does not tell Dense masks apart: there is a new binding at every call
             bindings[config] = source
+            mask = built(config.parts, dense)[2]
             return ScopedBinding(replace(source.unscoped, mask=mask), source.named, source.history)
     elif source is None or dense is not None:
-        checks = Checks(agreement, only_warn)
-        source = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+        checks = Checks(config.agreement, config.only_warn)
+        source = Binding(config.name, config.axis, group, *built(config.parts, dense), checks=checks)
     return bindings.put(config, source)
 
 
-def _scope_text(scope: SequenceScope, name: str) -> str:
-    tensors: list[torch.Tensor] = []
-    text = scope.config_text(tensors)
-    if tensors:
+def _pickled(scope: SequenceScope, name: str) -> bytes:
+    """Layout and mask of a scope, for the backward of a compiled graph."""
+    if scope.mask.pattern != scope.mask:
         raise NotImplementedError(
             f"{name}: the mask of the SequenceScope is {scope.mask!r}, but under torch.compile the mask of a scope "
             "cannot hold tensors: pass it as the call's attn_mask, or give it to the style"
             f"{see('Tensors in the mask of a scope')}"
         )
-    return text
+    parts_of((scope.layout, scope.mask), [])  # raises for what is not found by name
+    return pickle.dumps((scope.layout, scope.mask))
 
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -235,8 +160,8 @@ def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
 
 torch.library.define(
     "cp_styles::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? attn_mask, Tensor? dense, str config, bool is_causal, "
-    "float? scale, bool keep, str problem, Tensor? learned=None, bool wants_lse=False) "
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? attn_mask, Tensor? dense, {_CONFIG} config, bool is_causal, "
+    "float? scale, bool keep, str problem, Tensor? learned=None, bool wants_lse=False, bool lean=False) "
     "-> (Tensor out, Tensor residual, Tensor call, Tensor lse)",
     tags=_TAGS,
 )
@@ -244,21 +169,22 @@ torch.library.define(
 
 @torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
 @never_compiled
-def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem, learned=None, wants_lse=False):
+def _attention(
+    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem, learned=None, wants_lse=False, lean=False
+):
     """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty.
-    ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone."""
-    live = config.startswith(_LIVE)
-    if not live:
+    ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone. ``lean``: no received keys are kept."""
+    in_graph = isinstance(config, AttentionConfig)
+    if in_graph:
         remember_in_all()
-    source = live_object(config.removesuffix(LEAN), (Binding, ScopedBinding)) if live else source_of(config, dense)
-    binding, scope = source.resolve()
-    binding = binding.keeping_nothing() if config.endswith(LEAN) else binding
-    cut_text, refusal = "", None
+    binding, scope = (source_of(config, dense) if in_graph else config).resolve()
+    binding = binding.keeping_nothing() if lean else binding
+    cut, refusal = b"", None
     try:
         if problem:
             raise NotImplementedError(problem)
-        if not live:
-            cut_text = _scope_text(scope, binding.name) if scope is not None and keep else ""
+        if in_graph:
+            cut = _pickled(scope, binding.name) if scope is not None and keep else b""
             check_local(binding.name, (q, k, v))
         if attn_mask is not None:
             Dense(attn_mask)  # raises for a tensor that is not a mask
@@ -269,24 +195,25 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
             )
     except Exception as error:  # of any kind: the other ranks must raise too
         refusal = error
-    sinks = binding.group_state.sinks
     call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
-    call["sink"] = None if sink is None else delayed_digest(sink, sinks)
-    try:
-        agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
-    except Exception:  # on all ranks; what each of them has still to compare may differ
-        sinks.clear()
-        raise
+    # On a GPU the host would have to wait for the values. There ranks compare sinks with the parameters.
+    call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse)
-    if not live:
-        cut = binding.layout
-        if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
-            cut_text = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
+    data = bytearray()
+    if in_graph:
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
-    text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, cut_text) if keep else ""
-    data = bytearray(binding.group_state.operations.forwards.to_bytes(_NUMBER, "little") + text.encode())
-    record = torch.frombuffer(data, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8, device="cpu")
+        layout = binding.layout
+        if scope is None and not isinstance(layout, SequenceLayout) and not is_deterministic(layout):
+            cut = pickle.dumps((agreed.cuts, Full()))  # the balancer may return other layouts in the backward
+        data = bytearray(pickle.dumps((*agreed.lengths, cut))) if keep else data
+    else:
+        _agreed_calls[agreed.serial] = agreed
+        data += agreed.serial.to_bytes(_NUMBER, "little")
+    if data:
+        data[:0] = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
+    record = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     return out, residual, record, lse
 
 
@@ -299,20 +226,18 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
 
 @never_compiled
 def _save(ctx, inputs, output) -> None:
-    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _, learned, wants_lse = inputs
+    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _, learned, wants_lse, _ = inputs
     out, residual, call, lse = output
     ctx.set_materialize_grads(False)
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep, ctx.wants_lse = config, is_causal, scale, keep, wants_lse
     reads_inputs = True
-    if config.startswith(_LIVE) and keep:
+    if keep and not isinstance(config, AttentionConfig):
         ctx.call = call
         ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
         reads_inputs = ctx.agreed.binding.strategy.reads_inputs
-    elif keep and not config.startswith(_UNSPELLED):
-        # What cannot run raises when the graph does, on all ranks.
-        with contextlib.suppress(ValueError):
-            _, _, group_name, strategy, *_ = from_text(config, () if dense is None else (_MASK,))
-            reads_inputs = strategy.on(group_of_name(group_name).size()).reads_inputs
+    elif keep and not config.problem:
+        with contextlib.suppress(ValueError):  # a strategy that cannot run raises when the graph does, on all ranks
+            reads_inputs = built(config.parts[1]).on(group_of_name(config.group_name).size()).reads_inputs
     # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
@@ -326,22 +251,22 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
     q, k, v, out, residual, sink, attn_mask, dense, call, learned, _ = ctx.saved_tensors
     grad_lse = grad_lse if ctx.wants_lse else None  # else it is that of no elements
     if grad is None and grad_lse is None:
-        return (None,) * 13
+        return (None,) * 14
     if ctx.shapes:
         q, k, v, out = (torch.empty(1, dtype=dtype, device=device).expand(size) for size, dtype, device in ctx.shapes)
     grad = torch.zeros_like(out) if grad is None else grad
     if not ctx.keep:
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
     config = ctx.config
-    if config.startswith(_LIVE):
-        # Those of this forward. The saved ones may be of a recomputation, which has another number, and whose equal
+    if not isinstance(config, AttentionConfig):
+        # Those of this forward. The saved record may be of a recomputation, which has another number, and whose equal
         # binding may be dead already.
-        config, call = handle(ctx.agreed), ctx.call
+        config, call = ctx.agreed, ctx.call
     dq, dk, dv, dsink, shares = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse
     )
     dsink, shares = None if sink is None else dsink, None if learned is None else shares
-    return dq, dk, dv, dsink, *(None,) * 7, shares, None
+    return dq, dk, dv, dsink, *(None,) * 7, shares, None, None
 
 
 torch.library.register_autograd("cp_styles::attention", _differentiate, setup_context=_save)
@@ -351,7 +276,7 @@ torch.library.register_autograd("cp_styles::attention", _differentiate, setup_co
 torch.library.define(
     "cp_styles::attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor residual, Tensor? sink, Tensor? attn_mask, "
-    "Tensor? dense, Tensor call, str config, bool is_causal, float? scale, Tensor? grad_lse=None) "
+    f"Tensor? dense, Tensor call, {_CONFIG} config, bool is_causal, float? scale, Tensor? grad_lse=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -362,15 +287,15 @@ torch.library.define(
 def _attention_backward(
     grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None
 ):
-    live = config.startswith(_LIVE)
-    agreed = live_object(config, AgreedCall) if live else _agreed_in_graph(config, dense, call)
-    if not live:
-        watch_of(agreed.binding.group).remember(agreed.binding.group)
+    in_graph = isinstance(config, AttentionConfig)
+    agreed = _agreed_in_graph(config, dense, call) if in_graph else config
+    if in_graph:
+        agreed.binding.rank_checks.backward_in_graph(agreed.binding.group)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}
     *grads, dsink, shares = run_backward(agreed.binding, attention, grad, q, k, v, *after, **options)
-    if not live:
+    if in_graph:
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
     nothing = q.new_empty(0)
     return *grads, nothing if dsink is None else dsink, flattened(shares, q.device) if shares else nothing.clone()
@@ -414,21 +339,20 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 # -- the tensor with what is known only in the forward --
 
-_NUMBER = 8  # bytes: the number of the forward; then comes a text
+_NUMBER = 8  # bytes: the number of the forward. Then follows the serial number of the call, or in a graph a pickle.
 
 
 def agreed_call(call: torch.Tensor) -> AgreedCall:
-    """That of an eager call of the op, from what the op has returned. Also in a recomputation whose results were
-    kept."""
-    return live_object(_text_of(call), AgreedCall)
+    """The eager call of the op that returned ``call``. Also in a recomputation whose results were kept."""
+    return _agreed_calls[int.from_bytes(_bytes_of(call)[_NUMBER:], "little")]
 
 
-def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
-    """That of a call in a compiled graph, for its backward."""
-    *lengths, cut_text = from_text(_text_of(call))  # the scope's layout and mask, the cuts, or nothing
+def _agreed_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
+    """The call of a compiled graph, for its backward."""
+    *lengths, pickled = pickle.loads(_bytes_of(call)[_NUMBER:])  # the scope's layout and mask, the cuts, or nothing
     source = source_of(config, dense)
     binding = source.unscoped if isinstance(source, ScopedBinding) else source
-    cut, mask = from_text(cut_text) if cut_text else (None, Full())
+    cut, mask = pickle.loads(pickled) if pickled else (None, Full())
     if isinstance(cut, tuple):  # by a balancer
         return binding.agreed_on(cut)
     if cut is not None and isinstance(source, ScopedBinding):
@@ -439,7 +363,3 @@ def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor
 def _bytes_of(call: torch.Tensor) -> bytes:
     call = call.contiguous()
     return ctypes.string_at(call.data_ptr(), call.numel())
-
-
-def _text_of(call: torch.Tensor) -> str:
-    return _bytes_of(call)[_NUMBER:].decode()

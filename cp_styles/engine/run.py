@@ -80,8 +80,8 @@ def run_backward(
     if isinstance(attention.kernel, FlexKernel):
         attention.kernel.check_unchanged()
     strategy, state = binding.strategy, binding.group_state
-    if binding.proof is not None and binding.group.size() > 1:
-        binding.proof.training_begins(state)
+    if binding.model is not None and binding.group.size() > 1:
+        binding.model.backward_begins(state)
     begin_backward(binding.group, forward, binding.checks.agreement)
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
         shares: Sequence[torch.Tensor] = ()

@@ -9,12 +9,9 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from cp_styles._compat import graph_task_id
 from cp_styles.comm.groups import world
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.config_text import to_text
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.layout import Balancer, SequenceLayout, layout_made_by
 from cp_styles.mask import Full, Mask
@@ -72,7 +69,6 @@ class SequenceScope:
         self.layout = layout
         self.mask = mask
         self.mesh_axis = mesh_axis
-        self._text: tuple[str, list[torch.Tensor]] | None = None
 
     def __enter__(self) -> SequenceScope:
         entry = _ScopeEntry(self)
@@ -113,14 +109,6 @@ class SequenceScope:
             return contextlib.nullcontext(), self
         forward, recomputation = context_fn()
         return forward, _Both(self, recomputation)
-
-    def config_text(self, tensors: list[torch.Tensor]) -> str:
-        """Layout and mask as a text, cached; ``tensors`` is as in :func:`~cp_styles.engine.config_text.to_text`."""
-        if self._text is None:
-            dense: list[torch.Tensor] = []
-            self._text = to_text((self.layout, self.mask), dense), dense
-        tensors.extend(self._text[1])
-        return self._text[0]
 
     def __repr__(self) -> str:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"

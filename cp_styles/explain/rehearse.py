@@ -413,25 +413,25 @@ class _Op:
         self.notes.label("tiles", *tensors)
         if backward:
             inside = _inside(op.overloadpacket.__name__, tiles, dims, q.itemsize) if self.device.type == "cuda" else 0
-            self.notes.label("inside of kernels (torch's sources)", q.new_empty(inside, dtype=torch.uint8))
+            self.notes.label("inside of kernels", q.new_empty(inside, dtype=torch.uint8))
             return tensors
         results = dict.fromkeys(name.returns) | {"out": tensors[0], "logsumexp": tensors[1]}
         return tuple(results.values())
 
 
 def _inside(name: str, tiles: Sequence[tuple[int, ...]], dims: tuple[int, int], itemsize: int) -> int:
-    """Bytes that a CUDA op allocates in a backward beside its results. 0 for cuDNN, whose plans alone know it."""
+    """Bytes that a CUDA op allocates in a backward beside its results."""
     # flash_api.cpp (mha_bwd, mha_varlen_bwd): dq and a number for each row in float32; dk and dv for each query head.
+    # cuDNN's workspace has the same tensors (cudnn-frontend, CompositeSDPABackwardNode: dQ_accum, softmax_sum,
+    # dK_fullhead, dV_fullhead). The record of an H200 confirms it for head dim 128.
     # mem_eff_attention/kernel_backward.h: the same of dq; not counted are dk and dv, for some head dims in 16 bits.
-    if "cudnn" in name:
-        return 0
     dim, total = max(dims), 0
-    packed, flash = not name.startswith("_scaled"), "flash" in name
+    packed, per_query_head = not name.startswith("_scaled"), "efficient" not in name
     for batch, heads, kv_heads, rows, keys in tiles:
-        rows = rows + 128 if packed else -(-rows // 128) * 128 if flash else -(-rows // 64) * 64
-        step = 64 if dim > 128 and flash else 32
+        rows = rows + 128 if packed else -(-rows // 128) * 128 if per_query_head else -(-rows // 64) * 64
+        step = 64 if dim > 128 and per_query_head else 32
         total += 4 * batch * heads * rows * (-(-dim // step) * step + 1)
-        if flash and heads != kv_heads:
+        if per_query_head and heads != kv_heads:
             total += itemsize * batch * heads * keys * sum(dims)
     return total
 

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced, without_dispatch_modes
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
-from cp_styles.engine.checkpoint import LEAN, results_are_kept
+from cp_styles.engine.checkpoint import results_are_kept
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, flattened, handle
+from cp_styles.engine.config import ConfigInGraph, config_in_graph
+from cp_styles.engine.custom_ops import Source, check_local, check_plain, flattened
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
@@ -107,7 +108,7 @@ def context_attention(
             )
         if problem is not None:
             raise problem
-        source = config_text(name, axis, group.group_name, *how, checks=checks)
+        source = config_in_graph(name, axis, group.group_name, *how, checks=checks)
     else:
         source = binding_of_call(name, group, *how, checks=checks)
         group = source.group
@@ -131,7 +132,7 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    source: Source | ConfigText,
+    source: Source | ConfigInGraph,
     tensors: tuple[torch.Tensor, ...],
     *,
     is_causal: bool = False,
@@ -142,7 +143,7 @@ def attend(
     refuse: Callable[[], None] | None = None,
     bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`context_attention` for a binding (a ``ConfigText`` under torch.compile, and only there).
+    """:func:`context_attention` for a binding (a ``ConfigInGraph`` under torch.compile, and only there).
 
     Returns the output, the logsumexp (empty unless ``wants_lse``), and what
     :func:`~cp_styles.engine.custom_ops.agreed_call` takes. ``refuse`` raises for errors that only this rank may see.
@@ -152,7 +153,7 @@ def attend(
     problem, learned = "", None
     try:
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
-        (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
+        (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
         if refuse is not None:
             refuse()
         if sink_H is not None:
@@ -161,22 +162,22 @@ def attend(
             with without_dispatch_modes():
                 source, tensors_learned = bind()
             learned = flattened(tensors_learned, tensors[0].device) if tensors_learned else None
-        elif isinstance(source, ConfigText) or any_autocast():
+        elif isinstance(source, ConfigInGraph) or any_autocast():
             tensors = as_attended(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
             Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
     except Exception as error:  # of any kind: the other ranks must raise too
-        if not isinstance(source, ConfigText):
+        if not isinstance(source, ConfigInGraph):
             source.resolve()[0].refuse(error)
         problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     trained = trained or learned is not None
-    config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
-    if not isinstance(source, ConfigText) and dispatch_modes_entered() and results_are_kept():
-        config += LEAN
+    in_graph = isinstance(source, ConfigInGraph)
+    config, dense = (source.config, source.dense) if in_graph else (source, None)
+    lean = not in_graph and dispatch_modes_entered() and results_are_kept()
     keep = torch.is_grad_enabled() and trained
     out, _, call, lse = torch.ops.cp_styles.attention.default(
-        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse, lean
     )
     return out, lse, call

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
+from cp_styles.checks.proof import Proof
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.model_options import padding_position
@@ -164,7 +165,7 @@ class ContextParallelTrainer:
         if self.verify and batches and not hasattr(trainer.model_wrapped, "backward"):  # of DeepSpeed's engine
             self.verify = False  # of this object
             binding = binding_of(trainer.model)
-            if binding is not None and binding.proof is not None and not binding.proof.verified:
+            if binding is not None and isinstance(binding.model, Proof) and not binding.model.verified:
                 self._prove(batches[0])
         return samples
 

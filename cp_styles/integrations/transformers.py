@@ -700,19 +700,20 @@ def _mask_of_prompt(
             guess = whole << 1 | 1  # for which whole length this rank's positions are what the layout says
         flags |= _PACKED * pieces.packed
         width = 0 if attention_mask is None else attention_mask.shape[1]
-        return StatusRow(q_length=length, kv_length=width, guessed=guess, flags=flags)
+        return StatusRow(q_length=length, kv_length=width, numbers=(guess, flags))
 
     state = state_of(group)
     state.engaged = True
     rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
-    if any(row.flags & _MASKED for row in rows):
+    guesses, flags = rows.columns.numbers
+    if any(flag & _MASKED for flag in flags):
         _refuse_part(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
         attention_mask = None
     documents = None
-    laid_out = all(row.flags & _AS_LAID_OUT and row.guessed >> 1 == whole for row in rows)
-    if positions_BL is not None and all(row.guessed for row in rows) and not laid_out:
+    laid_out = all(flag & _AS_LAID_OUT for flag in flags) and {guess >> 1 for guess in guesses} == {whole}
+    if positions_BL is not None and all(guesses) and not laid_out:
         layout, lengths = binding.layout_for(whole), [row.q_length for row in rows]
         if tuple(lengths) != layout.lengths:
             raise ValueError(
@@ -720,8 +721,8 @@ def _mask_of_prompt(
                 "the inputs with the layout that the attention uses"
             )
         positions_BS = gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
-        alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
-        packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
+        alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
+        packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _documents(name, positions_BS, alone, packed, jumps)
     state.engaged = False
     return *_mask_of(pieces, documents, attention_mask, whole), whole

@@ -30,7 +30,7 @@ from cp_styles._compat import (
 )
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import check_plain, config_text_of
+from cp_styles.engine.custom_ops import check_plain, config_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
@@ -83,7 +83,7 @@ class AttentionCalls(RerunMode):
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
         self.tally = self.unscoped.tally if tally is None else tally
-        self._config_text = config_text_of(scoped)
+        self._in_graph = config_of(scoped)
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
         self._nested: list[bool] = []  # whether it was entered already
@@ -211,7 +211,7 @@ class AttentionCalls(RerunMode):
             self._joint_calls += 1
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
             return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
-        out, *_ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
+        out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
     @partial(uncompiled, reason=_IN_NO_GRAPH)

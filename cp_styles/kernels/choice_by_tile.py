@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ByTile(Kernel):
     def merge(self) -> Merge:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.plain[0].merge
 
-    @property
+    @cached_property
     def _short(self) -> Kernel:
         """The first kernel without a mask that takes short tiles too. Plans are made for it."""
         return next(kernel for kernel in self.plain if not kernel.long_tiles)
@@ -112,17 +113,19 @@ class ByTile(Kernel):
 
         A band that no kernel with windows takes gets an explicit mask. For a pack it may be that there is none.
         """
-        extra = {name: value for name, value in (("window", window), ("pack", pack)) if value is not None}
-        if extra:
+        if window is not None or pack is not None:
+            extra = {name: value for name, value in (("window", window), ("pack", pack)) if value is not None}
             takers = (x for x in self.plain if x.windows >= ("window" in extra) and x.small_tiles >= ("pack" in extra))
             kernel = next((x for x in takers if x.takes(*tensors, causal=causal, biased=False)), None)
             if kernel is not None or pack is not None:
                 return kernel, {"causal": causal, "bias": bias, **extra}
-            bias = _bias_of_band(window, *tensors[:2])
+            bias = _bias_of_band(extra["window"], *tensors[:2])
         biased = bias is not None
-        line = self.masked if biased else self.plain
-        takers = (kernel for kernel in line if kernel.takes(*tensors, causal=causal, biased=biased))
-        return next(takers, line[-1]), {"causal": causal, "bias": bias}
+        line, arguments = self.masked if biased else self.plain, {"causal": causal, "bias": bias}
+        for kernel in line:
+            if kernel.takes(*tensors, causal=causal, biased=biased):
+                return kernel, arguments
+        return line[-1], arguments
 
     def _computed(self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any):
         """``query`` is the index of the query among ``tensors``."""

@@ -1,4 +1,4 @@
-"""The merge of a tile in one kernel, in Triton. It is imported where it is used: see merge.py. Not run on a GPU."""
+"""The merge of a tile in one kernel, in Triton. It is imported where it is used: see merge.py."""
 
 from __future__ import annotations
 

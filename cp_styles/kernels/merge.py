@@ -69,7 +69,7 @@ class TorchMerge(Merge):
 
 @dataclass(frozen=True)
 class FusedMerge(Merge):
-    """A merge in one kernel of Triton, which reads and writes 10 bytes for each number. Not run on a GPU.
+    """A merge in one kernel of Triton, which reads and writes 10 bytes for each number.
 
     It takes float32 sums of tiles in float16, bfloat16 or float32 on CUDA, where Triton is installed and runs.
     """

@@ -15,7 +15,7 @@ import torch
 from cp_styles.device_copies import tensor_on
 
 # Tiles with more query rows than this are not packed: they have as many blocks of 128 queries, for some 32 heads, as a
-# GPU has multiprocessors. An estimate, not measured on a GPU.
+# GPU has multiprocessors. An estimate: no GPU has compared it with another limit.
 LONG_TILE = 1024
 # Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them.
 MOST_BYTES = 2**29

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -209,8 +210,8 @@ class SdpaKernel(Kernel):
             raise NotImplementedError(problem)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
-        rows = (q_BHLD.shape[2], k_BGMD.shape[2])
-        if any(size % self.whole_rows for size in rows) or (self.long_tiles and q_BHLD.shape[0] * rows[0] <= LONG_TILE):
+        rows, keys, step = q_BHLD.shape[2], k_BGMD.shape[2], self.whole_rows
+        if rows % step or keys % step or (self.long_tiles and q_BHLD.shape[0] * rows <= LONG_TILE):
             return False
         return self._problem(q_BHLD, v_BGME, biased=biased) is None
 
@@ -260,13 +261,13 @@ class SdpaKernel(Kernel):
         """
         if tensor.shape[-1] != dim:
             tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
-        step = max(self.row_bytes // tensor.element_size(), 1)
-        places = () if step == 1 else (tensor.storage_offset(), *tensor.stride()[:-1])
-        aligned = tensor.stride(-1) == 1 and not any(place % step for place in places)
+        step, (*strides, last) = max(self.row_bytes // tensor.element_size(), 1), tensor.stride()
+        # One call for all of them: this runs several times for each tile.
+        aligned = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
         # Out has the memory order of the query, which is not defined along expanded dims: torch before its pull request
         # 175764 then made an output that cuDNN refuses. Expanded keys would work, as torch's pull request 191085
         # reports, but they would have a plan of their own. The copy is as large as the gradients of these keys.
-        dense = not self.out_like_query or tensor.numel() == 0 or 0 not in tensor.stride()
+        dense = not self.out_like_query or tensor.numel() == 0 or 0 not in strides
         return tensor if aligned and dense else tensor.clone(memory_format=torch.contiguous_format)
 
     def _fitted(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:

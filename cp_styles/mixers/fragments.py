@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -15,13 +15,14 @@ import torch.distributed as dist
 from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
-from cp_styles.comm.agreement import Meeting, StatusRow, StatusRows, compare, plain, short, start_status
+from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
+from cp_styles.engine.binding import agreed_layouts
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.observers import CheckedCall, RankChecks
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.run import listener
 from cp_styles.engine.scope import ScopeHistory
@@ -30,6 +31,7 @@ from cp_styles.layout import (
     Chunk,
     SequenceLayout,
     cuts_of,
+    fact_of,
     head_tail,
     layout_made_by,
     layout_of_one,
@@ -244,7 +246,7 @@ class CutSequence:
         default = around[-1].layout if around and around[-1].group == process_group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
-        watch_of(process_group).leave_out(checks.local)
+        state.the(RankChecks).learn(checks)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
@@ -292,14 +294,12 @@ class CutSequence:
 
     def _agreed(self, describe: Callable[[], Described]) -> Cut:
         name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)
-        fixed, watch = layout if isinstance(layout, SequenceLayout) else None, watch_of(self.group)
+        fixed, where = layout if isinstance(layout, SequenceLayout) else None, (name, self.axis, self.group)
         documents: tuple[int, ...] | None = None
-        made: dict[int, SequenceLayout] = {}  # the next result of a balancer may be another one
+        rank_checks, asked = state.the(RankChecks), CheckedCall(where, self.checks, ())
 
         def layout_for(length: int) -> SequenceLayout:
-            if not isinstance(layout, SequenceLayout) and length not in made:
-                made[length] = layout_made_by(layout, length, peers.size)
-            return layout if isinstance(layout, SequenceLayout) else made[length]
+            return layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, length, peers.size)
 
         def facts() -> Facts:
             nonlocal documents
@@ -329,29 +329,20 @@ class CutSequence:
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
                 **trained(tensors),
-                "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
+                "layout": fact_of(layout),
                 "documents": documents,
             }
-            row = StatusRow(q_length=length, watch=watch.look(tensors, self.group) if self.checks.agreement else 0)
-            if fixed is None:
-                guess = state.lengths.get((length, length), (length * peers.size,) * 2)[0]
-                with suppress(Exception):  # it cannot be right
-                    row = row._replace(layout=hash(layout_for(guess)), guessed=guess)
-            return call | same, row
+            asked.tensors = tensors
+            numbers = rank_checks.numbers(asked) if self.checks.agreement else (0, 0)
+            return call | same, StatusRow(q_length=length, numbers=numbers)
 
         rows = agreed_rows(peers, name, facts, self.checks.agreement)
-        finding = watch.compare([row.watch for row in rows], name, self.axis, self.group)
-        if finding is not None:
-            watch.tell(finding, self.checks.only_warn, name, self.axis, self.group)
+        if isinstance(rows, StatusRows):
+            rank_checks.judge(rows, asked)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        if fixed is None and isinstance(rows, StatusRows):
-            where = name, self.axis, self.group
-            if set(rows.columns.guessed) != {whole}:
-                rows = start_status(lambda: StatusRow(layout=hash(layout_for(whole))), Meeting.LAYOUT, *where)()
-            compare(rows, where, lambda: {"layout": (plain(layout), layout_for(whole).chunks)}, column="layout")
-            state.lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
-        cut = layout_for(whole)
+        cut, _ = agreed_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
+        state.lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
         if cut.lengths != lengths:
             raise ValueError(
                 f"{name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout gives "

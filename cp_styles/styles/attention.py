@@ -26,7 +26,8 @@ from cp_styles._compat import (
 )
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import check_local, handle, live_object
+from cp_styles.engine.config import LiveObject
+from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
@@ -76,8 +77,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    that of the strategy. If the layout is a balancer, which needs the global length first, there are two
-    all-gathers where a rank could not guess it: it guesses equal parts, or the length that it saw with its part before.
+    that of the strategy. A balancer that is no function of this package costs one all-gather more: its results are
+    compared.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -133,7 +134,6 @@ class AttentionContextParallel(ContextParallelStyle):
         dtensor_io = ios.get(key)
         if dtensor_io is None:
             dtensor_io = ios[key] = DTensorIO(binding.group, *key)
-            dtensor_io.handle = handle(dtensor_io)
         CoreState(self, module, dtensor_io, binding).attach()
         return module
 
@@ -149,9 +149,7 @@ _STATE = "_context_parallel_core"
 
 
 class _DTensorIOs(WeakValueDictionary[tuple[Any, ...], DTensorIO]):
-    """Those of the modules over a group. Modules over the same axes, such as the layers of a model, share one and its
-    handle, and so the compiled graph of a layer: while it traces, torch.compile can pass a string to a function, but no
-    object."""
+    """Modules over the same axes, such as the layers of a model, share one, and so the compiled graph of a layer."""
 
 
 class CoreState:
@@ -237,8 +235,8 @@ class CoreState:
             self._calls.refuse_tracer(tracer)
         install_handlers()
         self._lifted, self._calls.tally.calls = None, 0
-        self._scoped.unscoped.group_state.engaged = False
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
+        binding.group_state.engaged = False
         by_place = len(args) == 3 and not kwargs and self._first
         try:
             if function_modes():
@@ -253,7 +251,7 @@ class CoreState:
                 self._refuse_others(args, kwargs)
             if cut := cuts_of(local):
                 binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
-            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
+            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.group, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             self._scoped.unscoped.refuse(error)
         self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
@@ -374,7 +372,7 @@ class CoreState:
         input_mesh = io.traced_mesh(name, inputs)
         if input_mesh is not None and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        private = _private_mesh(io.handle, inputs[0].device.type, input_mesh)
+        private = _private_mesh(io.live, inputs[0].device.type, input_mesh)
         if isinstance(private, str):
             raise ValueError(f"{name}: {private}")
         args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, input_mesh))
@@ -394,8 +392,10 @@ never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
-def _private_mesh(name: str, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-    return live_object(name, DTensorIO).traced_private_mesh(device_type, input_mesh)
+def _private_mesh(io: LiveObject, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
+    converter = io.reference()
+    assert isinstance(converter, DTensorIO)
+    return converter.traced_private_mesh(device_type, input_mesh)
 
 
 class _Core(BoundToThisRun):

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import applied_by_plan
+from cp_styles.checks.proof import proof_of
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.proof import proof_of
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -67,7 +67,7 @@ class ContextParallelStyle(ParallelStyle):
         root, patterns = applied_by_plan(self)
         proof = proof_of(module if root is None else root)
         proof.verified = proof.verified or self.verified
-        binding = replace(binding, proof=proof)
+        binding = replace(binding, model=proof)
         if root is not None and root is not module:
             AppliedPlan.note(root, patterns, module, binding)
         return axis, binding

@@ -94,7 +94,7 @@ class CoreCalls(AttentionCalls):
         options["refuse"] = refuse if dropout_p or heads != kv_heads else None
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            out, *_ = attend(self._config_text, tuple([tensor.to_local() for tensor in tensors]), **options)
+            out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
         source, share, whole = self._scoped, None, (0, 0)
         try:

@@ -13,6 +13,7 @@ rank declares that all ranks hold as many tokens as it does. No local result dep
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.group_state import state_of
+from cp_styles.engine.config import LiveObject
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import (
     OtherAxes,
@@ -61,8 +63,7 @@ class DTensorIO:
         self._known: dict[tuple[DeviceMesh, DeviceMesh], OtherAxes | str] = {}
         # Of inputs without other axes: how they are placed, by what they are beside their values.
         self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)
-
-    handle = ""
+        self.live = LiveObject(weakref.ref(self))
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
         """Group, axis and composed mesh. Where this rank takes the place of the ranks, they have one rank."""
@@ -142,13 +143,13 @@ class DTensorIO:
         values: Sequence[torch.Tensor],
         parts: Sequence[torch.Tensor],
         input_axes: OtherAxes | None,
+        group: dist.ProcessGroup,
         layout: SequenceLayout | Balancer,
     ) -> Sequence[DTensor]:
-        """``values`` with the local tensors ``parts`` as DTensors on the private mesh. ``layout``: that of the call, or
-        the balancer that makes it."""
+        """``values`` with the local tensors ``parts`` as DTensors on the private mesh over ``group``. ``layout``: the
+        layout of the call, or the balancer that makes it."""
         q, k, v = parts
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-        group = self._group
         key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
         if input_axes is None and key in self._specs:
             return placed_as(parts, self._specs[key])

@@ -78,7 +78,7 @@ class ModuleContextParallel(ContextParallelStyle):
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
     Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy. If
-    the layout is a balancer, and the ranks hold numbers of tokens that they have not had before, one more all-gather.
+    the layout is a balancer that is no function of this package, one more all-gather compares its results.
     Applying the style sends nothing.
 
     Raises:

@@ -26,13 +26,13 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
+from cp_styles.checks.proof import proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.openings import Opening, innermost
-from cp_styles.engine.proof import proof_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
 from cp_styles.kernels import Kernel
@@ -331,7 +331,7 @@ class _BlockCalls(AttentionCalls):
                 if proof not in self.unscoped.group_state.training:
                     proof.forward_begins(self.unscoped.group_state)
             if proofs and not any(proof.verified for proof in proofs):
-                proofs[-1].training_begins(self.unscoped.group_state)
+                proofs[-1].backward_begins(self.unscoped.group_state)
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):

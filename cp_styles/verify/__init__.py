@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_styles.checks.proof import Proof, proof_of
 from cp_styles.comm.point_to_point import break_off
-from cp_styles.engine.proof import Proof, proof_of
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, Places, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, some

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, part_of_group, resolve_group, store_of, tensors_in, without_groups
+from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, break_off, collective
-from cp_styles.engine.proof import Proof
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames

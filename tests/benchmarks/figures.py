@@ -1,4 +1,4 @@
-"""The exact figures of the pages, as tables: python tests/benchmarks/figures.py [memory plans scale longest published].
+"""The exact figures of the pages, as tables: python tests/benchmarks/figures.py [memory plans scale ...].
 
 They are counted, not measured, so every machine prints the same. tests/ranks/explain/test_figures.py compares them with
 the tables of the pages that have ``<!-- figures: NAME -->`` before them.
@@ -8,6 +8,14 @@ the tables of the pages that have ``<!-- figures: NAME -->`` before them.
     scale      choosing.md: what a rank sends and holds on 8 to 1,024 ranks; about two minutes
     longest    choosing.md: the longest sequence whose training step fits
     published  choosing.md: predictions beside published times of others; see predicting.py
+
+Of tests/records, on gpus.md; see on_gpu.py:
+
+    gpu-exact      errors by dtype
+    gpu-shares     times of the device and of the host, and shares of ideal
+    gpu-launches   launches, and the device's own time
+    gpu-peaks      peaks of memory, measured and predicted
+    gpu-predicted  the device's own time, predicted and measured
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ import torch.distributed as dist
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import memory as memory_benchmark
+import on_gpu
 import planning
 import predicting
 
@@ -90,6 +99,11 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "scale": scale.rows,
     "longest": longest,
     "published": published,
+    "gpu-exact": on_gpu.exact,
+    "gpu-shares": on_gpu.shares,
+    "gpu-launches": on_gpu.launched,
+    "gpu-peaks": on_gpu.peaks,
+    "gpu-predicted": on_gpu.predicted,
 }
 
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_styles import Causal, Ring, contiguous, head_tail
-from cp_styles.engine.custom_ops import config_text
+from cp_styles.engine.config import AttentionConfig, config_in_graph
 from tests.ranks.attention_case import Problem, run_attention
 from tests.ranks.compiling import door
 
@@ -37,12 +37,12 @@ def _hidden(q, k, v):
     return torch.ops.cp_styles.attention(q, k, v, *arguments)[:3]
 
 
-hidden_config = ""
+hidden_config: AttentionConfig | None = None
 
 
 def hide(mesh: DeviceMesh, layout):
     global hidden_config
-    hidden_config = config_text("trap", "cp", mesh.get_group().group_name, Ring(), layout, Causal(), None).config
+    hidden_config = config_in_graph("trap", "cp", mesh.get_group().group_name, Ring(), layout, Causal(), None).config
     return lambda *qkv: torch.ops.cp_styles_tests.hidden(*qkv)[0]
 
 

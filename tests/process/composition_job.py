@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cp_styles import UnverifiedModelWarning
-from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
+from cp_styles.checks.gradient_watch import UnreducedGradientsWarning
 from cp_styles.verify import VerificationError, verify
 from tests.oracle import error
 from tests.process.several import in_a_world

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +89,8 @@ def test_the_cases(monkeypatch, capsys):
         assert {problem.ranks for problem in every} == {4, 8}
         assert {name for problem in every for name in problem.ways} == set(WAYS)
         assert len({problem.name for problem in every}) == len(every)
-        assert len({setting.name for setting in replay.settings()}) == len([*replay.settings()])
+        timed = [*replay.settings(cuda=cuda)]
+        assert len({setting.name for setting in timed}) == len(timed) == (14 if cuda else 3)
     assert {problem.dtype for problem in every} == {torch.bfloat16, torch.float16, torch.float32}
     monkeypatch.setattr(replay, "CUDA", False)
     assert run(monkeypatch, "--dry-run", "--only", "full float64 P=8") == 0
@@ -118,7 +118,7 @@ def test_the_record(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, "--out", str(out), "--only", "causal float64 P=4 rows=16 4:2") == 1
     assert lengths == [1, 2, 3, 4, 5]
     first, *lines = map(json.loads, out.read_text().splitlines())
-    assert str(Path(replay.__file__).parent) in first["tests"]
+    assert first["own tests"]
     assert {line["cover"]: line["ok"] for line in lines} == {name: name != "all-gather" for name in WAYS}
     said = capsys.readouterr().out.splitlines()
     assert "4 ok, 1 bad, 0 cases not run to their end" in said
@@ -190,6 +190,32 @@ def test_merges_are_timed_side_by_side(monkeypatch):
         assert all(line["ok"] for line in lines), lines
     assert noted.tiles
     assert len(noted.tiles) % 3 == 0
+
+
+def test_the_profile_of_the_host():
+    """Calls, operations and times are those of one run."""
+    x = torch.ones(2)
+
+    def run() -> None:
+        for _ in range(3):
+            x.add(abs(-1))
+
+    found = gpu_record.host_profile(run, repeats=2)
+    calls = {name: count for _, _, count, name in found["functions"]}
+    assert calls["<built-in method builtins.abs>"] == 3
+    assert calls[next(name for name in calls if name.endswith(" run"))] == 1
+    assert found["ops"]["aten::add"] == 3
+    assert found["runtime"] == {}
+    assert [*found["host ms"]] == ["idle", "busy", "one thread"]
+
+
+def test_profiles_of_settings():
+    setting = Setting("causal", 2, 1, 32, (2, 2), 8)
+    lines = {line["cover"]: line for line in run_checks(setting.name, times(setting, profile=True))}
+    assert [*lines] == [f"{name} profile {phase}" for name in ("ring", "ulysses") for phase in ("f", "f+b")]
+    assert all(line["ok"] for line in lines.values()), lines
+    for name in ("ring", "ulysses"):
+        assert lines[f"{name} profile f"]["calls"] < lines[f"{name} profile f+b"]["calls"]
 
 
 def test_the_share_of_ideal(monkeypatch):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import testing
 from cp_styles.batch import sum_gradients
-from cp_styles.engine.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
+from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.engine.config_text import from_text, to_text
+from cp_styles.engine.config import built, parts_of
 from cp_styles.layout import (
     SequenceLayout,
     Stripes,
@@ -197,9 +197,9 @@ def test_what_is_told_of_stripes_is_three_numbers():
     layout = striped(2**45 + 3, 64)
     assert layout.lengths == (2**39 + 1,) * 3 + (2**39,) * 61
     assert layout == SequenceLayout(Stripes(2**45 + 3, 64, 1)) != striped(2**45 + 3, 64, block=2)
-    assert pickle.loads(pickle.dumps(layout)) == layout == from_text(to_text(layout, []))
+    assert pickle.loads(pickle.dumps(layout)) == layout == built(parts_of(layout, []))
     assert len(pickle.dumps(layout)) < 2000
-    assert len(to_text(layout, [])) < 200
+    assert len(repr(parts_of(layout, []))) < 200
     assert len(repr(layout)) < 2000
     assert joined(layout, 8) == striped(2**45 + 3, 8, block=8)
     assert _among(layout, 0, 8) == striped(2**42 + 3, 8)

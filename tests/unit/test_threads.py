@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import cp_styles.testing  # noqa: F401 - makes the ops
+from cp_styles.checks import gradient_watch
 from cp_styles.comm import group_state
-from cp_styles.engine import gradient_watch
 
 # Walks for this time make thousands, of which some fail if the table must not grow meanwhile.
 SECONDS, ENTRIES = 0.4, 300

@@ -24,7 +24,7 @@ from cp_styles import Checks
 from cp_styles.batch import sum_gradients
 from cp_styles.comm import agreement
 from cp_styles.engine.checkpoint import save_attention
-from cp_styles.engine.custom_ops import config_text
+from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
@@ -413,7 +413,7 @@ def test_a_recomputation_without_its_scope_is_refused():
 def test_the_ops(mesh):
     """What torch asks of an op: its schema, its fake kernel, its gradient, static and dynamic."""
     group = mesh.get_group()
-    source = config_text("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
+    source = config_in_graph("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
     q, k, v = (x.clone().requires_grad_() for x in PROBLEMS[16].inputs)
     arguments = (q, k, v, None, None, None, source.config, False, None, True, "")
     torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
@@ -431,7 +431,7 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
 
     def on(rank: int):
         group = cp_mesh(RANKS).get_group()
-        config = config_text("test", "cp", group.group_name, strategy, head_tail, Causal(), None).config
+        config = config_in_graph("test", "cp", group.group_name, strategy, head_tail, Causal(), None).config
         (q, k, v), cotangent = PROBLEMS[16].shard(head_tail, rank, RANKS)
         q, k, v, cotangent = q.detach(), k.detach(), v.detach()[..., :value_dim], cotangent[..., :value_dim]
         forward, backward = torch.ops.cp_styles.attention, torch.ops.cp_styles.attention_backward

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.engine.checks import Checks
-from cp_styles.engine.gradient_watch import (
+from cp_styles.checks.gradient_watch import (
     ParameterWatch,
     UnreducedGradientsError,
 )
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from tests.covering import at_night, sampled
@@ -175,28 +176,29 @@ def test_what_is_remembered():
 
     def on(rank: int):
         watch, group = ParameterWatch(), cp_mesh(RANKS).get_group()
+        where = "nobody", "cp", group
 
         def differentiate(weight) -> None:
-            InBackward.apply(randn(rank, 3, 10) @ weight, lambda: watch.remember(group)).sum().backward()
+            InBackward.apply(randn(rank, 3, 10) @ weight, lambda: watch.backward_in_graph(group)).sum().backward()
 
         def number_of(*weights) -> int:
-            return ParameterWatch().look(weights, group)
+            return ParameterWatch().number(CheckedCall(where, Checks(), weights))
 
         plain = randn(rank, 3, 10)
         input_of_mine = randn(rank, 10, 10).requires_grad_()
         differentiate(input_of_mine)  # which may differ
-        assert watch.look([plain], group) == 0
+        assert watch.number(CheckedCall(where, Checks(), [plain])) == 0
         weights = [nn.Parameter(randn(seed, 10, 10)) for seed in range(2)]
         for _ in range(3):
             differentiate(weights[0])
-        number = watch.look([plain], group)
+        number = watch.number(CheckedCall(where, Checks(), [plain]))
         assert number == number_of(weights[0]) != 0
         differentiate(weights[1])  # the backward number 5, at which nothing is remembered
-        assert watch.look([plain], group) == number
-        both = watch.look([plain @ weights[1]], group)
+        assert watch.number(CheckedCall(where, Checks(), [plain])) == number
+        both = watch.number(CheckedCall(where, Checks(), [plain @ weights[1]]))
         assert both == number_of(*reversed(weights)) != number
         del weights[0]
-        assert watch.look([plain], group) == 0
+        assert watch.number(CheckedCall(where, Checks(), [plain])) == 0
         return number
 
     assert len(set(run_ranks(on, RANKS))) == 1

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.engine.custom_ops import handle
-from cp_styles.engine.scope import ScopeHistory, SequenceScope
+from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
@@ -144,14 +143,6 @@ def test_checkpoint_with_the_scope(mesh, rank: int, door: str, other: Batch | No
         with nullcontext() if other is None else other.scope():
             out.backward(cotangent)
         FIRST.check(rank, out, leaves)
-
-
-def test_all_handles_have_one_length():
-    """What the attention op names its binding by is among what checkpoints compare, and each run has its own."""
-    sources = [ScopeHistory() for _ in range(300)]
-    names = [handle(source) for source in sources]
-    assert len(set(names)) == 300
-    assert len(set(map(len, names))) == 1
 
 
 @pytest.mark.parametrize("door", DOORS)

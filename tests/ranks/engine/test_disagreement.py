@@ -179,7 +179,7 @@ def test_only_one_rank_is_given_the_layout(named: int):
         module.options = {}
         module(*s.leaves(contiguous)[0])
 
-    assert re.search(f"disagree on layout: .*rank {1 - named}: a balancer", refusals(act))
+    assert re.search(f"disagree on layout: .*rank {1 - named}: contiguous", refusals(act))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -223,6 +223,9 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
         raise error
 
     def on(rank: int):
+        def cut(length: int, ranks: int):
+            return fail() if rank == 1 else head_tail(length, ranks)
+
         s = Even(rank, threading.Barrier(1))
         leaves = s.leaves()[0]
         score_mod = fail if rank == 1 else lambda score, *_: score
@@ -234,7 +237,7 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
                 module.score_mod = score_mod
                 module(*leaves)
             elif door == "balancer":
-                context_attention(*leaves, s.mesh, layout=fail if rank == 1 else head_tail)
+                context_attention(*leaves, s.mesh, layout=cut)
             else:
                 module = parallelize_module(Failing(), s.mesh, ModuleContextParallel())
                 module.alone = fail if rank == 1 else None
@@ -321,10 +324,14 @@ def test_balancers_of_one_name_that_cut_differently(door: str):
 
 
 @on_every_rank(RANKS)
-def test_balancers_of_other_names_that_cut_alike(rank: int):
-    """The same layout under two names is no disagreement."""
+def test_functions_that_cut_alike(rank: int):
+    """What ranks compare of functions of a user are the layouts that they make."""
+
+    def of_rank(length: int, ranks: int):
+        return head_tail(length, ranks)
+
     s = Even(rank, threading.Barrier(1))
-    s.run(parallel(Core(), s.mesh, layout=head_tail if rank else cut_by([LENGTH])))
+    s.run(parallel(Core(), s.mesh, layout=of_rank if rank else cut_by([LENGTH])))
 
 
 def mask_mods(rank: int):

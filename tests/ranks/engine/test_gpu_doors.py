@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles.batch import global_loss, global_token_count, shard_batch, sum_gradients
-from cp_styles.engine.gradient_watch import UnreducedGradientsError
+from cp_styles.checks.gradient_watch import UnreducedGradientsError
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import head_tail
@@ -71,7 +71,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 
 SEEDS = count(100)  # what a mask holds is new to the caches
-TOKENS, WATCH = "cp_styles.engine.uncut_batch.on_host", "cp_styles.engine.gradient_watch.on_host"
+TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.checks.gradient_watch.on_host"
 DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._on_host"
 
 
@@ -251,6 +251,6 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
         with pytest.raises(UnreducedGradientsError):
             steps(model, mesh["cp"], optimizer)
 
-    examine = "cp_styles.engine.gradient_watch.ParameterWatch._examine"
+    examine = "cp_styles.checks.gradient_watch.ParameterWatch._examine"
     with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, SAMPLE, examine]):
         run_ranks(on, 2)

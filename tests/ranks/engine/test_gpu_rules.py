@@ -336,22 +336,6 @@ def test_the_ops_of_many_documents_are_those_of_few(strategy, layout):
     assert all(count["KernelCall"] for count in counts[0])
 
 
-def test_sinks_that_differ_are_noticed_later():
-    def on(rank: int):
-        for step in range(70):
-            given = [put(randn(step + index, 1, 2, 4, 8)) for index in range(3)]
-            sink = put(torch.full((2,), float(rank and step >= 3), dtype=torch.float64))
-            attend = partial(context_attention, *given, dist.group.WORLD, sink_H=sink, kernel=ON_GPU)
-            if step == 67:
-                with pytest.raises(ValueError, match="sink"):
-                    attend(layout=head_tail, mask=Causal())
-                return
-            attend(layout=head_tail, mask=Causal())
-
-    with gpus():
-        run_ranks(on, 2)
-
-
 # Each of the rules, broken on purpose.
 
 

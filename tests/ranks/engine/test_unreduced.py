@@ -19,12 +19,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
-from cp_styles.engine.checks import Checks
-from cp_styles.engine.gradient_watch import (
+from cp_styles.checks.gradient_watch import (
     ParameterWatch,
     UnreducedGradientsError,
     UnreducedGradientsWarning,
 )
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.observers import CheckedCall
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
@@ -389,15 +390,16 @@ def test_no_false_alarm(door: str, case: str):
 def test_looks_grow_rare_and_send_nothing_more():
     def on(rank: int):
         weight = nn.Parameter(randn(0, 10, 10))
-        watch, group = ParameterWatch(), cp_mesh(2).get_group()
+        watch, where = ParameterWatch(), ("nobody", "cp", cp_mesh(2).get_group())
         with CommunicationTrace() as trace:
             numbers = []
             for _ in range(20):
-                numbers.append(watch.look([randn(rank, 3, 10) @ weight], group))
-                watch.compare([0, 0], "nobody", "cp", group)
+                call = CheckedCall(where, Checks(), [randn(rank, 3, 10) @ weight])
+                numbers.append(watch.number(call))
+                watch.judge([0, 0], call)
         assert not trace.events
-        assert watch.look([randn(rank, 3, 10)], group) == 0  # nothing behind it
-        watch.compare([0, 7], "nobody", "cp", group)  # one rank has nothing to say, so there is nothing to compare
+        assert watch.number(CheckedCall(where, Checks(), [randn(rank, 3, 10)])) == 0  # nothing behind it
+        watch.judge([0, 7], call)  # one rank has nothing to say, so there is nothing to compare
         return [(index, number) for index, number in enumerate(numbers, 1) if number]
 
     first, second = run_ranks(on, 2)
@@ -423,11 +425,12 @@ def test_what_shows_in_the_number():
     """A step of the size of Adam's first, up here and down there; and one bit."""
 
     def on(rank: int):
-        group = cp_mesh(2).get_group()
+        where = "nobody", "cp", cp_mesh(2).get_group()
         signs = torch.ones(64).index_fill(0, torch.arange(32), -1.0)
         weights = [torch.ones(64), 1 + 1e-3 * signs, 1 - 1e-3 * signs, torch.ones(64).nextafter(2 * torch.ones(64))]
         weights += [torch.ones(64, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
-        return [ParameterWatch().look([nn.Parameter(weight)], group) for weight in weights]
+        calls = [CheckedCall(where, Checks(), [nn.Parameter(weight)]) for weight in weights]
+        return [ParameterWatch().number(call) for call in calls]
 
     first, second = run_ranks(on, 2)
     assert first == second

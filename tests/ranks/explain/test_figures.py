@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from itertools import islice
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from cp_styles.comm.agreement import WIDTH
+from cp_styles.explain import H200
 from tests.benchmarks import figures
 from tests.covering import at_night, sampled
 from tutorials import scale
@@ -68,6 +70,32 @@ def test_scale(cpu_build):
         assert shown[:-1] == row[:-1]
         # MiB: torch's versions differ by some bytes, which may be those that round.
         assert shown == row or abs(int(shown[-1].replace(",", "")) - int(row[-1].replace(",", ""))) <= 1
+
+
+@pytest.mark.parametrize("names", [("gpu-exact", "gpu-shares", "gpu-launches"), ("gpu-peaks", "gpu-predicted")])
+def test_what_a_gpu_has_recorded(names: tuple[str, ...]):
+    for name in names:
+        assert [tuple(cell.replace("%", " %") for cell in row) for row in figures.TABLES[name]()] == list(on_page(name))
+
+
+def test_the_peaks_that_a_gpu_has_recorded():
+    """Of every setting, with cuDNN and without. torch's allocator splits no block for a rest of up to 1 MiB
+    (kSmallSize in CUDACachingAllocator.cpp), and at most three of the blocks at a peak had one. A pack is predicted
+    with the most that its documents may be padded by."""
+    for setting in figures.on_gpu.timed():
+        for name in figures.on_gpu.STRATEGIES:
+            measured, predicted = figures.on_gpu.peaks_of(setting, name)
+            assert -0.3 <= (measured - predicted) / 2**20 < 3.1, setting.name
+
+
+def test_the_figures_of_h200_are_fitted():
+    """On the record's tiles; rounded to three digits."""
+    fitted = figures.on_gpu.fit()
+    for name in figures.on_gpu.FITTED:
+        assert getattr(H200, name) == pytest.approx(getattr(fitted, name), rel=5e-3), name
+    assert max(abs(math.log(H200.kernel_seconds(call) / seconds)) for call, seconds in figures.on_gpu.tiles()) < 0.05
+    machine, _ = figures.on_gpu.record("gpu")
+    assert machine["memory MB"] * 2**20 == H200.memory
 
 
 @pytest.mark.parametrize("name", at_night("scale", "longest", "published"))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.comm.group_state import state_of
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.observers import CheckedCall
 from cp_styles.troubleshooting import see
 
 _MOST_ROWS = 256  # of a tensor that are compared, spread over it
@@ -28,9 +29,18 @@ class UncutBatchCheck:
     def __init__(self) -> None:
         self._forwards: WeakKeyDictionary[object, dict[bool, int]] = WeakKeyDictionary()
 
-    def look(self, tensors: Sequence[torch.Tensor], model: object, trains: bool) -> int:
+    def learn(self, checks: Checks) -> None:
+        pass
+
+    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
+        pass
+
+    def number(self, call: CheckedCall) -> int:
         """A checksum of query, key and value; 0 if they are not compared now. No communication."""
-        forwards = self._forwards.setdefault(self if model is None else model, {})
+        if not call.orders or call.where[2].size() == 1 or torch.compiler.is_exporting():
+            return 0
+        tensors, trains = call.tensors, call.trains
+        forwards = self._forwards.setdefault(self if call.model is None else call.model, {})
         number = forwards[trains] = forwards.get(trains, 0) + 1
         if number & (number - 1) or tensors[0].shape[2] < 2 or not tensors[0].numel():
             return 0
@@ -41,17 +51,13 @@ class UncutBatchCheck:
             *sums, differ = on_host([*map(device_checksum, rows), differ])
         return differ * (sum(sums) % 2**62 + 1)
 
-    def refuse(self, numbers: Sequence[int], name: str, axis: str) -> None:
+    def judge(self, numbers: Sequence[int], call: CheckedCall) -> None:
         """Raise on every rank if all have the same number."""
         if numbers[0] and len(set(numbers)) == 1:
+            name, axis, _ = call.where
             raise ValueError(
                 f"{name}: all ranks of mesh axis {axis!r} were given the same tokens, and each is to have its own part "
                 "of the sequence. Cut the batch, in training and in evaluation: batch = BatchSharder(mesh)(tokens), "
                 "then model(batch.tokens, batch.positions). Or run the whole sequence on one device, with a copy of "
                 f"the model that has no style{see('A batch that nobody has cut')}"
             )
-
-
-def uncut_batch_check_of(group: dist.ProcessGroup) -> UncutBatchCheck:
-    """The check of all attention over ``group``."""
-    return state_of(group).the(UncutBatchCheck)

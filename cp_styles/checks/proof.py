@@ -48,7 +48,7 @@ class Proof:
                 self.reducer = type(module).__name__, dist.get_process_group_ranks(module.process_group)
             frame = frame.f_back
 
-    def training_begins(self, state: GroupState) -> None:
+    def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
         if state.proofs is not None:
             state.proofs.add(self)

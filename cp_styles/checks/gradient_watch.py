@@ -53,6 +53,8 @@ from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
+from cp_styles.engine.checks import Checks
+from cp_styles.engine.observers import CheckedCall
 from cp_styles.troubleshooting import see
 
 _MOST_NODES = 5000  # of a graph that are asked for their parameter
@@ -102,34 +104,36 @@ class ParameterWatch:
         self._attentions = self._backwards = 0
         self._counts_of: WeakKeyDictionary[object, _Count] = WeakKeyDictionary()
         self._count = _Count()
+        self._news: _News | None = None
         self._counts = self._warned = self._warned_of_rounding = False
         self._nearest_only = False  # where ranks do not know the same parameters
         self._known: dict[int, ref[torch.Tensor]] = {}
         self._local: dict[int, ref[Any]] = {}
         self._looked_at: list[_LookedAt] = []
 
-    def leave_out(self, local: Iterable[nn.Module | nn.Parameter]) -> None:
-        """See :class:`~cp_styles.engine.checks.Checks`."""
-        self._local.update((id(item), ref(item)) for item in local)
+    def learn(self, checks: Checks) -> None:
+        """Leave out what is meant to differ, see :class:`~cp_styles.engine.checks.Checks`."""
+        if checks.local:
+            self._local.update((id(item), ref(item)) for item in checks.local)
 
-    def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, model: object = None) -> int:
-        """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication.
-
-        ``model`` stands for the model whose attention it is; None if it is not known.
-        """
+    def number(self, call: CheckedCall) -> int:
+        """A checksum of the parameters behind the tensors of a call; 0 if they are not compared now."""
+        tensors, group, model = call.tensors, call.where[2], call.model
         self._looked_at = []
         recomputes = graph_task_id() >= 0
         if recomputes:
-            self.remember(group, tensors)
+            self.backward_in_graph(group, tensors)
         trained = any(map(_REQUIRES_GRAD, tensors)) or bool(self._known)
         self._counts = trained and group.size() > 1 and not recomputes and not torch.compiler.is_exporting()
         if not self._counts or self._warned:
             return 0
         self._count = self._counts_of.setdefault(self if model is None else model, _Count())
-        if self._count.parameters != (parameters := _news_of(world_group()).parameters):
-            self._count.parameters, self._count.attentions = parameters, 0
+        if self._news is None:
+            self._news = state_of(world_group()).the(_News)
+        if self._count.parameters != self._news.parameters:
+            self._count.parameters, self._count.attentions = self._news.parameters, 0
         # A power of two has no bit in common with the number below it.
-        if all(number & (number + 1) for number in (self._attentions, self._count.attentions)):
+        if self._attentions & (self._attentions + 1) and self._count.attentions & (self._count.attentions + 1):
             return 0
         with torch.no_grad():
             behind = list(_parameters_behind(tensors))
@@ -143,7 +147,7 @@ class ParameterWatch:
         # Sorted: what is nearest in the graph differs where one rank has a copy more in it, for its strides.
         return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sorted(sums)).encode())
 
-    def remember(self, group: dist.ProcessGroup, recomputed: Sequence[torch.Tensor] = ()) -> None:
+    def backward_in_graph(self, group: dist.ProcessGroup, recomputed: Sequence[torch.Tensor] = ()) -> None:
         """Note, weakly, the parameters behind the node whose backward is running. See [Note: compiled].
 
         Those behind ``recomputed`` tensors, which a reentrant checkpoint has detached from the graph, too.
@@ -157,9 +161,16 @@ class ParameterWatch:
             parameters = *_parameters_behind(recomputed), *_leaves_behind([node])
             self._known.update((id(parameter), ref(parameter)) for parameter in parameters)
 
-    def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
-        """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""
-        self._add(self._counts)  # here, where no rank has refused, so that the ranks' numbers are equal
+    def judge(self, numbers: Sequence[int], call: CheckedCall) -> None:
+        """Raise or warn on all ranks if their checksums differ. Communication: see the class."""
+        if self._counts:  # added here, where no rank has refused, so that the ranks' numbers are equal
+            self._attentions += 1
+            self._count.attentions += 1
+        if any(numbers) and (finding := self._compared(numbers, *call.where)) is not None:
+            # A user may turn warnings into errors, and then all ranks must raise.
+            start_status(partial(self._tell, finding, call.checks.only_warn), Meeting.WARNING, *call.where)()
+
+    def _compared(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         looked_at, self._looked_at = self._looked_at, []  # it keeps parameters alive
         if 0 in numbers or len(set(numbers)) == 1:
             return None
@@ -178,11 +189,6 @@ class ParameterWatch:
     def _add(self, attentions: int) -> None:
         self._attentions += attentions
         self._count.attentions += attentions
-
-    def tell(self, finding: Finding, only_warn: bool, name: str, axis: str, group: dist.ProcessGroup) -> None:
-        """Raise or warn on all ranks."""
-        # A user may turn warnings into errors, and then all ranks must raise.
-        start_status(partial(self._tell, finding, only_warn), Meeting.WARNING, name, axis, group)()
 
     def _tell(self, finding: Finding, only_warn: bool) -> StatusRow:
         if finding.apart and not only_warn:
@@ -291,11 +297,6 @@ _LookedAt = tuple[_Compared, int]
 """What is compared, and its checksum."""
 
 
-def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
-    """The watch of all attention over ``group``."""
-    return state_of(group).the(ParameterWatch)
-
-
 @dataclass(slots=True, eq=False)
 class _Count:
     """The attentions of a model since ``parameters`` parameters had been stepped on this rank."""
@@ -309,10 +310,6 @@ class _News:
     """How many parameters the optimizers of this rank have stepped for the first time."""
 
     parameters: int = 0
-
-
-def _news_of(everyone: dist.ProcessGroup) -> _News:
-    return state_of(everyone).the(_News)
 
 
 @dataclass(eq=False)
@@ -351,7 +348,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.number += 1
     if here is not None and (everyone := here()) is not None:
         stepped = {id(x) for part in optimizer.param_groups for x in part["params"] if x.grad is not None}
-        _news_of(everyone).parameters += len(stepped - steps.stepped)
+        state_of(everyone).the(_News).parameters += len(stepped - steps.stepped)
         steps.stepped |= stepped
     package = sys.modules.get("torch.distributed.optim")  # slow to import, and who has such an optimizer has done it
     zero = package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)

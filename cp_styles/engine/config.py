@@ -1,0 +1,192 @@
+"""The configuration of an attention as a value: the argument of the op in a compiled graph.
+
+torch.compile guards the value by ``==``, and its caches on disk are keyed by it. Compiled code rebuilds it by pickle.
+So everything in it is found by name: numbers, strings, functions and classes at the top level of modules. Strategies,
+layouts, masks and kernels are small frozen dataclasses: the value holds each as a tuple of its class and its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+import sys
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_styles._compat import OpaqueValue, constant_under_compile, register_opaque_value
+from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.mask import Dense, Mask
+from cp_styles.strategies import Strategy
+from cp_styles.troubleshooting import see
+
+
+@dataclass(frozen=True)
+class AttentionConfig(OpaqueValue):
+    """Everything that is not a tensor, for the calls of one style or function in a compiled graph.
+
+    Attributes:
+        parts: strategy, layout, mask and kernel, as :func:`parts_of` has them.
+        scoped: the open SequenceScope applies to the call.
+        named: the user has given a layout.
+        problem: why there are no parts; the op raises it, on all ranks.
+    """
+
+    name: str
+    axis: str
+    group_name: str
+    parts: Any
+    agreement: bool
+    only_warn: bool
+    scoped: bool
+    named: bool
+    problem: str = ""
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return f"AttentionConfig.loads({pickle.dumps(self)!r})", {"AttentionConfig": AttentionConfig}
+
+    loads = staticmethod(pickle.loads)
+
+
+register_opaque_value(AttentionConfig)
+
+
+@dataclass(frozen=True)
+class LiveObject(OpaqueValue):
+    """An object as an argument of a function that is constant under torch.compile, which guards its identity. Weak."""
+
+    reference: weakref.ref[Any]
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        raise NotImplementedError("a LiveObject is the argument of no operator")
+
+
+register_opaque_value(LiveObject)
+
+
+class ConfigInGraph(NamedTuple):
+    """What an attention in a graph takes. (torch.compile on 2.11 reads no field of an AttentionConfig.)"""
+
+    name: str
+    config: AttentionConfig
+    dense: torch.Tensor | None
+    """The tensor of the ``Dense`` mask, if there is one."""
+
+
+def config_in_graph(
+    name: str,
+    axis: str,
+    group_name: str,
+    strategy: Strategy,
+    layout: SequenceLayout | Balancer,
+    mask: Mask,
+    kernel: Kernel | None,
+    *,
+    checks: Checks = CHECKS,
+    scoped: bool = False,
+    named: bool = False,
+) -> ConfigInGraph:
+    """The configuration as a value. torch.compile traces this function, so it guards each field that is read.
+
+    Local parameters of ``checks`` are not in it. ``scoped``, ``named``: see :class:`AttentionConfig`.
+
+    Raises:
+        TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
+    """
+    tensors: list[torch.Tensor] = []
+    parts = parts_of((strategy, layout, mask, kernel), tensors)
+    if len(tensors) > 1:
+        raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
+    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, scoped, named)
+    return ConfigInGraph(name, config, tensors[0] if tensors else None)
+
+
+_made = constant_under_compile(AttentionConfig)
+
+
+def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` for :func:`built`. The tensors of ``Dense`` masks are appended to ``tensors``.
+
+    Raises:
+        TypeError: for objects that another process could not find by name, or not rebuild from their fields.
+    """
+    if value is None or isinstance(value, (bool, str, float)):
+        return value
+    if isinstance(value, int):
+        # Under torch.compile a guarded constant, where the number itself could become a symbol.
+        return len(range(value)) if value >= 0 else -len(range(-value))
+    if isinstance(value, tuple):
+        return tuple, *[parts_of(item, tensors) for item in value]
+    if isinstance(value, Dense):
+        if not (tensors and tensors[-1] is value.tensor):  # a balancer and the mask may share one
+            tensors.append(value.tensor)
+        return Dense, len(tensors) - 1
+    if isinstance(value, functools.partial):
+        keywords = [(tuple, key, parts_of(item, tensors)) for key, item in value.keywords.items()]
+        positional = parts_of(tuple(value.args), tensors)
+        return functools.partial, parts_of(value.func, tensors), positional, (tuple, *keywords)
+    if isinstance(value, (types.FunctionType, torch.dtype)):
+        if not _is_found(value):
+            raise TypeError(
+                f"{_shown(value)} cannot be found by name: define it at the top level of a module"
+                f"{see('A function without a name')}"
+            )
+        return value
+    fields = _fields_of(type(value))
+    if fields is None:
+        raise TypeError(
+            f"a {type(value).__name__} cannot be rebuilt by compiled code: make its class a frozen dataclass at the "
+            "top level of a module, all of whose fields are numbers, strings, tuples or such objects"
+        )
+    return type(value), *[parts_of(getattr(value, field), tensors) for field in fields]
+
+
+def built(parts: Any, dense: torch.Tensor | None = None) -> Any:
+    """The object that :func:`parts_of` took apart; ``dense`` is the tensor of its ``Dense`` masks."""
+    if not isinstance(parts, tuple):
+        return parts
+    cls, *fields = parts
+    if cls is Dense:
+        assert dense is not None
+        return Dense(dense)
+    fields = [built(field, dense) for field in fields]
+    if cls is tuple:
+        return tuple(fields)
+    if cls is functools.partial:
+        function, positional, keywords = fields
+        return functools.partial(function, *positional, **dict(keywords))
+    return cls(*fields)
+
+
+@constant_under_compile  # a function or class stands for itself: the compiler guards its identity
+def _is_found(value: Any) -> bool:
+    """Whether ``value`` is found by its name, as pickle looks for it."""
+    if isinstance(value, torch.dtype):
+        return True
+    try:
+        return functools.reduce(getattr, value.__qualname__.split("."), sys.modules[value.__module__]) is value
+    except (AttributeError, KeyError):
+        return False
+
+
+@constant_under_compile
+def _fields_of(cls: type) -> tuple[str, ...] | None:
+    """The fields that the constructor of a class takes. None if an object cannot be rebuilt from them."""
+    if dataclasses.is_dataclass(cls):
+        fields = dataclasses.fields(cls)
+        simple = cls.__dataclass_params__.frozen and not any(field.init and field.kw_only for field in fields)  # pyright: ignore[reportAttributeAccessIssue]
+        names = tuple(field.name for field in fields if field.init)
+    else:
+        simple, names = cls.__init__ is object.__init__ and cls.__new__ is object.__new__, ()
+    return names if simple and _is_found(cls) else None
+
+
+@constant_under_compile
+def _shown(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)

@@ -1,0 +1,92 @@
+"""Protocols for guarantees beside the attention itself. The engine knows no guarantee by name.
+
+A guarantee that ranks compare is a RankCheck: :mod:`cp_styles.checks` puts its class into RANK_CHECKS. A guarantee
+about a model is a ModelObserver: a style gives it to its bindings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.comm.agreement import StatusRows, Where
+from cp_styles.comm.group_state import GroupState
+from cp_styles.engine.checks import Checks
+
+
+class ModelObserver(Protocol):
+    """Observes the training of one model. It stands for the model, also as a key."""
+
+    def forward_begins(self, state: GroupState) -> None:
+        """The ranks have agreed on an attention whose backward may follow, the first since the last loss."""
+
+    def backward_begins(self, state: GroupState) -> None:
+        """The backward of an attention begins."""
+
+
+@dataclass(slots=True, eq=False)
+class CheckedCall:
+    """A call about which ranks agree, for RankChecks.
+
+    Attributes:
+        where: name of the module or function, name of the mesh axis, and the group.
+        checks: what the user wants to be checked.
+        tensors: the local inputs, such as query, key and value.
+        model: of the module that calls; None for a function.
+        trains: a backward may follow.
+        orders: a causal attention, and the first of a forward whose inputs no layout is known to have cut.
+    """
+
+    where: Where
+    checks: Checks
+    tensors: Sequence[torch.Tensor]
+    model: ModelObserver | None = None
+    trains: bool = False
+    orders: bool = False
+
+
+class RankCheck(Protocol):
+    """One number in the row that ranks exchange before a call, and its meaning. There is one object for each group."""
+
+    def learn(self, checks: Checks) -> None:
+        """A style or function over the group has these checks."""
+
+    def number(self, call: CheckedCall) -> int:
+        """This rank's number. No communication."""
+        ...
+
+    def judge(self, numbers: Sequence[int], call: CheckedCall) -> None:
+        """Raise, on every rank, if the ranks' numbers show an error."""
+
+    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
+        """The backward of a compiled graph runs. No check has seen its forward being recorded."""
+
+
+RANK_CHECKS: list[Callable[[], RankCheck]] = []
+"""The classes, in the order of their numbers. Filled when the package is imported, and constant from then on."""
+
+
+class RankChecks:
+    """The RankChecks of one group."""
+
+    def __init__(self) -> None:
+        self._all = [kind() for kind in RANK_CHECKS]
+
+    def learn(self, checks: Checks) -> None:
+        for check in self._all:
+            check.learn(checks)
+
+    def numbers(self, call: CheckedCall) -> tuple[int, ...]:
+        return tuple([check.number(call) for check in self._all])
+
+    def judge(self, rows: StatusRows, call: CheckedCall) -> None:
+        for check, numbers in zip(self._all, rows.columns.numbers, strict=True):
+            check.judge(numbers, call)
+
+    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
+        for check in self._all:
+            check.backward_in_graph(group)
