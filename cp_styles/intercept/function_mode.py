@@ -180,8 +180,6 @@ class AttentionCalls(RerunMode):
     ) -> torch.Tensor:
         self.tally.calls += 1
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and not query.is_nested:
-            self.tally.lengths.update(query.shape[2:3])
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
@@ -225,7 +223,6 @@ class AttentionCalls(RerunMode):
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
         self.tally.calls += 1
-        self.tally.lengths.add(tensors[0].shape[2])
         return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._check_plain))
 
     @property
@@ -354,7 +351,6 @@ class AttentionCalls(RerunMode):
         self.tally.calls, self.tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = True
-            self.tally.lengths.clear()
             self.unscoped.group_state.engaged = False
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
