@@ -14,6 +14,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
+from cp_styles.intercept.flex_attention import flex_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.mask.block_mask import FlexMask
@@ -67,6 +68,7 @@ __all__ = [
     "context_flex_attention",
     "context_varlen_attention",
     "contiguous",
+    "flex_attention",
     "global_loss",
     "global_token_count",
     "head_tail",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
+import traceback
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
@@ -18,7 +18,6 @@ from torch import overrides
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
-from torch._guards import _TLS, TracingContext
 from torch._library.fake_impl import allocate_size
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
@@ -489,137 +488,26 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore
 
 
-# flex_attention, the globals of its module, and its operator. Seen: 2.11 to 2.15.
-FLEX_FUNCTION: Any = flex_module.flex_attention
-FLEX_GLOBALS: Any = vars(flex_module)
+# flex_attention and its operator. Seen: 2.11 to 2.15.
+FLEX_FUNCTION: Callable[..., Any] = flex_module.flex_attention
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
 
 
-# The names that are read from a running flex_attention: its local variables, and a function that it calls before it
-# changes them. Seen: 2.11 to 2.15.
-class FlexLocals(NamedTuple):
-    """The local variables of a running flex_attention, by their names in torch."""
+def passes_flex_attention(error: BaseException, *, but: Callable[..., Any]) -> bool:
+    """Whether torch's flex_attention was running or traced when ``error`` was raised, without a call of ``but`` around.
 
-    query: Any
-    key: Any
-    value: Any
-    block_mask: Any
-    score_mod: Any
-    scale: Any
-    enable_gqa: Any
-    return_lse: Any
-    kernel_options: Any
-    return_aux: Any
-
-
-def flex_locals(frame: types.FrameType) -> FlexLocals:
-    return FlexLocals._make(map(frame.f_locals.get, FlexLocals._fields))
-
-
-FLEX_CHECKS_DEVICE = "_validate_device"
-
-
-# torch.compile's wrapper around a function, and its variable that holds the function. Seen: 2.11 to 2.15.
-_WRAPPER, _WRAPPED = "compile_wrapper", "fn"
-
-
-def _variables_of_wrapper() -> set[str]:
-    """The variables of torch.compile's wrapper. Empty if there is none of this name."""
-    call = vars(getattr(eval_frame, "_TorchDynamoContext", object)).get("__call__")
-    constants = () if call is None else call.__code__.co_consts
-    wrappers = (each for each in constants if isinstance(each, types.CodeType) and each.co_name == _WRAPPER)
-    return {name for each in wrappers for name in (*each.co_varnames, *each.co_freevars)}
-
-
-def flex_renamed(function: Any, module: Mapping[str, Any], wrapper: Collection[str]) -> str:
-    """An error text that lists the names above that are absent. Empty if there are all.
-
-    ``function`` is flex_attention, ``module`` its globals, ``wrapper`` the variables of torch.compile's wrapper.
+    Seen: 2.11 to 2.15 (``real_stack`` of torch.compile's errors: the code that was traced).
     """
-    code = function.__code__
-    absent = sorted(set(FlexLocals._fields) - {*code.co_varnames, *code.co_cellvars})
-    absent += [FLEX_CHECKS_DEVICE] * (module.get(FLEX_CHECKS_DEVICE) is None)
-    absent += [f"{_WRAPPER} with {_WRAPPED}"] * (_WRAPPED not in wrapper)
-    return (
-        f"flex_attention of torch {torch.__version__}, or torch.compile around it, has no {', '.join(absent)}, which "
-        "this package reads to see its calls: call cp_styles.context_flex_attention instead, or use a torch version "
-        "that this package supports"
-        if absent
-        else ""
-    )
+    ours, torchs = but.__code__, FLEX_FUNCTION.__code__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in (ours, torchs):
+            return frame.f_code is torchs
+    traced = getattr(error, "real_stack", None) or ()
+    return (torchs.co_filename, torchs.co_name) in [(each.filename, each.name) for each in traced]
 
-
-FLEX_WRAPPER = _variables_of_wrapper()
-FLEX_RENAMED = flex_renamed(FLEX_FUNCTION, FLEX_GLOBALS, FLEX_WRAPPER)
-
-
-class FlexAsWritten:
-    """Until :meth:`end`, compiled flex_attention runs in this thread without compiling, and so does what it compiles.
-
-    Everything else is still compiled. torch.compile's wrapper runs a function uncompiled if a thread-local variable
-    says that it is inside a kernel of a fake tensor. This class sets that variable, so nothing is traced. (A trace that
-    fails would leave flex_attention uncompiled in the whole process.) Seen: 2.11 to 2.15 (the wrapper, its ``fn``).
-    """
-
-    def __init__(self) -> None:
-        self._is_first = TracingContext.try_get() is None
-        if self._is_first:
-            _TLS.tracing_context = _ASKED_BY_WRAPPER
-
-    def end(self) -> None:
-        if self._is_first and TracingContext.try_get() is _ASKED_BY_WRAPPER:
-            _TLS.tracing_context = None
-
-
-class _AskedByWrapper(TracingContext):
-    """A tracing context with a fake mode for torch.compile's wrapper around flex_attention, and none for others."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-
-    @property
-    def fake_mode(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        frame = sys._getframe(1)
-        fn: Any = frame.f_locals.get(_WRAPPED) if frame.f_code.co_name == _WRAPPER else None
-        fn = inspect.unwrap(fn)
-        inside = getattr(fn, "__globals__", None) is FLEX_GLOBALS and fn.__qualname__.startswith(_INSIDE_FLEX)
-        return _IN_KERNEL if fn is FLEX_FUNCTION or inside else None
-
-    @fake_mode.setter
-    def fake_mode(self, value: Any) -> None:
-        pass
-
-
-_INSIDE_FLEX = f"{FLEX_FUNCTION.__qualname__}.<locals>."
-_ASKED_BY_WRAPPER = _AskedByWrapper()  # of all threads: nothing is traced in it
 
 # Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.11 to 2.15.
 RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
-
-
-def within_compiled(frame: types.FrameType | None) -> bool:
-    """Whether ``frame`` was called from a compiled function, without torch.compiler.disable in between.
-
-    Seen: 2.11 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name).
-    """
-    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == _WRAPPER
-
-
-# The rest of a function after a graph break is named: this, "_", the name of the function. Seen: 2.11 to 2.15.
-RESUMED = "torch_dynamo_resume_in"
-
-
-def traced_functions() -> list[tuple[str, str]]:
-    """(file, name) of the functions that torch.compile is tracing in this thread, outermost first.
-
-    Seen: 2.11 to 2.15.
-    """
-    return [(frame.filename, frame.name) for frame in TracingContext.extract_stack()]
-
-
-_IN_KERNEL = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
 
 
 def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool = False) -> None:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
@@ -49,6 +49,7 @@ from cp_styles import (
     context_attention,
     context_flex_attention,
     context_varlen_attention,
+    flex_attention,
     parallelize_module,
     save_attention,
     sum_gradients,

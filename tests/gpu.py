@@ -58,7 +58,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import (
     AllGather,
@@ -69,6 +69,7 @@ from cp_styles import (
     Ring,
     SlidingWindow,
     Ulysses,
+    flex_attention,
 )
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, CompiledFlexKernel, Kernel, kernel_for_tiles

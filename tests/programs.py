@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -45,6 +45,7 @@ from cp_styles import (
     SequenceScope,
     UnreducedGradientsError,
     context_attention,
+    flex_attention,
     global_loss,
     global_token_count,
     next_token_labels,

@@ -30,7 +30,7 @@ from torch._higher_order_ops import map as map_rows
 from torch._higher_order_ops import scan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -43,6 +43,7 @@ from cp_styles import (
     SlidingWindow,
     Ulysses,
     contiguous,
+    flex_attention,
     global_loss,
     global_token_count,
     head_tail,

@@ -58,7 +58,6 @@ class Tally:
 
     Attributes:
         calls: number of attention ops that have run.
-        lengths: numbers of local queries of the calls that a function mode has intercepted.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         given: the module of the forward with the arguments of its call; empty outside of a forward.
         inputs: these arguments by parameter name; None if nobody has asked for them.
@@ -69,7 +68,6 @@ class Tally:
     """
 
     calls: int = 0
-    lengths: set[int] = field(default_factory=set)
     running: bool = False
     given: tuple[Any, ...] = ()
     inputs: dict[str, Any] | None = field(default_factory=dict)

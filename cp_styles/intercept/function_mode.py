@@ -17,18 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import (
     ASKS_FOR_NESTED_TENSORS,
-    FLEX_CHECKS_DEVICE,
-    FLEX_GLOBALS,
     FLEX_OPERATOR,
-    FLEX_RENAMED,
-    FlexAsWritten,
     fast_path_attention,
     function_modes,
     graph_task_id,
     graph_tracer,
     never_compile_alone,
     never_compiled,
+    passes_flex_attention,
     uncompiled,
+    without_function_modes,
 )
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
@@ -38,7 +36,6 @@ from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
-from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
 from cp_styles.intercept.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
 from cp_styles.joint_layout import JointLayout, attend_jointly
@@ -48,6 +45,17 @@ from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cuts_of
 from cp_styles.mask import Dense, Mask, PerRow, causal_bias
 from cp_styles.troubleshooting import see
+
+_IN_NO_GRAPH = (
+    "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
+    "torch.compile's graphs: compile without fullgraph=True, which breaks the graph there, or compile what stands "
+    "between the attentions"
+)
+_TORCHS_FLEX = (
+    "torch's flex_attention was called inside, where it would attend to this rank's part alone: write `from cp_styles "
+    "import flex_attention` in place of torch's import (make a model of transformers with "
+    "attn_implementation=register_attention())"
+)
 
 
 class AttentionCalls(RerunMode):
@@ -78,8 +86,7 @@ class AttentionCalls(RerunMode):
         self._in_graph = config_of(scoped)
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
-        self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
-        self._flex = FlexCalls()
+        self._nested: list[bool] = []  # whether it was entered already
         self._paths: list[str] = []
         # Of the module whose forward enters this mode next: the ranks compare which one calls.
         self.next_path: str | None = None
@@ -103,9 +110,13 @@ class AttentionCalls(RerunMode):
     def entered() -> AttentionCalls | None:
         """The mode that would handle an attention call at this moment. None outside of context-parallel modules."""
         for mode in reversed(function_modes()):
-            if isinstance(mode, AttentionCalls):
+            if isinstance(mode, AttentionCalls) and (torch.compiler.is_dynamo_compiling() or mode.is_around()):
                 return mode
         return None
+
+    def is_around(self) -> bool:
+        """Whether the running code is inside. (The stack of modes is that of a thread, which may have generators.)"""
+        return True
 
     def __enter__(self) -> AttentionCalls:
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
@@ -114,17 +125,18 @@ class AttentionCalls(RerunMode):
         self._paths.append(self.tally.path)
         if self.next_path is not None:
             self.tally.path, self.next_path = self.next_path, None
-        self._as_written.append(None if nested else FlexAsWritten())
+        self._nested.append(nested)
         return self if nested else super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
         self.tally.path = self._paths.pop()
-        self._flex.noted = None
-        as_written = self._as_written.pop()
-        if as_written is not None:
-            as_written.end()
+        if not self._nested.pop():
             super().__exit__(*exception)
+            # torch's function raises before its operator is reached: for a BlockMask of the whole sequence, and for
+            # inputs that require grad on CPU. Its advice would be wrong here.
+            if isinstance(exception[1], Exception) and passes_flex_attention(exception[1], but=flex_attend):
+                raise NotImplementedError(f"{self._name}: {_TORCHS_FLEX}") from exception[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,27 +148,12 @@ class AttentionCalls(RerunMode):
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
-            if func in QUESTIONS:  # without a call of a function for each of the fifty that flex_attention asks
-                asker = sys._getframe(1)
-                while asker.f_code.co_name == "__torch_function__" and asker.f_back is not None:
-                    asker = asker.f_back  # of a mode entered later, which hands the question on
-                if asker.f_globals is FLEX_GLOBALS:
-                    caller, noted = asker.f_back, self._flex.noted
-                    if asker.f_code.co_name == FLEX_CHECKS_DEVICE and (noted is None or noted.frame is not caller):
-                        noted = self._flex.note(caller)
-                    if noted is not None and (noted.frame is asker or noted.frame is caller):
-                        answer = noted.answers.get((func, id(args[0]), *args[1:]))
-                        return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
-                return self._attend_flex(*args[:3])
+                raise NotImplementedError(f"{self._name}: {_TORCHS_FLEX}")
             if func is ASKS_FOR_NESTED_TENSORS:
                 return False  # a mask of the whole sequence fits no part of it
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
-        elif func is FIRST_QUESTION and (part := traced_part(self._inlined)):
-            if part == "rest":
-                raise NotImplementedError(_IN_NO_GRAPH)  # makes torch.compile fall back to eager here
-            _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS or (func in MAXIMUM and _may_be_positions(*args)):
             _break_the_graph()
         if func in _OTHERS or name in _OTHER_OPERATORS:
@@ -183,8 +180,6 @@ class AttentionCalls(RerunMode):
     ) -> torch.Tensor:
         self.tally.calls += 1
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and not query.is_nested:
-            self.tally.lengths.update(query.shape[2:3])
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
@@ -217,15 +212,18 @@ class AttentionCalls(RerunMode):
         out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
-    @never_compiled
-    def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    @partial(uncompiled, reason=_IN_NO_GRAPH)
+    def attend_flex(self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any], *, compiled: bool) -> Any:
+        """A call of flex_attention with query, key and value, and its other arguments by name.
+
+        ``compiled``: the caller was compiled by torch.compile.
+        """
+        with without_function_modes():  # else each operation of the engine goes through this one
+            return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
+
+    def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
         self.tally.calls += 1
-        self.tally.lengths.add(query.shape[2])
-        noted = self._flex.take()
-        if noted is None:
-            raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
-        out, lse = flex_attend(self._scoped.resolve()[0], (query, key, value), noted.call, self._check_plain)
-        return self._flex.results(noted, out, lse)
+        return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._check_plain))
 
     @property
     def unscoped(self) -> Binding:
@@ -353,7 +351,6 @@ class AttentionCalls(RerunMode):
         self.tally.calls, self.tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = True
-            self.tally.lengths.clear()
             self.unscoped.group_state.engaged = False
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
@@ -432,11 +429,6 @@ never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
 # Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {*fast_path_attention(), *MAXIMUM}
-_FLEX_UNSEEN = (
-    "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
-    "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
-)
-
 
 _BEFORE_ATTENTION = (
     ": an assertion in the model's code fails on this rank's part of the inputs, before any attention that is context "
@@ -452,11 +444,6 @@ def _break_the_graph() -> None:
     raise RuntimeError(f"{__name__}: internal error: a graph break was requested outside of torch.compile")
 
 
-_IN_NO_GRAPH = (
-    "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
-    "torch.compile's graphs: compile without fullgraph=True, which breaks the graph there, or compile what stands "
-    "between the attentions"
-)
 _break_the_graph = uncompiled(_break_the_graph, _IN_NO_GRAPH)
 # The operators that other attention functions call.
 _OTHER_OPERATORS = {

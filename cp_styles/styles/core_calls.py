@@ -113,7 +113,7 @@ class CoreCalls(AttentionCalls):
         out, _, self._latest = attend(source, (q, k, v), **options)
         return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
 
-    def _attend_flex(self, *tensors: Any) -> Any:
+    def _attend_flex(self, *call: Any) -> Any:
         raise NotImplementedError(f"{self._name}: flex_attention {_NOT_ON_DTENSORS.format('context_flex_attention')}")
 
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
-from cp_styles.styles.model_options import Window, loss_takes_all, makes_local_masks, padding_position, windows_of
+from cp_styles.styles.model_options import loss_takes_all, makes_local_masks, padding_position, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
@@ -201,7 +201,7 @@ class ModelFacts:
     positions: list[str]
     places: list[str]
     losses: list[type[nn.Module]]
-    windows: tuple[Window, ...]
+    windows: list[tuple[str, Any]]
     padding: int | None
     mask_tokens: list[Any]
     embeddings: list[nn.Embedding]
@@ -285,9 +285,7 @@ class InputGuards:
         if torch.compiler.is_dynamo_compiling():
             if cache_given(inputs) is None:
                 self._check_positions(kind, inputs)
-                if self._facts.windows and (length := _length(inputs)) is not None:
-                    # It may be too many. The error ends the trace, and the forward runs uncompiled.
-                    self._refuse_window(kind, inputs, length, length * self._ranks)
+                self._refuse_windows(kind, inputs)
             return
         self._forwards += 1
         past = cache_given(inputs)
@@ -349,11 +347,7 @@ class InputGuards:
             )
         if self._facts.losses and look and inputs.get("num_items_in_batch") is not None:
             _compare_counts(self._calls.binding, kind, inputs["num_items_in_batch"])
-        if self._facts.windows and (length := _length(inputs)) is not None:
-            layout = self._calls.binding.layout
-            # A balancer's whole length is known after the forward.
-            whole = layout.length if isinstance(layout, SequenceLayout) else length
-            self._refuse_window(kind, inputs, length, whole)
+        self._refuse_windows(kind, inputs)
 
     def _check_positions(self, kind: str, inputs: Mapping[str, Any]) -> None:
         # torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
@@ -394,39 +388,30 @@ class InputGuards:
         """A forward hook. No communication, unless it raises."""
         if torch.compiler.is_dynamo_compiling() or self._ranks == 1:
             return
-        binding, kind, problem = self._calls.binding, type(module).__name__, None
-        for local in self._calls.tally.lengths if self._facts.windows else ():
-            whole, _ = binding.group_state.lengths.get((local, local), (local, local))
-            problem = problem or self._lost_window(kind, self._calls.inputs, local, whole)
         if isinstance(output, Mapping) and output.get("aux_loss") is not None:
-            problem = NotImplementedError(
-                f"{binding.name}: {kind} returns an aux_loss, the balance of experts on this rank's tokens alone, and "
-                "has added it to its loss if it made one. The ranks' values do not add up to that of all tokens: set "
-                "output_router_logits=False"
-                f"{see('A loss for the balance of experts')}"
-            )
-        if problem is not None:
+            binding = self._calls.binding
             binding.refuse_call()
-            raise problem
+            raise NotImplementedError(
+                f"{binding.name}: {type(module).__name__} returns an aux_loss, the balance of experts on this rank's "
+                "tokens alone, and has added it to its loss if it made one. The ranks' values do not add up to that of "
+                f"all tokens: set output_router_logits=False{see('A loss for the balance of experts')}"
+            )
 
-    def _refuse_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> None:
-        if (problem := self._lost_window(kind, inputs, length, whole)) is not None:
-            raise problem
-
-    def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
+    def _refuse_windows(self, kind: str, inputs: Mapping[str, Any]) -> None:
+        window = next((window for window, config in self._facts.windows if makes_local_masks(config)), None)
+        if window is None:
+            return
         mask = inputs.get("attention_mask")
-        window = next((window for window in self._facts.windows if makes_local_masks(window.config)), None)  # smallest
         has_masks = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
         of_style = self._calls.binding.mask
         parts = of_style.parts if isinstance(of_style, All) else (of_style,)
-        covered = has_masks or any(isinstance(part, SlidingWindow | Chunked) for part in parts)
-        if window is None or window.size >= whole or covered:
-            return None
-        return NotImplementedError(
-            f"{self._name}: layers of {kind} have {window.option}={window.size}, and the model would make their "
-            f"masks from this rank's {length} tokens. Choose attn_implementation=register_attention() of "
-            "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
-            f"mask=SlidingWindow({window.size} - 1) (or Chunked({window.size})) to the attention modules that have it"
+        if has_masks or any(isinstance(part, SlidingWindow | Chunked) for part in parts):
+            return
+        raise NotImplementedError(
+            f"{self._name}: layers of {kind} have {window}, and the model would make their masks from this rank's part "
+            "of the tokens. Choose attn_implementation=register_attention() of cp_styles.integrations.transformers, "
+            "which makes them for the whole sequence; or apply a style with mask=SlidingWindow(size - 1) (or "
+            "Chunked(size)) to the attention modules that have it"
             f"{see('A window that a part does not show')}"
         )
 

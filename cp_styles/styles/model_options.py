@@ -1,7 +1,7 @@
 """What a model of transformers makes from the tokens that it is given: masks of windows and chunks, and positions.
 
 With "sdpa", a model makes no mask at all for a sequence that is no longer than its window. Under context parallelism it
-sees this rank's part alone. So the window is lost if the part fits in it, and the whole sequence does not.
+sees this rank's part alone. So the window is lost if the part fits in it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
 
@@ -20,23 +18,9 @@ from torch import nn
 from cp_styles.introspect import names_in
 
 
-@dataclass(frozen=True)
-class Window:
-    """A window of attention layers. Queries attend to no more than ``size`` keys up to their own.
-
-    Attributes:
-        option: its name in the model's config, or in an attention module.
-        size: number of positions.
-        config: the config by which its mask is made. A user may change the attention implementation in it.
-    """
-
-    option: str
-    size: int
-    config: Any
-
-
-def windows_of(module: nn.Module) -> tuple[Window, ...]:
-    """The windows of the attention layers in a model, or of one attention module; each size once, the smallest first.
+def windows_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """The windows and chunks of the attention layers in a model, or of one attention module: "sliding_window=64", and
+    the config by which transformers makes its mask. A user may change the attention implementation in it.
 
     They come from attributes of modules, and from configs. As in transformers, ``layer_types`` of a config says which
     of its layers have a window or chunks. Without it all have the window, if the model's code names it, and none has
@@ -44,8 +28,16 @@ def windows_of(module: nn.Module) -> tuple[Window, ...]:
     """
     forwards = {inspect.unwrap(type(child).forward) for child in module.modules()}
     named = any(_WINDOW in names_in(forward) for forward in forwards)
-    windows = {(window.option, window.size, id(window.config)): window for window in _windows(module, None, named)}
-    return tuple(sorted(windows.values(), key=lambda window: window.size))
+    windows, config = dict[tuple[str, int], Any](), None
+    for child in module.modules():
+        sizes = [(option, getattr(child, option, None)) for option in _OPTIONS]
+        own_config = getattr(child, "config", None)
+        # Some parts, such as rotary embeddings, have a copy of the model's.
+        if own_config is not None and type(own_config) is not type(config):
+            config = own_config
+            sizes += [(option, _of_layers(child, config, option, named)) for option in _OPTIONS]
+        windows |= {(f"{at}={size}", id(config)): config for at, size in sizes if isinstance(size, int) and size > 0}
+    return [(window, config) for (window, _), config in windows.items()]
 
 
 def makes_local_masks(config: Any) -> bool:
@@ -68,24 +60,6 @@ _WITHOUT = {
     *("full_attention", "indexed_attention", "minimax_m3_sparse"),
     *("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp"),
 }
-
-
-def _windows(module: nn.Module, config: Any, named: bool) -> Iterator[Window]:
-    own_config = getattr(module, "config", None)
-    # Some parts, such as rotary embeddings, have a copy of the model's.
-    if own_config is not None and type(own_config) is not type(config):
-        config = own_config
-        for option in _OPTIONS:
-            yield from _window(option, _of_layers(module, config, option, named), config)
-    for option in _OPTIONS:
-        yield from _window(option, getattr(module, option, None), config)
-    for child in module.children():
-        yield from _windows(child, config, named)
-
-
-def _window(option: str, size: Any, config: Any) -> Iterator[Window]:
-    if isinstance(size, int) and size > 0:
-        yield Window(option, size, config)
 
 
 def _of_layers(module: nn.Module, config: Any, option: str, named: bool) -> Any:

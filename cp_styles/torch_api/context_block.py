@@ -301,16 +301,13 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
-        # Of each model in it: what checks its arguments, and those that a check at the end needs.
-        self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
+        self._checked: set[nn.Module] = set()  # models in it
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        guards, self._guards = self._guards, {}
+        self._checked.clear()
         if exception[0] is not None:
             return
-        for module, (guard, self.tally.inputs) in guards.items():
-            guard.check_output(module, (), None)  # by lengths that were not known before
         if self._entry.parts and not self._again and not self.tally.calls and not self.unscoped.group_state.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -334,13 +331,11 @@ class _BlockCalls(AttentionCalls):
                 proofs[-1].backward_begins(self.unscoped.group_state)
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
-            if module not in self._guards and (module is running[-1][0] or is_model(module)):
+            if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 by_model = self._entry.models.facts
                 facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
-                guard = InputGuards(facts, self)
-                inputs = dict(zip(facts.names, args, strict=False)) | kwargs
-                self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}
-                guard.check(module, args, kwargs)
+                self._checked.add(module)
+                InputGuards(facts, self).check(module, args, kwargs)
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -360,8 +355,6 @@ class _BlockCalls(AttentionCalls):
         return super().__torch_function__(func, types, args, kwargs)
 
     def is_around(self) -> bool:
-        """Whether the running code is inside the block. (torch's stack of modes belongs to a thread: it does not know
-        which of several generators or tasks runs.)"""
         open_here = _open.get()
         if self._again or open_here == (self._entry,):
             return True

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FlexAsWritten, graph_task_id, is_in_torch_func, tensors_in, tree_map
+from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
 
 Key = tuple[str, int]
 """A module's name, and the number of the call."""
@@ -141,23 +141,13 @@ class OutsideOfStyles(TorchFunctionMode):
     def __init__(self, noted: list[Any]) -> None:
         super().__init__()
         self._noted = noted
-        self._as_written: FlexAsWritten | None = None
-
-    def __enter__(self) -> OutsideOfStyles:
-        self._as_written = FlexAsWritten()  # torch.compile would trace this mode
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self._as_written is not None:
-            self._as_written.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUT:
             return args[0] if args else kwargs["input"]
         attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
-        if attends and graph_task_id() < 0:
+        if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
             self._noted.append(None)
         return func(*args, **kwargs)
 

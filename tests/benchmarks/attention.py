@@ -40,7 +40,7 @@ from peers import Attend, peers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_styles import (
     AllGather,
@@ -57,6 +57,7 @@ from cp_styles import (
     context_attention,
     context_varlen_attention,
     contiguous,
+    flex_attention,
     head_tail,
     per_document_head_tail,
 )

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_styles
 from cp_styles import (
@@ -41,6 +41,7 @@ from cp_styles import (
     context_flex_attention,
     context_varlen_attention,
     contiguous,
+    flex_attention,
 )
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel

@@ -328,7 +328,7 @@ def torchtitan() -> Training:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.05)
     ids = torch.tensor([0] * 9 + [1] * 15).expand(2, -1)
-    names = {"model": model, "document_ids": ids}
+    names = {"torch": torch, "model": model, "document_ids": ids}
     if ranks() > 1:
         parallel_dims.device_type = "cpu"  # pyright: ignore[reportPrivateImportUsage]
         names["parallel_dims"] = ParallelDims(

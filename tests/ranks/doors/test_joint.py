@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from cp_styles import (
@@ -19,6 +18,7 @@ from cp_styles import (
     Ulysses,
     context_attention,
     contiguous,
+    flex_attention,
     head_tail,
     striped,
     sum_gradients,

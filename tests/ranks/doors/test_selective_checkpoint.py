@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from cp_styles import flex_attention
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.scope import SequenceScope

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention.flex_attention import flex_attention
 
-from cp_styles import contiguous, head_tail
+from cp_styles import contiguous, flex_attention, head_tail
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel, context_parallel_shard, context_parallel_unshard
 from tests.ranks.attention_case import cp_mesh

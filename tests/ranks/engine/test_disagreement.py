@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
+from cp_styles import flex_attention
 from cp_styles.collectives import all_to_all
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention

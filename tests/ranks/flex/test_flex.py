@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ import torch.nn.attention.flex_attention as flex_module
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
+import cp_styles
+from cp_styles import flex_attention
+from cp_styles._compat import passes_flex_attention
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail
@@ -23,6 +29,7 @@ from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import flex_case as case
@@ -140,21 +147,20 @@ def test_only_what_the_plan_says_travels():
 
 
 class Attention(nn.Module):
-    """As models have it: torch's function, however they got hold of it, somewhere inside."""
+    """As models have it: the function, however they got hold of it, somewhere inside."""
 
-    def __init__(self, by_name: bool = True) -> None:
+    def __init__(self, attend: Callable[..., Any] | None = flex_attention) -> None:
         super().__init__()
-        self.by_name = by_name
+        self.attend = attend
 
     def forward(self, q, k, v, **options):
-        attend = flex_attention if self.by_name else flex_module.flex_attention
-        return attend(q, k, v, **options)
+        return (self.attend or cp_styles.flex_attention)(q, k, v, **options)
 
 
 class Around(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, core: Attention, checkpointed: bool = False) -> None:
         super().__init__()
-        self.core, self.checkpointed = Attention(), checkpointed
+        self.core, self.checkpointed = core, checkpointed
 
     def forward(self, *args, **options):
         if self.checkpointed:
@@ -169,7 +175,8 @@ def test_inside_a_module(how: str, score: str | None):
     whole = problem("sinks and window", score)
 
     def rank_main(rank: int):
-        module = Around(True) if how == "checkpointed" else Attention(how == "by name")
+        module = Attention(None if how == "by attribute" else flex_attention)
+        module = Around(module, checkpointed=True) if how == "checkpointed" else module
         parallelize_module(module, cp_mesh(2), ModuleContextParallel(layout=layout))
 
         def attend(*args, **options):
@@ -203,24 +210,6 @@ def test_plain_calls_inside_and_outside():
         assert torch.equal(before, after)
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
         flex_attention(q.requires_grad_(), k, v)
-
-
-def test_a_warning_that_is_an_error_leaves_nothing_behind(monkeypatch):
-    """Between the last question and the operator torch may warn, and warnings may raise."""
-
-    def complain(*args, **kwargs):
-        raise UserWarning("complaint")
-
-    monkeypatch.setattr(flex_module, "_warn_once", complain)
-
-    def rank_main(rank: int):
-        layout = contiguous(LENGTH, 2)
-        module = parallelize_module(Attention(), cp_mesh(2), ModuleContextParallel(layout=layout))
-        with pytest.raises(UserWarning, match="complaint"):
-            problem("causal").run(lambda *args, **options: module(*args, return_lse=True, **options), layout, rank)
-        return torch._guards.TracingContext.try_get() is None
-
-    assert run_ranks(rank_main, 2) == [True, True]
 
 
 def test_under_a_scope_and_beside_a_mask():
@@ -294,6 +283,84 @@ def test_what_is_refused(name: str):
     errors = run_ranks(rank_main, 2, return_errors=True)
     assert all(isinstance(error, (ValueError, NotImplementedError)) for error in errors), errors
     assert any(message in str(error) for error in errors), errors
+
+
+def test_it_is_called_as_torchs_is():
+    ours, torchs = (
+        inspect.signature(each).parameters.values() for each in (flex_attention, flex_module.flex_attention)
+    )
+    assert [(x.name, x.kind, x.default) for x in ours] == [(x.name, x.kind, x.default) for x in torchs]
+
+
+def behind(door: str, module: nn.Module):
+    mesh = cp_mesh(2)
+    if door == "module":
+        return parallelize_module(module, mesh, ModuleContextParallel(layout=contiguous))
+    return context_parallel(mesh, layout=contiguous)(module)
+
+
+TORCHS = {
+    "a BlockMask of the whole": {"block_mask": WHOLE},  # torch would advise to make one for the rank's length
+    "a rank's BlockMask": {"block_mask": LOCAL},
+    "with gradients": {},  # torch would say that CPU has no backward
+    "its operator is reached": {},
+}
+
+
+@pytest.mark.parametrize(("door", "how"), [(("module", "block")[at % 2], how) for at, how in enumerate(TORCHS)])
+def test_torchs_own_function_is_refused(door: str, how: str, monkeypatch):
+    """And this package's function in its place, which the error names, is exact: test_inside_a_module."""
+    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "operator" in how)
+    parts = [randn(seed, 1, 2, LENGTH // 2, 8).requires_grad_(how == "with gradients") for seed in range(3)]
+
+    def rank_main(rank: int):
+        behind(door, Around(Attention(flex_module.flex_attention)))(*parts, **TORCHS[how])
+
+    for error in run_ranks(rank_main, 2, return_errors=True):
+        assert isinstance(error, NotImplementedError), error
+        named = "Around (ModuleContextParallel over" if door == "module" else "context_parallel (over"
+        assert str(error).startswith(named), error
+        assert "write `from cp_styles import flex_attention` in place of torch's import" in str(error)
+
+
+def test_all_ranks_hear_of_one_that_calls_torchs():
+    parts = [randn(seed, 1, 2, LENGTH // 2, 8) for seed in range(3)]
+
+    def rank_main(rank: int):
+        behind("module", Attention(flex_module.flex_attention if rank else flex_attention))(*parts)
+
+    first, second = run_ranks(rank_main, 2, return_errors=True)
+    assert "ranks [1] of mesh axis 'cp' refused the attention inside" in str(first), first
+    assert "from cp_styles import flex_attention" in str(second), second
+
+
+def test_torchs_function_as_a_kernel_is_no_call_of_a_model():
+    """A compiled tile calls it, inside of the engine. Its errors there stay as they are."""
+
+    def engine():
+        flex_module.flex_attention(randn(0, 1, 2, 8, 4), randn(0, 1, 2, 8, 4), randn(0, 1, 3, 8, 4))
+
+    with pytest.raises(Exception) as raised:
+        engine()
+    assert not passes_flex_attention(raised.value, but=engine)
+    assert passes_flex_attention(raised.value, but=print_nothing)
+
+
+def print_nothing():
+    pass
+
+
+def test_an_error_of_a_score_mod_stays_as_it_is():
+    parts = [randn(seed, 1, 2, LENGTH // 2, 8) for seed in range(3)]
+
+    def fails(score, b, h, q_idx, kv_idx):
+        raise ZeroDivisionError("a score")
+
+    def rank_main(rank: int):
+        behind("module", Attention())(*parts, score_mod=fails)
+
+    for error in run_ranks(rank_main, 2, return_errors=True):
+        assert isinstance(error, ZeroDivisionError), error
 
 
 def test_dtensors_are_no_input():

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.attention.varlen import AuxRequest as LogsumexpToo
 from torch.nn.attention.varlen import varlen_attn
 
+from cp_styles import flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
@@ -85,10 +86,9 @@ def never(graph, example_inputs):
 
 @pytest.mark.parametrize("asked", ["return_lse", "return_aux"])
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_what_torch_compile_made_of_flex_attention(fullgraph: bool, door: str, asked: str):
+def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     """As its users have it at the top of a file: the engine runs, and nothing is compiled (in float64)."""
-    compiled = torch.compile(flex_attention, backend=never, fullgraph=fullgraph)
+    compiled = torch.compile(flex_attention, backend=never)
 
     def attend(model, *args, **options):
         if asked == "return_lse":
@@ -105,11 +105,28 @@ def test_what_torch_compile_made_of_flex_attention(fullgraph: bool, door: str, a
     run_ranks(on, RANKS)
 
 
+@pytest.mark.parametrize(("door", "how"), [("module", "whole"), ("block", "itself"), ("module", "its caller")])
+@pytest.mark.parametrize("name", ["plain", "masked"])
+def test_torchs_own_function_is_refused(name: str, door: str, how: str):
+    """Compiled as one graph, with its errors while it is traced; by itself; and with its caller."""
+    attend = torch.nn.attention.flex_attention.flex_attention
+    if how != "its caller":
+        attend = torch.compile(attend, backend="eager", fullgraph=how == "whole")
+    compiler = torch.compile(backend="eager") if how == "its caller" else lambda model: model
+
+    def on(rank: int):
+        model, whole = behind(door, Model(attend), LAYOUT, compiler), PROBLEMS[name]
+        with pytest.raises(NotImplementedError, match="from cp_styles import flex_attention"):
+            model(*(LAYOUT.shard(x, 2, rank) for x in whole.inputs), block_mask=whole.block_mask, enable_gqa=True)
+
+    run_ranks(on, RANKS)
+
+
 @pytest.mark.parametrize("compiled_by", ["itself", "its caller"])
 def test_elsewhere_it_is_compiled_as_ever(compiled_by: str):
     """Other compiled functions inside the module, and compiled flex_attention outside of it, before and after."""
     own, other = CompileCounter(), CompileCounter()
-    compiled = torch.compile(flex_attention, backend=own)
+    compiled = torch.compile(flex_attention, backend=own, fullgraph=compiled_by == "its caller")
     beside = torch.compile(lambda q: q.exp().log(), backend=other, fullgraph=True)
     q, k, v = (randn(seed, 1, 2, 32, 8, dtype=torch.float32) for seed in range(3))
     block_mask = create_block_mask(case.causal, None, None, 32, 32, device="cpu")
@@ -145,7 +162,7 @@ WAYS = [
 def compiled_model(door: str, how: str, counter: CompileCounterWithBackend, layout: SequenceLayout):
     attend = flex_attention
     if how == "what torch.compile made of it":
-        attend = torch.compile(flex_attention, backend=never, fullgraph=True)
+        attend = torch.compile(flex_attention, backend=never)
     if how == "inside a compiled function":
         attend = torch.compile(lambda q, *args, **options: flex_attention(q * 1.0, *args, **options), backend="eager")
     return partial(behind(door, Model(attend), layout, partial(torch.compile, backend=counter)), return_lse=True)
@@ -229,17 +246,23 @@ def test_the_functions_in_a_compiled_caller(mesh, rank: int, documents):
 
 
 @pytest.mark.parametrize(
-    ("door", "attention"), [("module", varlen), ("block", partial(flex_attention, return_lse=True))]
+    ("door", "attention", "alone"),
+    [
+        ("module", varlen, False),
+        ("block", partial(flex_attention, return_lse=True), False),
+        ("module", partial(flex_attention, return_lse=True), True),
+    ],
 )
-def test_one_graph_of_all_is_refused(door: str, attention):
-    """In words, before anything is sent."""
+def test_one_graph_of_all_is_refused(door: str, attention, alone: bool):
+    """In words, before anything is sent. ``alone``: of the attention itself."""
     inputs = (PACKED if attention is varlen else PROBLEMS["masked"]).inputs
 
     def compiler(model: nn.Module) -> Callable[..., Any]:
-        return torch.compile(entered_together(model), backend="eager", fullgraph=True)
+        return model if alone else torch.compile(entered_together(model), backend="eager", fullgraph=True)
 
     def on(rank: int):
-        model = behind(door, Model(attention), LAYOUT, compiler)
+        attend = torch.compile(attention, backend="eager", fullgraph=True) if alone else attention
+        model = behind(door, Model(attend), LAYOUT, compiler)
         run = partial(packed, model) if attention is varlen else model
         with pytest.raises(Exception, match="compile without fullgraph=True, which breaks the graph there"):
             run(*(LAYOUT.shard(x, 2, rank) for x in inputs))

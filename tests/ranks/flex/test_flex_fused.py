@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex_module
-from torch.nn.attention.flex_attention import flex_attention
 
+from cp_styles import flex_attention
 from cp_styles.functions import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import Where
@@ -72,11 +72,6 @@ def biased_softcap(learned, score, b, h, q, kv):
     return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
 
 
-def _validate_device(query, key, value):
-    """torch's without its refusal. (Its first question is at what a call is noted.)"""
-    return query.device
-
-
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
@@ -91,7 +86,7 @@ def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score:
     tiles = []
     gradients = flex_compiled.tile_gradients
     compile_with("aot_eager", monkeypatch)
-    monkeypatch.setattr(flex_module, "_validate_device", FunctionType(_validate_device.__code__, vars(flex_module)))
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)  # which refuses a backward on CPU
     monkeypatch.setattr(engine, "compiled_takes", lambda *tensors: True)
     monkeypatch.setattr(flex_compiled, "tile_gradients", lambda *args: tiles.append(args) or gradients(*args))
     learned = {

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -32,6 +32,7 @@ from cp_styles import (
     SlidingWindow,
     Ulysses,
     contiguous,
+    flex_attention,
     global_loss,
     global_token_count,
     head_tail,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +28,7 @@ from cp_styles import (
     ModuleContextParallel,
     UnverifiedModelWarning,
     context_attention,
+    flex_attention,
     global_loss,
     global_token_count,
     head_tail,
@@ -227,6 +228,28 @@ def test_scores_that_differ_by_an_attribute(more: float):
         wrong(llama(), plan, words="the step with one rank has another loss on each rank")
     else:
         run(llama(), plan)
+
+
+class OverHeads(nn.Module):
+    """torch's own FlexAttention, in front of a model's layers, over the heads of each token."""
+
+    def __init__(self, layer: nn.Module, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.attend = layer, attend
+
+    def forward(self, x, *args):
+        rows = x.detach().flatten(0, 1).unflatten(-1, (1, 2, -1))
+        return self.layer(x + self.attend(rows, rows, rows).flatten(1).view_as(x), *args)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torchs_flex_attention_outside_of_the_styles(compiled: bool):
+    """It compiles its operator by itself, as one graph, and so looks into what verify has entered."""
+    torchs = torch.nn.attention.flex_attention.flex_attention
+    model = llama()
+    model.layers[0] = OverHeads(model.layers[0], torch.compile(torchs, backend="eager") if compiled else torchs)
+    names = "layers.0.layer.attention.core", *(f"layers.{at}.attention.core" for at in range(1, len(model.layers)))
+    run(model, {name: AttentionContextParallel() for name in names})
 
 
 def test_fsdp_and_checkpoints():
