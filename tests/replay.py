@@ -4,6 +4,7 @@
     python tests/replay.py --time [--out time.jsonl]              one rank of P, and torch's attention on one device
     python tests/replay.py --profile [--out profile.jsonl]        the same rank: where the host's time goes
     python tests/replay.py --only "causal bfloat16 P=8"           cases whose names begin so
+    python tests/replay.py --time --set cp_styles.kernels.packing.FEW_ROWS=0   as before, with this constant of a module
     python tests/replay.py --stand-ins                            on a CPU: the kernels of tests/cuda_ops.py
     python tests/replay.py --dry-run                              the names of the cases
 
@@ -503,6 +504,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="where the record goes")
     made.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     made.add_argument("--total", type=float, default=1e9, help="seconds, imports included, after which nothing begins")
+    made.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="constants of modules in this run")
     made.add_argument("--stand-ins", action="store_true", help="on a CPU: the kernels of tests/cuda_ops.py")
     made.add_argument("--dry-run", action="store_true", help="print the cases")
     return made
@@ -521,8 +523,13 @@ def main() -> int:
         return 0
     record, lost = Record(options.out), False
     tiles = [torch.zeros(1, 1, 1, 1, device=DEVICE) for _ in range(2)]
-    record.write(hardware() | {"fused merge": FUSED_MERGE.takes(*tiles)})
-    with cuda_ops_on_cpu() if options.stand_ins else contextlib.nullcontext():
+    constants = {name: int(value) for name, _, value in (entry.partition("=") for entry in options.set)}
+    record.write(hardware() | {"fused merge": FUSED_MERGE.takes(*tiles)} | ({"set": constants} if constants else {}))
+    with contextlib.ExitStack() as stack:
+        for name, value in constants.items():  # before any schedule is made, because schedules are cached
+            stack.enter_context(patch(name, value))
+        if options.stand_ins:
+            stack.enter_context(cuda_ops_on_cpu())
         for name, checks in chosen.items():
             lines = run_checks(name, checks())
             while not lost and time.monotonic() - BEGUN < options.total:

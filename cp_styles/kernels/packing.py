@@ -14,9 +14,11 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 
-# Tiles with more query rows than this are not packed: they have as many blocks of 128 queries, for some 32 heads, as a
-# GPU has multiprocessors. An estimate: no GPU has compared it with another limit.
-LONG_TILE = 1024
+# A tile is long, and not packed, with more query rows than LONG_TILE: for some 32 heads it has as many blocks of 128
+# queries as a GPU has multiprocessors. A tile with up to FEW_ROWS query rows of all heads fills half of an H100 at
+# most: it is packed. With more it is not, because cuDNN takes no packs, and is 1.7 times as fast as flash. Estimates:
+# no GPU has compared them with other limits.
+LONG_TILE, FEW_ROWS = 1024, 64 * 128
 # Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them.
 MOST_BYTES = 2**29
 

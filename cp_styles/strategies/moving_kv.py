@@ -17,7 +17,7 @@ messages of a range take at most 16 MiB, or have one key head. While three messa
 groups of key heads and sends the gradients of each group: they take at most half the bytes of queries. Kept keys come
 first, and are computed at once, as the last keys are. Own keys come last, with all heads: their results become the
 sums. Until then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward
-always computes by groups. On a GPU, a group fills the device (_TWO_WAVES in schedule.py), and the output and its
+always computes by groups. On a GPU, a group fills the device (_LEAST_BLOCKS in schedule.py), and the output and its
 gradient are copied once by the heads of groups (_COPIES). A tile in float32 of inputs in 16 bits has copies of one
 query head at a time.
 """

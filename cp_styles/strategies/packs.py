@@ -59,11 +59,12 @@ def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small
     whole = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]
     if not small_tiles:
         return (*whole, *masked)
+    batch, heads = shapes[0][:2]
     packs: list[list[Tile]] = []
     newest: dict[object, tuple[list[Tile], int]] = {}  # by cover, with its bytes
     for tile in whole:
         rows, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
-        if shapes[0][0] * rows > packing.LONG_TILE:
+        if batch * rows > packing.LONG_TILE and batch * heads * rows > packing.FEW_ROWS:
             packs.append([tile])
             continue
         kind, nbytes = (tile.cover, tile.window), packing.bytes_of_tile(*shapes, rows, keys)

@@ -7,6 +7,7 @@ result in float64.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from cp_styles.bounded_cache import another_cache
 from cp_styles.explain import H100, H200, Explanation, Hardware
 from cp_styles.explain.hardware import seconds_of
 from cp_styles.explain.rehearse import KernelCall
@@ -30,6 +32,8 @@ Row = tuple[str, ...]
 RECORDS = Path(__file__).parents[1] / "records" / "h200"
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAMES = {"ring": "ring", "ulysses": "Ulysses"}
+# Constants of the package that had other values when the record was made.
+OF_RECORD = {"cp_styles.strategies.schedule._LEAST_BLOCKS": 2 * 132, "cp_styles.kernels.packing.FEW_ROWS": 0}
 SETTINGS = {setting.name: setting for setting in settings(cuda=True)}
 
 
@@ -110,9 +114,15 @@ def launched() -> Iterator[Row]:
 
 @cache
 def explained(setting: Setting, name: str) -> Explanation:
-    """The explanation of a setting, with the kernels that the machine of the record has chosen."""
+    """The explanation of a setting as it ran: with the kernels that the machine of the record has chosen, and with the
+    constants of the package as they were. What it predicts for other schedules, a later record must show."""
     version = record("time")[0]["cudnn"]
-    with patch.object(torch.backends.cudnn, "version", lambda: version), setting.kernels():
+    with contextlib.ExitStack() as stack:
+        for constant, value in OF_RECORD.items():
+            stack.enter_context(patch(constant, value))
+        stack.enter_context(patch.object(torch.backends.cudnn, "version", lambda: version))
+        stack.enter_context(setting.kernels())
+        stack.enter_context(another_cache())  # the cache of schedules does not know the constants
         return explanation(setting, STRATEGIES[name], dtype=torch.bfloat16, device="cuda")
 
 

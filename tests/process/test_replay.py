@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cp_styles.kernels import packing
 from cp_styles.kernels.merge import TorchMerge
 from tests import gpu_record, replay
 from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
@@ -125,6 +126,19 @@ def test_the_record(tmp_path, monkeypatch, capsys):
     assert "worst error, float64" in said[-2]
     assert said[-1].startswith("BAD causal float64 P=4")
     assert said[-1].endswith("all-gather RuntimeError: out of memory")
+
+
+def test_a_run_with_another_constant(tmp_path, monkeypatch):
+    """The constant is another one while the cases run, and the record says so."""
+    out, seen = tmp_path / "record.jsonl", []
+    monkeypatch.setattr(replay, "results_of_ranks", lambda *_: seen.append(packing.FEW_ROWS) or 1 / 0)
+    constant, only = "cp_styles.kernels.packing.FEW_ROWS=7", "causal float64 P=4 rows=16 4:2"
+    assert run(monkeypatch, "--set", constant, "--out", str(out), "--only", only) == 1
+    assert {*seen} == {7}
+    assert json.loads(out.read_text().splitlines()[0])["set"] == {"cp_styles.kernels.packing.FEW_ROWS": 7}
+    assert packing.FEW_ROWS == 64 * 128
+    with pytest.raises(AttributeError, match="FEW"):
+        run(monkeypatch, "--set", "cp_styles.kernels.packing.FEW=7")
 
 
 def test_what_there_is_no_time_for(monkeypatch, capsys):

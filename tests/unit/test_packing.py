@@ -144,11 +144,33 @@ def test_tiles_of_one_cover_are_packed():
 
 
 def test_long_tiles_go_alone(monkeypatch):
-    """Of 2 batch rows: 5 queries are more than 9."""
+    """Of 2 batch rows: 5 queries are more than 9. With 4 heads, these are 40 rows of all heads."""
     monkeypatch.setattr(packing, "LONG_TILE", 9)
+    monkeypatch.setattr(packing, "FEW_ROWS", 39)
     assert names([tile(0, 4), tile(4, 5), tile(9, 4)]) == [[4], [0, 9]] or names(
         [tile(0, 4), tile(4, 5), tile(9, 4)]
     ) == [[0, 9], [4]]
+    monkeypatch.setattr(packing, "FEW_ROWS", 40)
+    assert names([tile(0, 4), tile(4, 5), tile(9, 4)]) == [[0, 4, 9]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "packed"),
+    [
+        (1, 32, 1024, True),
+        (1, 32, 1025, False),
+        (1, 4, 1310, True),
+        (1, 4, 2048, True),
+        (1, 4, 2049, False),
+        (2, 4, 1310, False),
+        (1, 4, 4096, False),
+    ],
+)
+def test_tiles_that_fill_half_of_a_gpu_go_alone(batch: int, heads: int, rows: int, packed: bool):
+    """4 heads are those of a rank of 8 after the exchange of Ulysses. Two halves of 8K rows are left to cuDNN."""
+    shapes = tuple((batch, count, 2 * rows, 128) for count in (heads, heads // 4, heads // 4))
+    tiles = [tile(start, rows, rows, Cover.CAUSAL, at=start) for start in (0, rows)]
+    assert len(calls_of(tiles, shapes, small_tiles=True)) == (1 if packed else 2)  # pyright: ignore
 
 
 def test_a_pack_has_a_largest_size(monkeypatch):

@@ -155,11 +155,11 @@ def test_heads_of_another_step_replace_copies(dense_rows: bool):
 
 @pytest.mark.parametrize(
     ("rows", "heads", "small_tiles", "parts"),
-    [(4224, 8, True, 1), (4225, 8, True, 1), (8448, 8, True, 2), (8448, 16, True, 4), (99, 8, False, 4)],
+    [(8448, 8, True, 1), (8449, 8, True, 1), (16896, 8, True, 2), (16896, 16, True, 4), (99, 8, False, 4)],
 )
 @pytest.mark.parametrize("widening", [1, 2])
-def test_a_group_of_heads_fills_a_gpu_twice(rows: int, heads: int, small_tiles: bool, parts: int, widening: int):
-    """4224 keys of 8 heads are 264 blocks of 128, two for each multiprocessor. Other kernels compute by any groups."""
+def test_a_group_of_heads_fills_a_gpu_four_times(rows: int, heads: int, small_tiles: bool, parts: int, widening: int):
+    """8448 keys of 8 heads are 528 blocks of 128, four for each multiprocessor. Other kernels compute by any groups."""
     cut, q_shape, k_shape = contiguous(4 * rows, 4), (1, heads, rows, 64), (1, heads // widening, rows, 64)
     how = Causal(), 3, small_tiles, False, False, rounds_of(4, 1), 0
     schedule = make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, widening)
