@@ -45,7 +45,7 @@ def known_about(thing: Any) -> dict[Any, Any]:
     return table
 
 
-# The results of functions are kept apart for each value. A ContextVar, because ranks may be threads.
+# Results are kept separately for each value of this. A ContextVar, because ranks may be threads.
 _current: ContextVar[object] = ContextVar("bounded_cache", default=None)
 
 
@@ -68,7 +68,7 @@ def remembered(entries: int) -> Callable[[Callable[..., T]], Remembered[T]]:
 
 
 class Remembered(Generic[T]):
-    """A function as :func:`remembered` makes it. ``cache_info`` and ``cache_clear`` are those of ``lru_cache``."""
+    """A function as :func:`remembered` makes it. ``cache_info`` and ``cache_clear`` come from ``lru_cache``."""
 
     def __init__(self, function: Callable[..., T], entries: int) -> None:
         def make(_cache: object, *arguments: Hashable) -> T:

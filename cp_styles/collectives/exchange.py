@@ -150,7 +150,7 @@ class Blocks:
         self._even = all(map(_is_even_cut, way.columns))
 
     def post(self, tensors: list[torch.Tensor], group: dist.ProcessGroup, place: torch.Tensor | None = None) -> Started:
-        """Send a message to every other rank of ``group``, which is that of the peers, of two at least.
+        """Send a message to every other rank of ``group``, the group of the peers, which has two ranks at least.
 
         Not an all-to-all: one of gloo copies more, and sends a rank its own block. In a large one a killed rank is
         noticed after the timeout of the group only. On idle cores both take equal processor time; on busy ones an
@@ -173,7 +173,7 @@ class Blocks:
         packed, arriving = wire.new_empty(before + after), wire.split_with_sizes(self.received)
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
-        # rank copies its own block before it posts, and the others after.
+        # rank copies its own block before it posts, and the remaining ranks after.
         if rank % 2:
             self._fill(arriving[rank], rank, rank + 1, columns)
         self._fill(packed.narrow(0, 0, before), 0, rank, columns)
@@ -186,7 +186,7 @@ class Blocks:
     def _transfers(
         self, sends: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> PendingTransfers:
-        """Start to send to the other ranks, and to receive from them: ``arriving`` has a block for this rank too."""
+        """Start to send to the remaining ranks and to receive from them; ``arriving`` has a block for this rank too."""
         open_group(group, arriving[0].device)
         receives = [(peer, arriving[peer]) for peer in self._others]
         return exchange([*zip(self._others, sends, strict=True)], receives, group)
@@ -203,7 +203,7 @@ class Blocks:
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
     def pack(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Flat, the blocks for all ranks; the one block for all if it is :attr:`shared`."""
+        """Flat, a block for each rank; a single block if it is :attr:`shared`."""
         if not self.way.to_columns:
             return self._pack_rows(tensors)
         c = self._axis

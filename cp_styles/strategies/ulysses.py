@@ -199,7 +199,8 @@ class _Levels:
 
     Attributes:
         inner: the attention of this rank's heads; see [Note: two levels].
-        ways, ways_back: the exchange of query, key and value, two in cross-attention; that of their gradients.
+        ways: the exchange of query, key and value; two in cross-attention.
+        ways_back: the exchange of their gradients.
         specs: of the residual.
     """
 

@@ -1,6 +1,6 @@
 """torch's tensor-parallel styles, each on its own axis of a composed mesh.
 
-Arguments, their defaults and behaviour are those of the classes of the same names in
+Arguments, their defaults and behaviour are as in the classes of the same names in
 :mod:`torch.distributed.tensor.parallel`. ``mesh_axis`` is added: the name of the axis in a mesh with several axes. A
 1-D mesh is used whatever its name. Other axes are not affected. Under context parallelism every cp rank runs a style on
 its part of the sequence, and the gradients of the parameters must then be summed over cp (``sum_gradients``).

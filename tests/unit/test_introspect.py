@@ -1,4 +1,4 @@
-"""Which callables ranks tell apart by :func:`code_of`: by their code, and by numbers in closures and partials."""
+"""Differences between callables that ranks find by :func:`code_of`: code, and numbers in closures and partials."""
 
 from __future__ import annotations
 
