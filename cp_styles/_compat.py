@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, TypeVar
