@@ -363,8 +363,8 @@ def test_ranks_whose_flex_functions_read_other_values(kind: str):
             options["score_mod"] = score_mods(kind, s.rank)
         context_flex_attention(*leaves, s.mesh, enable_gqa=True, **options)
 
-    what = "mask" if kind == "mask_mod" else "kernel"
-    assert f"disagree on the contents of the {what}: ranks [1] differ from rank 0" in refusals(act)
+    what = {"mask_mod": "the contents of the mask", "partial": "kernel"}.get(kind, "the contents of the kernel")
+    assert f"disagree on {what}: ranks [1] differ from rank 0" in refusals(act)
 
 
 MESHES = DOORS | {"a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)}
