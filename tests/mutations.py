@@ -335,9 +335,9 @@ OTHERS = [
     ),
     Mistake(
         "mixers: layouts of balancers are not compared",
-        "CutSequence._agreed",
-        "layout=hash(layout_for(guess))",
-        "layout=0",
+        "agreed_layouts",
+        "meet_alike(made, Meeting.LAYOUT, where) if of_a_user else made()",
+        "made()",
         "ranks/mixers/test_recurrence.py -k balancers",
     ),
     Mistake(
@@ -399,8 +399,8 @@ OTHERS = [
     Mistake(
         "compiled: a graph's backward remembers no scope",
         "_attention",
-        "_scope_text(scope, binding.name)",
-        '""',
+        "_pickled(scope, binding.name)",
+        'b""',
         "ranks/compile/test_compile.py -k documents",
     ),
     Mistake(
