@@ -334,6 +334,18 @@ def test_functions_that_cut_alike(rank: int):
     s.run(parallel(Core(), s.mesh, layout=of_rank if rank else cut_by([LENGTH])))
 
 
+def test_functions_that_cut_differently():
+    """By one name, in parts of equal lengths."""
+
+    def act(s: Scene):
+        def of_rank(length: int, ranks: int):
+            return (contiguous if s.rank else head_tail)(length, ranks)
+
+        context_attention(*s.leaves(contiguous)[0], s.mesh, layout=of_rank)
+
+    assert "disagree on layout: ranks [1, 2] differ from rank 0" in refusals(act)
+
+
 def mask_mods(rank: int):
     """Of the same first, last and number of keys a row."""
     hidden = 1 + (rank == 1)

@@ -335,13 +335,17 @@ def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
     assert time.monotonic() - began < 20  # and none waits for a timeout
 
 
-def test_balancers_that_cut_differently():
+@pytest.mark.parametrize("of_a_user", [False, True])
+def test_balancers_that_cut_differently(of_a_user: bool):
     """Their parts may be as long, and what they need of each other is not the same."""
     kernel, tokens, _ = gla(12)
 
     def main(rank: int):
+        def cut_by_rank(length: int, ranks: int):
+            return striped(length, ranks, block=2 + rank)
+
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        balancer = functools.partial(striped, block=2 + rank)
+        balancer = cut_by_rank if of_a_user else functools.partial(striped, block=2 + rank)
         cut = {name: balancer(12, 2).shard(x, 1, rank) for name, x in tokens.items()}
         context_recurrence(kernel, mesh, layout=balancer)(**cut)
 
