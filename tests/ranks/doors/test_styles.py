@@ -8,14 +8,15 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import styles
+from cp_styles import AttentionContextParallel, ModuleContextParallel, head_tail, styles
 from cp_styles.testing import run_ranks
-from tests.ranks.attention_case import on_every_rank
+from tests.ranks.attention_case import Core, Problem, on_every_rank
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 8
 NAMES = [  # the styles that torch has too
@@ -162,3 +163,14 @@ def test_arguments_are_torchs(name):
     assert "mesh_axis='tp')" in repr(style_of(name))
     with pytest.raises(TypeError, match=f"{name}.*unexpected keyword argument 'layouts'"):
         style_of(name, layouts=Replicate())
+
+
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
+@on_every_rank(2)
+def test_a_forward_that_is_set_after_the_style(mesh, rank: int, style):
+    """The style is in the class of the module, whose forward an attribute hides: the attention would be local."""
+    core = parallelize_module(Core(), mesh, style(layout=head_tail))
+    core.forward = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    leaves, _ = Problem(length=12, kv_heads=2).shard(head_tail, rank, 2)
+    with pytest.raises(NotImplementedError, match=r"was not called by Python code|nothing was context parallel"):
+        core(*leaves)
