@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -58,25 +56,6 @@ class OnMeshAxis(ParallelStyle):
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input
 
     mesh_axis: str
-
-    def __init__(self, *, mesh_axis: str = "tp", **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.mesh_axis = mesh_axis
-
-    def __init_subclass__(cls) -> None:
-        """Show the arguments of torch's style and ``mesh_axis`` as the signature of the class."""
-        super().__init_subclass__()
-        for style in cls.__bases__:
-            if style.__module__.startswith("torch."):
-
-                def __init__(self: OnMeshAxis, **arguments: Any) -> None:
-                    OnMeshAxis.__init__(self, **arguments)
-
-                known = inspect.signature(style.__init__)
-                added = inspect.Parameter("mesh_axis", inspect.Parameter.KEYWORD_ONLY, default="tp", annotation=str)
-                signature = known.replace(parameters=[*known.parameters.values(), added], return_annotation=None)
-                __init__.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-                cls.__init__ = __init__
 
     _others: tuple[dist.ProcessGroup, ...] = ()  # the other axes of the mesh that it was given
 

@@ -13,16 +13,19 @@ over this axis alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as torch_parallel
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from cp_styles.styles.on_mesh_axis import OnMeshAxis
+
+Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
+"""Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""
 
 
 class _EvenOutputs(OnMeshAxis):
@@ -57,6 +60,17 @@ class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
         parallelize_module(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp")), plan)
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
+
 
 class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """Shard a Linear or an Embedding by its input features over the mesh axis ``mesh_axis``.
@@ -69,6 +83,17 @@ class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
             :class:`torch.distributed.tensor.parallel.RowwiseParallel`.
         mesh_axis: see :class:`ColwiseParallel`.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
@@ -88,6 +113,10 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
     """
 
     _keeps_rows = True
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, mesh_axis: str = "tp") -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
     def _prepare_output_fn(self, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if use_local_output:
@@ -110,6 +139,25 @@ class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
         plan = {"attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Inputs = None,
+        desired_input_layouts: Inputs = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis
+
 
 class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
     """Make a module's outputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
@@ -125,6 +173,21 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
 
         plan = {"attention": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))}
     """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if self.use_local_output:
@@ -147,3 +210,28 @@ class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutp
         output_layouts, desired_output_layouts, use_local_output: see PrepareModuleOutput.
         mesh_axis: see :class:`ColwiseParallel`.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Inputs = None,
+        desired_input_layouts: Inputs = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_input=use_local_input,
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis
