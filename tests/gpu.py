@@ -544,7 +544,6 @@ def plan(gpus: int) -> dict[str, Case]:
             what = f"bench {name} D={dim} G={kv_heads}"
             cases[what] = Case("bench", partial(kernel_times, name, dim, kv_heads), process=f"bench {name}")
     cases["compile default"] = Case("compile", partial(compiled, "default"), 300)
-    # Its backward with rows that are slices is neither shown nor refuted to be right.
     cases["compile flex"] = Case("compile", compiled_flex, 300, ranks=2)
     cases["compile reduce-overhead"] = Case("compile", partial(compiled, "reduce-overhead"), 300)
     cases["grid"] = Case("grid", rows, 500, ranks=max(gpus, 2), gpus=2)

@@ -256,8 +256,8 @@ class Problem(NamedTuple):
 
 
 def problems() -> Iterator[Problem]:
-    """The most telling first. Short tiles are packed. Tiles of 2,560 rows are for cuDNN, which takes multiples of 128,
-    and for a backward by groups of heads."""
+    """The most telling first. Short tiles are packed. Tiles of 2,560 rows are for cuDNN, which takes multiples of 128.
+    A backward by groups of heads needs ``--set cp_styles.strategies.schedule._LEAST_BLOCKS=20``."""
     short, long = (((8, 2), 128), ((16, 16), 64)), (((4, 1), 128), ((4, 4), 128))
     tiny = (((4, 2), 8), ((8, 8), 8))
     low = torch.bfloat16

@@ -16,8 +16,8 @@ from cp_styles.device_copies import tensor_on
 
 # A tile is long, and not packed, with more query rows than LONG_TILE: for some 32 heads it has as many blocks of 128
 # queries as a GPU has multiprocessors. A tile with up to FEW_ROWS query rows of all heads fills half of an H100 at
-# most: it is packed. With more it is not, because cuDNN takes no packs, and is 1.7 times as fast as flash. Estimates:
-# no GPU has compared them with other limits.
+# most: it is packed. With more it is not, because cuDNN takes no packs, and is 1.7 times as fast as flash. On an H200,
+# documents of 1,310 rows and 4 heads took 6 to 9 ms packed and 47 ms one by one. Other limits have not been compared.
 LONG_TILE, FEW_ROWS = 1024, 64 * 128
 # Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them.
 MOST_BYTES = 2**29

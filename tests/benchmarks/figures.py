@@ -13,6 +13,9 @@ Of tests/records, on gpus.md; see on_gpu.py:
 
     gpu-exact      errors by dtype
     gpu-shares     times of the device and of the host, and shares of ideal
+    gpu-now        the same of the second run
+    gpu-changes    times and launches of the second run, before constants changed and now
+    gpu-host       the host's time, calls and operations
     gpu-launches   launches, and the device's own time
     gpu-peaks      peaks of memory, measured and predicted
     gpu-predicted  the device's own time, predicted and measured
@@ -101,6 +104,9 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "published": published,
     "gpu-exact": on_gpu.exact,
     "gpu-shares": on_gpu.shares,
+    "gpu-now": partial(on_gpu.shares, on_gpu.NOW),
+    "gpu-changes": on_gpu.changes,
+    "gpu-host": on_gpu.host,
     "gpu-launches": on_gpu.launched,
     "gpu-peaks": on_gpu.peaks,
     "gpu-predicted": on_gpu.predicted,

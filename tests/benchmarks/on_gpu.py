@@ -1,8 +1,9 @@
 """What a GPU has recorded, as tables for tutorials/gpus.md: python tests/benchmarks/figures.py gpu-exact ...
 
-tests/records has a folder for each machine, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py.
-Left out are the "note" of a line and predictions, which are made anew here. Errors are relative to the norm of the full
-result in float64.
+tests/records has a folder for each run, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py. The
+second run has timed everything twice, with the constants of the package and with OF_RECORD (before_*.jsonl). Left out
+are the "note" of a line and predictions, which are made anew here. The covers of a kernel are one line in the second
+run, with the largest errors. Errors are relative to the norm of the full result in float64.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -29,12 +32,25 @@ from tests.replay import STRATEGIES, Setting, explanation, settings
 
 Line = dict[str, Any]
 Row = tuple[str, ...]
-RECORDS = Path(__file__).parents[1] / "records" / "h200"
+RECORDS = Path(__file__).parents[1] / "records"
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAMES = {"ring": "ring", "ulysses": "Ulysses"}
-# Constants of the package that had other values when the record was made.
+# Constants of the package that had other values when the first record was made, and in before_*.jsonl of the second.
 OF_RECORD = {"cp_styles.strategies.schedule._LEAST_BLOCKS": 2 * 132, "cp_styles.kernels.packing.FEW_ROWS": 0}
 SETTINGS = {setting.name: setting for setting in settings(cuda=True)}
+
+
+class Times(NamedTuple):
+    """Records of ``--time``. ``then``: with the constants OF_RECORD."""
+
+    name: str
+    files: tuple[str, ...]
+    then: bool
+
+
+FIRST = Times("first run", ("h200/time",), then=True)
+BEFORE = Times("second run, before", ("h200_second/before_1", "h200_second/before_2"), then=True)
+NOW = Times("second run", ("h200_second/time_1", "h200_second/time_2"), then=False)
 
 
 def record(name: str) -> tuple[Line, list[Line]]:
@@ -44,12 +60,22 @@ def record(name: str) -> tuple[Line, list[Line]]:
 
 
 @cache
-def timed() -> dict[Setting, dict[str, Line]]:
-    """The lines of each setting of ``--time``, by cover."""
-    found: dict[Setting, dict[str, Line]] = defaultdict(dict)
-    for line in record("time")[1]:
-        found[SETTINGS[line["case"]]][line["cover"]] = line
-    return dict(found)
+def timed(times: Times = FIRST) -> dict[Setting, dict[str, list[Line]]]:
+    """The lines of each setting of ``--time``, by cover: one of each file."""
+    found: dict[Setting, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for name in times.files:
+        machine, lines = record(name)
+        assert times is FIRST or machine.get("set", {}) == (OF_RECORD if times.then else {}), name
+        for line in lines:
+            assert line["ok"], line
+            found[SETTINGS[line["case"]]][line["cover"]].append(line)
+    return {setting: dict(lines) for setting, lines in found.items()}
+
+
+def between(lines: list[Line], key: str, form: str) -> str:
+    """A figure of one line, or the range of its values in several; "-" without the figure."""
+    found = sorted(line[key] for line in lines if key in line)
+    return " to ".join(dict.fromkeys(format(value, form) for value in (found[:1] + found[-1:]))) or "-"
 
 
 def told(setting: Setting) -> str:
@@ -61,15 +87,18 @@ def exact() -> Iterator[Row]:
     """The largest error of an output or a gradient by dtype, and how many lines have one."""
     worst: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     counts: dict[str, int] = defaultdict(int)
-    lines = [(f"{line['cover']}, 4 and 8 ranks", line) for line in record("replay")[1]]
-    lines += [(line["case"].partition(" bfloat16")[0].partition(" float32")[0], line) for line in record("gpu")[1]]
+    lines: list[tuple[str, Line]] = []
+    for folder in "h200", "h200_second":
+        lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record(f"{folder}/replay")[1]]
+        lines += [(re.split(" b?float", line["case"])[0], line) for line in record(f"{folder}/gpu")[1]]
     for what, line in lines:
         assert line["ok"], line
         if "errors" in line:
-            counts[what] += 1
+            covers = line.get("covers") or [line["cover"]]
+            counts[what] += len(covers)
             worst[what][line["dtype"]] = max(worst[what][line["dtype"]], *line["errors"])
             if line.get("torch"):
-                counts["torch's kernel"] += 1
+                counts["torch's kernel"] += sum(not cover.startswith("packed") for cover in covers)
                 torchs = worst["torch's kernel"]
                 torchs[line["dtype"]] = max(torchs[line["dtype"]], *line["torch"])
     yield "what", "lines", *(str(dtype)[6:] for dtype in DTYPES)
@@ -78,20 +107,49 @@ def exact() -> Iterator[Row]:
     yield "limit of `replay.py`", "", *(f"{tolerance(dtype):.1e}" for dtype in DTYPES)
 
 
-def shares() -> Iterator[Row]:
+def shares(times: Times = FIRST) -> Iterator[Row]:
     """Milliseconds of a forward and backward, of the device and of the host, and the share of ideal."""
     yield "setting", "torch", "ring", "host", "share f", "share f+b", "Ulysses", "host", "share f", "share f+b"
-    for setting, lines in timed().items():
-        cells = [f"{lines['torch']['ms f+b']:.2f}" if "torch" in lines else "-"]
+    for setting, lines in timed(times).items():
+        cells = [between(lines.get("torch", []), "ms f+b", ".2f")]
         for name in STRATEGIES:
-            line = lines[f"{name} times"]
-            cells += [f"{line[f'{whose}ms f+b']:.1f}" for whose in ("", "host ")]
-            found = (line.get(f"share of ideal {phase}") for phase in ("f", "f+b"))
-            cells += ["-" if share is None else f"{share:.2f}" for share in found]
+            found = lines[f"{name} times"]
+            cells += [between(found, f"{whose}ms f+b", ".1f") for whose in ("", "host ")]
+            cells += [between(found, f"share of ideal {phase}", ".2f") for phase in ("f", "f+b")]
+        yield told(setting), *cells
+
+
+def changes() -> Iterator[Row]:
+    """Milliseconds and launches of the second run, with the constants OF_RECORD and with the package's own."""
+    figures = " before", " now", " launches before", " now"
+    yield "setting", *(f"{name}{what}" for name in NAMES.values() for what in figures)
+    for setting, lines in timed(NOW).items():
+        cells = []
+        for name in STRATEGIES:
+            both = timed(BEFORE)[setting], lines
+            cells += [between(found[f"{name} times"], "ms f+b", ".1f") for found in both]
+            cells += [str(launches_of(found, name)[0]) for found in both]
         yield told(setting), *cells
 
 
 _ATTENTION = "cudnn", "flash", "fmha"
+
+
+def launches_of(lines: dict[str, list[Line]], name: str) -> tuple[int, int, list[float], list[float]]:
+    """Launches, those of attention, which are equal in all files, and milliseconds of the device of both. The host has
+    waited for the device in none."""
+    found, spent, busy = set(), [], []
+    for line in lines[f"{name} launches"]:
+        kinds = line["launches"]
+        attention = [kinds[kind] for kind in _ATTENTION if kind in kinds]
+        found.add((sum(count for count, _ in kinds.values()), sum(count for count, _ in attention)))
+        spent.append(sum(ms for _, ms in attention))
+        busy.append(sum(ms for _, ms in kinds.values()))
+    for waits in lines[f"{name} waits"]:
+        assert waits["returned first"], waits
+        assert not waits["warnings"], waits
+    ((whole, count),) = found
+    return whole, count, spent, busy
 
 
 def launched() -> Iterator[Row]:
@@ -101,24 +159,18 @@ def launched() -> Iterator[Row]:
     for setting, lines in timed().items():
         cells = []
         for name in STRATEGIES:
-            found = lines[f"{name} launches"]["launches"]
-            attention = [found[kind] for kind in _ATTENTION if kind in found]
-            count, spent = (sum(column) for column in zip(*attention, strict=True))
-            whole, busy = (sum(column) for column in zip(*found.values(), strict=True))
+            whole, count, (spent,), (busy,) = launches_of(lines, name)
             cells += [str(whole), str(count), f"{spent:.1f}", f"{busy - spent:.1f}"]
-            waits = lines[f"{name} waits"]
-            assert waits["returned first"], waits
-            assert not waits["warnings"], waits
         yield told(setting), *cells
 
 
 @cache
-def explained(setting: Setting, name: str) -> Explanation:
-    """The explanation of a setting as it ran: with the kernels that the machine of the record has chosen, and with the
-    constants of the package as they were. What it predicts for other schedules, a later record must show."""
-    version = record("time")[0]["cudnn"]
+def explained(setting: Setting, name: str, *, then: bool) -> Explanation:
+    """The explanation of a setting as it ran: with the kernels that the machine of the records has chosen, and with the
+    constants of the package as they were ``then``, or as they are."""
+    version = record(FIRST.files[0])[0]["cudnn"]
     with contextlib.ExitStack() as stack:
-        for constant, value in OF_RECORD.items():
+        for constant, value in OF_RECORD.items() if then else ():
             stack.enter_context(patch(constant, value))
         stack.enter_context(patch.object(torch.backends.cudnn, "version", lambda: version))
         stack.enter_context(setting.kernels())
@@ -126,19 +178,37 @@ def explained(setting: Setting, name: str) -> Explanation:
         return explanation(setting, STRATEGIES[name], dtype=torch.bfloat16, device="cuda")
 
 
-def peaks_of(setting: Setting, name: str) -> tuple[float, float]:
-    """The measured and the predicted peak over the inputs, in bytes."""
-    run, queries = explained(setting, name).runs[setting.rank], 2 * setting.rows * setting.heads[0] * setting.dim
-    measured = timed()[setting][f"{name} memory"]["peak Q"] * queries
+def peaks_of(times: Times, setting: Setting, name: str) -> tuple[list[float], float]:
+    """The measured peaks over the inputs, one of each file, and the predicted one, in bytes."""
+    run = explained(setting, name, then=times.then).runs[setting.rank]
+    queries = 2 * setting.rows * setting.heads[0] * setting.dim
+    measured = [line["peak Q"] * queries for line in timed(times)[setting][f"{name} memory"]]
     return measured, max(run.forward.peak, run.backward.peak)
 
 
 def peaks() -> Iterator[Row]:
-    """Peaks over the inputs in MiB."""
+    """Peaks over the inputs in MiB: of the first run, and with the constants of the package of the second."""
     yield "setting", *(f"{name} {what}" for name in NAMES.values() for what in ("measured", "predicted"))
-    for setting in timed():
-        cells = (f"{size / 2**20:,.0f}" for name in STRATEGIES for size in peaks_of(setting, name))
-        yield told(setting), *cells
+    for times in FIRST, NOW:
+        for setting in timed(times):
+            cells = []
+            for name in STRATEGIES:
+                measured, predicted = peaks_of(times, setting, name)
+                cells += [f"{size / 2**20:,.0f}" for size in (max(measured), predicted)]
+            yield told(setting) + f", {times.name}" * (times is not FIRST), *cells
+
+
+def host() -> Iterator[Row]:
+    """Milliseconds of the host, calls of Python, operations of torch and calls of CUDA in a forward and backward."""
+    whose = "idle", "busy", "one thread"
+    yield "setting", "strategy", "forward", *whose, "calls of Python", "operations", "calls of CUDA"
+    lines = record("h200_second/profile")[1]
+    for forward, full in zip(lines[::2], lines[1::2], strict=True):
+        name, _, phase = full["cover"].split()
+        assert phase == "f+b", full
+        cells = [f"{forward['host ms']['idle']:.1f}", *(f"{full['host ms'][key]:.1f}" for key in whose)]
+        cells += [f"{full['calls']:,}", f"{full['ops']:,}", f"{full['runtime']:,}"]
+        yield told(SETTINGS[full["case"]]), NAMES[name], *cells
 
 
 # -- predicted times --
@@ -149,7 +219,7 @@ FITTED = "flops", "cudnn_rate", "backward_rate", "beyond_diagonal"
 def tiles() -> Iterator[tuple[KernelCall, float]]:
     """The tiles of ``bench`` with 32:8 heads of 128, and their seconds. The device waits for the host at their
     beginning, so tiles are left out that take it less than four times as long as the host."""
-    for line in record("gpu")[1]:
+    for line in record("h200/gpu")[1]:
         if line["case"].startswith("bench") and "cover" in line:
             length, cover = line["cover"].split()
             kernel = f"_scaled_dot_product_{line['case'].split()[1].lower()}_attention"
@@ -180,11 +250,12 @@ def predicted() -> Iterator[Row]:
     """Milliseconds of the device in a forward and backward, without messages: predicted with H200, and measured."""
     machine = replace(H200, bandwidth=1e30, latency=0.0)  # in replay.py no message travels
     yield "setting", *(f"{name} {what}" for name in NAMES.values() for what in ("predicted", "on the device", "error"))
-    for setting, lines in timed().items():
-        cells = []
-        for name in STRATEGIES:
-            run = explained(setting, name).runs[setting.rank]
-            ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
-            busy = sum(spent for _, spent in lines[f"{name} launches"]["launches"].values())
-            cells += [f"{ms:.1f}", f"{busy:.1f}", f"{100 * (ms / busy - 1):+.0f}%"]
-        yield told(setting), *cells
+    for times in FIRST, NOW:
+        for setting, lines in timed(times).items():
+            cells = []
+            for name in STRATEGIES:
+                run = explained(setting, name, then=times.then).runs[setting.rank]
+                ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
+                busy = statistics.mean(launches_of(lines, name)[3])
+                cells += [f"{ms:.1f}", f"{busy:.1f}", f"{100 * (ms / busy - 1):+.0f}%"]
+            yield told(setting) + f", {times.name}" * (times is not FIRST), *cells
