@@ -203,6 +203,7 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
 
 class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
     """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with the arguments and errors of both.
+    Example: see :class:`PrepareModuleInput`.
 
     Args:
         use_local_input: hand the module plain tensors. False hands it DTensors.
