@@ -1,4 +1,4 @@
-"""Guarantees beside the attention itself: one file each. Nothing in comm, engine or intercept imports them."""
+"""Guarantees that surround the attention: one file each. Nothing in comm, engine or intercept imports them."""
 
 from cp_styles.checks.gradient_watch import ParameterWatch
 from cp_styles.checks.uncut_batch import UncutBatchCheck

@@ -1,4 +1,4 @@
-"""Protocols for guarantees beside the attention itself. The engine knows no guarantee by name.
+"""Protocols for guarantees that surround the attention. The engine knows no guarantee by name.
 
 A guarantee that ranks compare is a RankCheck: :mod:`cp_styles.checks` puts its class into RANK_CHECKS. A guarantee
 about a model is a ModelObserver: a style gives it to its bindings.
