@@ -54,7 +54,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.engine.checks import Checks
-from cp_styles.engine.observers import CheckedCall
+from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
 _MOST_NODES = 5000  # of a graph that are asked for their parameter
@@ -86,7 +86,7 @@ class Finding:
     apart: bool
 
 
-class ParameterWatch:
+class ParameterWatch(RankCheck):
     """Compares the parameters behind the attentions of one group between its ranks.
 
     Compares at the attentions number 1, 2, 4, 8, ... that have parameters behind them. The attentions of each model are

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.engine.checks import Checks
-from cp_styles.engine.observers import CheckedCall
+from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
 _MOST_ROWS = 256  # of a tensor that are compared, spread over it
 
 
-class UncutBatchCheck:
+class UncutBatchCheck(RankCheck):
     """Compares the first causal attention of a forward between the ranks of a group.
 
     Compares in the forwards number 1, 2, 4, 8, ... of each model; those in training and those without gradients are
@@ -28,12 +26,6 @@ class UncutBatchCheck:
 
     def __init__(self) -> None:
         self._forwards: WeakKeyDictionary[object, dict[bool, int]] = WeakKeyDictionary()
-
-    def learn(self, checks: Checks) -> None:
-        pass
-
-    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
-        pass
 
     def number(self, call: CheckedCall) -> int:
         """A checksum of query, key and value; 0 if they are not compared now. No communication."""

@@ -114,7 +114,7 @@ class StatusRows(list[StatusRow]):
     """The rows of all ranks, in group order.
 
     Attributes:
-        columns: all ranks' values of each field; of ``numbers`` those of each check.
+        columns: all ranks' values of each field; ``numbers`` has them for each check.
         alike: the rows differ in nothing but lengths, so there is nothing to compare.
     """
 
@@ -386,7 +386,7 @@ def meet_alike(
 
 
 def compare(rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
-    """Raise ValueError on every rank unless all rows have the same number of facts.
+    """Raise ValueError on every rank unless all rows have the same ``facts``.
 
     ``facts()`` are the values of which the number is a hash, by name, so that one of them differs. Messages show short
     texts of them. Communication: none; before an error one all-gather of these texts.

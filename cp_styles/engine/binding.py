@@ -212,8 +212,8 @@ class Binding:
         layout, rank = self.layout, self.group.rank()
         fixed = layout if isinstance(layout, SequenceLayout) else None
         where = self.name, self.axis, self.group
-        own = {"binding": self, "problem": problem, "attn_mask": attn_mask, "call": call, "keep": keep}
-        asked = _Call(where, self.checks, tensors, self.model, keep, **own)
+        given = where, self.checks, tensors, self.model, keep
+        asked = _Call(*given, binding=self, problem=problem, attn_mask=attn_mask, call=call)
         self.group_state.engaged = True
         meeting = start_status(
             asked.row,
@@ -394,7 +394,6 @@ class _Call(CheckedCall):
     problem: Exception | None
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
-    keep: bool
     dtypes: Sequence[torch.dtype] = ()
 
     def row(self) -> StatusRow:
@@ -418,7 +417,7 @@ class _Call(CheckedCall):
         which = zlib.crc32(f"{binding.site} {tally.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
-            *(contents, binding._print, *call, *call.values(), self.keep),
+            *(contents, binding._print, *call, *call.values(), self.trains),
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         return StatusRow(
@@ -448,7 +447,7 @@ class _Call(CheckedCall):
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
-        if self.keep and binding.model is not None and binding.model not in state.training:
+        if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
         return agreed
 
@@ -478,7 +477,7 @@ class _Call(CheckedCall):
         mask = None if self.attn_mask is None else _contents(self.attn_mask)
         shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
-        return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.keep}
+        return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.trains}
 
 
 def agreed_layouts(

@@ -196,7 +196,8 @@ def _attention(
     except Exception as error:  # of any kind: the other ranks must raise too
         refusal = error
     call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
-    # On a GPU the host would have to wait for the values. There ranks compare sinks with the parameters.
+    # On a GPU the host would have to wait for the values. There the ranks compare sinks that an optimizer has stepped,
+    # with its other parameters.
     call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
     agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
@@ -259,8 +260,8 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
     config = ctx.config
     if not isinstance(config, AttentionConfig):
-        # Those of this forward. The saved record may be of a recomputation, which has another number, and whose equal
-        # binding may be dead already.
+        # The call and the record of this forward. The saved record may come from a recomputation, which has another
+        # number, and whose equal binding may be dead already.
         config, call = ctx.agreed, ctx.call
     dq, dk, dv, dsink, shares = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse

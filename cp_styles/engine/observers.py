@@ -36,7 +36,7 @@ class CheckedCall:
         where: name of the module or function, name of the mesh axis, and the group.
         checks: what the user wants to be checked.
         tensors: the local inputs, such as query, key and value.
-        model: of the module that calls; None for a function.
+        model: stands for the model of the module that calls; None for a function.
         trains: a backward may follow.
         orders: a causal attention, and the first of a forward whose inputs no layout is known to have cut.
     """
@@ -53,7 +53,7 @@ class RankCheck(Protocol):
     """One number in the row that ranks exchange before a call, and its meaning. There is one object for each group."""
 
     def learn(self, checks: Checks) -> None:
-        """A style or function over the group has these checks."""
+        """A style or function over the group has these checks. By default nothing is learnt."""
 
     def number(self, call: CheckedCall) -> int:
         """This rank's number. No communication."""
@@ -63,7 +63,7 @@ class RankCheck(Protocol):
         """Raise, on every rank, if the ranks' numbers show an error."""
 
     def backward_in_graph(self, group: dist.ProcessGroup) -> None:
-        """The backward of a compiled graph runs. No check has seen its forward being recorded."""
+        """The backward of a compiled graph runs, whose forward no check has seen being recorded. By default ignored."""
 
 
 RANK_CHECKS: list[Callable[[], RankCheck]] = []

@@ -37,7 +37,7 @@ def flex_attention(
         key: [B, G, M, D], cut in the same way.
         value: [B, G, M, E].
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. The gradient of a
-            tensor that it reads is this rank's share, as that of any parameter.
+            tensor that it reads is this rank's share, like the gradient of any parameter.
         block_mask: a BlockMask of the *whole* sequence. Rows of keys that it does not need are not sent.
         scale: factor of the logits; default 1/sqrt(D).
         enable_gqa: H may be a multiple of G.

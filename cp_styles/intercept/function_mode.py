@@ -115,7 +115,7 @@ class AttentionCalls(RerunMode):
         return None
 
     def is_around(self) -> bool:
-        """Whether the running code is inside. (The stack of modes is that of a thread, which may have generators.)"""
+        """Whether the running code is inside. (A thread has one stack of modes, and may have several generators.)"""
         return True
 
     def __enter__(self) -> AttentionCalls:
