@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
@@ -126,23 +126,21 @@ class SdpaKernel(Kernel):
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None):
         assert bias is None or self.takes_bias  # the op would be called without it
-        q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
+        if scale <= 0:
+            q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
+        arguments = {
+            "query": self._taken(q_BHLD, dim),
+            "key": self._taken(k_BGMD, dim),
+            "value": self._taken(v_BGME, padded_v),
+            "attn_mask": None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
+            "is_causal": causal,
+            "scale": scale,
+        }
         packed = window is not None or pack is not None
-        op, laid = _op(_PACKED[0] if packed else self.name), partial(_by_rows, packed=packed, pack=pack)
-        values = self._call(
-            op,
-            query=laid(self._taken(q_BHLD, dim)),
-            key=laid(self._widen(self._taken(k_BGMD, dim), q_BHLD)),
-            value=laid(self._widen(self._taken(v_BGME, padded_v), q_BHLD)),
-            attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
-            is_causal=causal,
-            compute_log_sumexp=True,
-            return_debug_mask=False,
-            scale=scale,
-            **_documents(q_BHLD, k_BGMD, window, pack),
-        )
-        results = dict(zip(names_of(op).returns, values, strict=True))
+        op = _op(_PACKED[0] if packed else self.name)
+        results = dict(zip(names_of(op).returns, self._run(op, arguments, q_BHLD, k_BGMD, window, pack), strict=True))
+        del arguments  # with copies of keys and values
         out, lse = results["out"][..., :dim_v], results["logsumexp"]
         if packed:
             out = _by_heads(out, q_BHLD, pack)
@@ -160,7 +158,9 @@ class SdpaKernel(Kernel):
         self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None, pack=None
     ):
         dims, (dim, padded_v) = (q_BHLD.shape[-1], v_BGME.shape[-1]), self._dims(q_BHLD, v_BGME)
-        q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
+        sign = 1.0
+        if scale <= 0:
+            q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         if bias is not None:
             # For queries without keys. With a finite number far below all logits, keys that the kernel pads a block
             # with would have an infinite probability. With infinity all probabilities are 0.
@@ -175,30 +175,30 @@ class SdpaKernel(Kernel):
         if self.out_like_query:  # dense, and with the memory order of the query
             order = sorted(range(4), key=lambda dim: (-query.stride(dim), dim))
             grad, out = (x.permute(order).contiguous().permute(tuple(map(order.index, range(4)))) for x in (grad, out))
+        arguments = {
+            "grad_out": grad,
+            "query": query,
+            "key": self._taken(k_BGMD, dim),
+            "value": self._taken(v_BGME, padded_v),
+            "attn_mask": None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
+            "out": out,
+            "logsumexp": lse.unsqueeze(-1) if self.lse_column else lse,
+            "is_causal": causal,
+            "grad_input_mask": [True, True, True, False],
+            "scale": scale,
+        }
         packed = window is not None or pack is not None
-        op, laid = _op(_PACKED[1] if packed else f"{self.name}_backward"), partial(_by_rows, packed=packed, pack=pack)
+        op = _op(_PACKED[1] if packed else f"{self.name}_backward")
         # Never read: there is no dropout.
         names = names_of(op).arguments.values()
-        seed = torch.empty(2, dtype=torch.int64, device=query.device) if "philox_seed" in names else None
-        state = torch.empty(2, dtype=torch.uint64, device=query.device) if "rng_state" in names else None
-        dq, dk, dv, *_ = self._call(
-            op,
-            grad_out=laid(grad),
-            query=laid(query),
-            key=laid(self._widen(self._taken(k_BGMD, dim), query)),
-            value=laid(self._widen(self._taken(v_BGME, padded_v), query)),
-            attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
-            out=laid(out),
-            logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
-            is_causal=causal,
-            philox_seed=seed,
-            philox_offset=seed,
-            rng_state=state,
-            unused=state,
-            grad_input_mask=[True, True, True, False],
-            scale=scale,
-            **_documents(q_BHLD, k_BGMD, window, pack),
-        )
+        if "philox_seed" in names:
+            seed = torch.empty(2, dtype=torch.int64, device=query.device)
+            arguments |= {"philox_seed": seed, "philox_offset": seed}
+        if "rng_state" in names:
+            state = torch.empty(2, dtype=torch.uint64, device=query.device)
+            arguments |= {"rng_state": state, "unused": state}
+        dq, dk, dv, *_ = self._run(op, arguments, q_BHLD, k_BGMD, window, pack)
+        del arguments  # with copies of keys and values
         if packed:
             dq, dk, dv = (_by_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
         if dims != (dim, padded_v):
@@ -278,21 +278,46 @@ class SdpaKernel(Kernel):
         padding = -shape[3] % max(self.row_bytes // bias.element_size(), 1)
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
+    def _run(
+        self,
+        op: torch._ops.OpOverload,
+        arguments: dict[str, Any],
+        q_BHLD: torch.Tensor,
+        k_BGMD: torch.Tensor,
+        window: tuple[int, int] | None,
+        pack: Pack | None,
+    ) -> tuple[Any, ...]:
+        """The results of ``op``. ``arguments`` has at least the arguments of its schema, by their common names."""
+        if not self.grouped:  # keys and values are repeated for the query heads
+            for name in ("key", "value"):
+                tensor = arguments[name]
+                arguments[name] = tensor.repeat_interleave(q_BHLD.shape[1] // tensor.shape[1], dim=1)
+        arguments |= {"max_q": q_BHLD.shape[2], "max_k": k_BGMD.shape[2], **_UNUSED}
+        if window is not None or pack is not None:  # one of _PACKED, which takes [B, L, H, D], of a pack [B T, H, D]
+            rows = {name: arguments[name].transpose(1, 2) for name in _BY_ROWS if name in arguments}
+            arguments |= {**rows, **dict(zip(_WINDOW, window or (None, None), strict=True))}
+            if pack is not None:
+                arguments |= {name: tensor.flatten(0, 1) for name, tensor in rows.items()}
+                # The longest ones determine the grid, and may be larger than needed. With 1 query the CUDA kernel uses
+                # a path for decoding, which permutes heads.
+                arguments |= {"max_q": max(2, *pack.lengths[0]), "max_k": max(pack.lengths[1])}
+                arguments |= dict(zip(_BOUNDS, pack.bounds, strict=True))
+        return self._call(op, **arguments)
+
     def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
         return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
-
-    def _widen(self, kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return kv if self.grouped else kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1)
 
     @staticmethod
     def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
 
 
-# Optional arguments of these ops in some versions of torch, which are not used.
-_UNUSED = {"seqused_k": None, "alibi_slopes": None, "block_table": None, "num_splits": None, "dropout_p": 0.0}
+# Arguments of these ops, some of them in some versions of torch, without a pack, a window and dropout.
+_BOUNDS, _WINDOW = ("cum_seq_q", "cum_seq_k"), ("window_size_left", "window_size_right")
+_UNUSED = dict.fromkeys((*_BOUNDS, *_WINDOW, "seqused_k", "alibi_slopes", "block_table", "num_splits"))
+_UNUSED |= {"dropout_p": 0.0, "compute_log_sumexp": True, "return_debug_mask": False}
 _PACKED = "_flash_attention_forward", "_flash_attention_backward"
-_WINDOW = ("window_size_left", "window_size_right")
+_BY_ROWS = ("query", "key", "value", "out", "grad_out")
 
 
 @dataclass(frozen=True)
@@ -387,28 +412,8 @@ def _shape(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> 
     return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
 
 
-def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:
-    """As the op takes it: one of _PACKED takes [B, L, H, D], and of a pack [B T, H, D]."""
-    rows = tensor_BHLD.transpose(1, 2) if packed else tensor_BHLD
-    return rows if pack is None else rows.flatten(0, 1)
-
-
 def _by_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
     return (rows if pack is None else rows.unflatten(0, (q_BHLD.shape[0], -1))).transpose(1, 2)
-
-
-def _documents(
-    q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, window: tuple[int, int] | None, pack: Pack | None
-) -> dict[str, Any]:
-    """The arguments that say which rows belong together."""
-    if pack is None:
-        bounds, longest = (None, None), (q_BHLD.shape[2], k_BGMD.shape[2])
-    else:
-        # It determines the grid, and may be larger than needed. With 1 query the CUDA kernel uses a path for decoding,
-        # which permutes heads.
-        bounds, longest = pack.bounds, (max(2, *pack.lengths[0]), max(pack.lengths[1]))
-    names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", *_WINDOW)
-    return {**_UNUSED, **dict(zip(names, (*bounds, *longest, *(window or (None, None))), strict=True))}
 
 
 def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
