@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import (
     cpu_backend_of,
+    dispatch_modes_entered,
     gloo_beside,
     part_of_group,
     resolve_group,
@@ -294,11 +295,15 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        return partial(_arrived, torch.ops.cp_styles.gather_numbers.default(mine, group.group_name))
+        if not dispatch_modes_entered():
+            return partial(_arrived, *_gather(mine, group))
+        # As an op, so that a selective checkpoint can keep its result, and the recomputation does not communicate.
+        rows = torch.ops.cp_styles.gather_numbers.default(mine, group.group_name)
+        return partial(_arrived, rows, vars(rows).pop(_STARTED, None))
 
 
-def _arrived(rows: torch.Tensor) -> Sequence[Sequence[int]]:
-    started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
+def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> Sequence[Sequence[int]]:
+    """The rows, when they have arrived. A result that a checkpoint has kept is there."""
     if started is not None:
         started.wait()
     return rows.tolist()
@@ -441,8 +446,7 @@ def group_of_name(name: str) -> dist.ProcessGroup:
         raise destroyed_error() from None
 
 
-# An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again. While the
-# result is received, this attribute of it holds what to wait for.
+# While the result of the op is received, this attribute of it holds what to wait for.
 _STARTED = "_cp_styles_started"
 torch.library.define(
     "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)

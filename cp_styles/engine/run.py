@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.base import LseGradient
 from cp_styles.strategies import Attention
-from cp_styles.strategies.base import ResidualPlaces
 
 listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
 """Called with the arguments of each strategy's forward in this context, or with a MixerCall alone: see
@@ -47,9 +45,7 @@ def run_forward(
     if (listens := listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
-        specs = partial(strategy.residual_specs, attention, *tensors)
-        key = ResidualPlaces, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
-        shape, dtype = attention.once(key, lambda: ResidualPlaces(specs()).spec) if filled else ResidualPlaces(()).spec
+        shape, dtype = strategy.residual_places(attention, *tensors).spec if filled else ((0,), torch.uint8)
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
         lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)

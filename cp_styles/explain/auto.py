@@ -186,8 +186,8 @@ class Auto(Strategy):
 
         return min(able, key=total).layout
 
-    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        return self._chosen(attention, q_BHLD, k_BGMD, v_BGME).residual_specs(attention, q_BHLD, k_BGMD, v_BGME)
+    def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):
+        return self._chosen(attention, q_BHLD, k_BGMD, v_BGME).residual_places(attention, q_BHLD, k_BGMD, v_BGME)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         chosen = self._chosen(attention, q_BHLD, k_BGMD, v_BGME)

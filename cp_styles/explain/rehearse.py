@@ -29,7 +29,6 @@ from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Attention, Strategy, strategy_on
-from cp_styles.strategies.base import ResidualPlaces
 
 
 class Shapes(NamedTuple):
@@ -213,7 +212,7 @@ def rehearse(
     strategy, notes = strategy_on(strategy, layouts[0].ranks, mask), _Notes(memory, most_calls)
     attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
-    size, dtype = ResidualPlaces(strategy.residual_specs(attention, q, k, v)).spec
+    size, dtype = strategy.residual_places(attention, q, k, v).spec
     grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
     with notes:
         residual = q.new_empty(size, dtype=dtype)
@@ -241,7 +240,7 @@ def planning_seconds(
     attention, tensors = _call(layouts, mask, kernel, shapes, rank, _Notes(False, None))
     with another_cache():
         start = time.perf_counter()
-        strategy.residual_specs(attention, *tensors)  # what a strategy keeps follows from its plan
+        strategy.residual_places(attention, *tensors)  # what a strategy keeps follows from its plan
         return time.perf_counter() - start
 
 

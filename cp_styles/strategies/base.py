@@ -104,10 +104,10 @@ class Strategy(ABC):
         return self
 
     @abstractmethod
-    def residual_specs(
+    def residual_places(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor
-    ) -> list[Spec]:
-        """Shapes and dtypes of the tensors in the residual of a call. See [Note: residual].
+    ) -> ResidualPlaces:
+        """The tensors in the residual of a call. See [Note: residual]. Cached in ``attention``.
 
         Of ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` only the configuration, shapes and dtypes are read.
         """
@@ -178,24 +178,22 @@ class ResidualPlaces:
     """Where the tensors of a residual are in it: see [Note: residual].
 
     Attributes:
-        specs: shapes and dtypes of the tensors, in order.
         spec: shape and dtype of the residual: uint8 ``[bytes]``.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
-        self.specs = list(specs)
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int, Spec]] = []
         end = 0
         for shape, dtype in specs:
             start, size = end, prod(shape) * dtype.itemsize
-            self._places.append((start, start + size))
+            self._places.append((start, start + size, (shape, dtype)))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.spec: Spec = (end,), torch.uint8
 
     def views(self, residual: torch.Tensor) -> list[torch.Tensor]:
         """Views of the tensors in a residual, in the order of the specs."""
         views = []
-        for (start, stop), (shape, dtype) in zip(self._places, self.specs, strict=True):
+        for start, stop, (shape, dtype) in self._places:
             # Hooks of saved tensors may return an empty one with strides that cannot be viewed.
             part = residual[start:stop].view(dtype) if stop > start else residual.new_empty(0, dtype=dtype)
             views.append(part.view(shape))

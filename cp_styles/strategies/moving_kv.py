@@ -77,8 +77,8 @@ class MovingKV(Strategy):
     def keeping_nothing(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
-    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        return self._setup(attention, q_BHLD, k_BGMD, v_BGME).residual.specs
+    def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):
+        return self._setup(attention, q_BHLD, k_BGMD, v_BGME).residual
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)

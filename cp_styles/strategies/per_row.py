@@ -28,9 +28,9 @@ class PerRowStrategy(Strategy):
     def reads_inputs(self):
         return self.inner.reads_inputs
 
-    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
+    def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):
         rows = self._rows(attention, None, q_BHLD, k_BGMD, v_BGME)
-        return [ResidualPlaces(self.inner.residual_specs(row, q, k, v)).spec for row, (q, k, v), _ in rows]
+        return ResidualPlaces([self.inner.residual_places(row, q, k, v).spec for row, (q, k, v), _ in rows])
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         rows = self._rows(attention, residual, q_BHLD, k_BGMD, v_BGME)
@@ -52,7 +52,7 @@ class PerRowStrategy(Strategy):
         """For each row of the batch: its attention, its tensors with a batch of 1, and its part of the residual."""
         kept: list[Any] = [None] * tensors[0].shape[0]
         if residual is not None:
-            kept = ResidualPlaces(self.residual_specs(attention, *tensors[:3])).views(residual)
+            kept = self.residual_places(attention, *tensors[:3]).views(residual)
         cut = zip(*(x.split(1) for x in tensors), strict=True)
 
         def of_row(index: int) -> Attention:

@@ -84,8 +84,8 @@ class Ulysses(Strategy):
         inner = self.inner.on(ranks // size)
         return inner if size == 1 else replace(self, inner=inner)
 
-    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        return self._levels(attention, q_BHLD, k_BGMD, v_BGME).specs
+    def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):
+        return self._levels(attention, q_BHLD, k_BGMD, v_BGME).residual
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
@@ -201,7 +201,7 @@ class _Levels:
         inner: the attention of this rank's heads; see [Note: two levels].
         ways: the exchange of query, key and value; two in cross-attention.
         ways_back: the exchange of their gradients.
-        specs: of the residual.
+        residual: the received q, k and v of this rank's heads, their output, and the inner residual.
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -241,8 +241,7 @@ class _Levels:
         self._own = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
-        self.specs = self._residual_specs(strategy.inner, q, v)
-        self._places = ResidualPlaces(self.specs)
+        self.residual = ResidualPlaces(self._residual_specs(strategy.inner, q, v))
 
     def like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
         """The exchange of tensors with the shape of queries and a last dim ``dim``, to heads and back.
@@ -258,11 +257,10 @@ class _Levels:
         """Views of ``residual``. Without one there are none."""
         if residual is None:
             return None, None, None
-        *places, out, inner = self._places.views(residual)
+        *places, out, inner = self.residual.views(residual)
         return places, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
-        """The received q, k and v of this rank's heads, their output, and the inner residual."""
         queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
         kv_heads = self._kv_heads if self._pairs is None else self._heads
         batch, _, _, dim, dtype = *q.shape, q.dtype
@@ -271,7 +269,7 @@ class _Levels:
             torch.empty(batch, *shape, dtype=dtype, device="meta")
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
-        kept = ResidualPlaces(inner.residual_specs(self.inner, *tensors)).spec
+        kept = inner.residual_places(self.inner, *tensors).spec
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
         return [*(((sum(way.received),), dtype) for way in self.ways), out, kept]
 
