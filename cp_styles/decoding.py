@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, plain
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
@@ -407,7 +407,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             out, lse = merged(outs, lses)
         if call.sink_H is not None:
             out = beside_sink(out, lse, call.sink_H)
-        state_of(cache.group).engaged = False
+        state_of(cache.group).phase = GroupPhase.IDLE
         return out.to(q.dtype)
 
 
@@ -432,7 +432,7 @@ def _agree(
         facts["kernel"], facts["score_mod"] = call.kernel, call.score_mod
         return facts, StatusRow()
 
-    state_of(cache.group).engaged = True
+    state_of(cache.group).phase = GroupPhase.TOGETHER
     ranks = cache.group.size()
     options: dict[str, Any] = {"agrees": call.checks.agreement, "assumed": lambda mine: [mine] * ranks}
     meet_alike(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)

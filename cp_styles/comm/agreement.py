@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import GroupState, state_of, states
+from cp_styles.comm.group_state import GroupPhase, GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.troubleshooting import see
@@ -243,12 +243,12 @@ def offer_refusal(name: str, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
     It does nothing inside a backward, or if the others know already or cannot learn of it: see
-    :attr:`~cp_styles.comm.group_state.GroupState.engaged`.
+    :class:`~cp_styles.comm.group_state.GroupPhase`.
     It waits for the others for at most half a minute, because they may be waiting for this rank somewhere else.
     """
     state = state_of(group)
-    if group.size() > 1 and graph_task_id() < 0 and not state.engaged:
-        state.engaged = True
+    if group.size() > 1 and graph_task_id() < 0 and state.phase is not GroupPhase.TOGETHER:
+        state.phase = GroupPhase.TOGETHER
         row = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
         numbers: Any = *row[:_OWN], *row.numbers
         offer_numbers(numbers, group, _PATIENCE_SECONDS)
@@ -323,7 +323,7 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     if group is None or group.size() == 1:
         return
     state = unbroken(group)
-    state.backward_began = True
+    state.phase = GroupPhase.BACKWARD
     if agrees:
         state.forward_open = False
         row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)

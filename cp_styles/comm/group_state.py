@@ -12,8 +12,10 @@ The number of the operation is the tag of its messages. Gloo never takes a messa
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -76,6 +78,17 @@ class Operations:
 _FIRST_TAG = 2**29
 
 
+class GroupPhase(enum.Enum):
+    """The state of a rank in the attentions over a group: whether its peers know of an error of this rank."""
+
+    IDLE = enum.auto()
+    """Peers do not know, and may wait for this rank: :func:`~cp_styles.comm.agreement.offer_refusal` tells them."""
+    TOGETHER = enum.auto()
+    """Every rank raises, as after an agreement, or peers wait for messages and cannot be told."""
+    BACKWARD = enum.auto()
+    """As IDLE, after the begin of a backward: peers may be through with the forward."""
+
+
 @dataclass(eq=False)
 class StandIn:
     """A group that takes the place of another group on this rank, wherever a style, block or function resolves it.
@@ -99,10 +112,8 @@ class GroupState:
 
     Attributes:
         operations: what it shares with the group of which it is a part.
-        engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
-            here, or they wait for keys and cannot learn of it.
+        phase: whether peers know of an error of this rank.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
-        backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
         unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
         sums: number of calls of sum_gradients.
@@ -122,9 +133,8 @@ class GroupState:
     """
 
     operations: Operations = field(default_factory=Operations)
-    engaged: bool = False
+    phase: GroupPhase = GroupPhase.IDLE
     forward_open: bool = False
-    backward_began: bool = False
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
     sums: int = 0
@@ -140,6 +150,13 @@ class GroupState:
     alone: bool = False
     training: WeakSet[Any] = field(default_factory=WeakSet)
     proofs: set[Any] | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that begins with a meeting: if a rank raises in it, every rank does. An error leaves the phase."""
+        self.phase = GroupPhase.TOGETHER
+        yield
+        self.phase = GroupPhase.IDLE
 
     def the(self, kind: Callable[[], T]) -> T:
         """The group's only object of a class of another layer, made at its first use."""

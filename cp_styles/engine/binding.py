@@ -28,7 +28,7 @@ from cp_styles.comm.agreement import (
     plain,
     start_status,
 )
-from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
@@ -214,7 +214,7 @@ class Binding:
         where = self.name, self.axis, self.group
         given = where, self.checks, tensors, self.model, keep
         asked = _Call(*given, binding=self, problem=problem, attn_mask=attn_mask, call=call)
-        self.group_state.engaged = True
+        self.group_state.phase = GroupPhase.TOGETHER
         meeting = start_status(
             asked.row,
             Meeting.ATTENTION,
@@ -443,8 +443,7 @@ class _Call(CheckedCall):
             state.lengths.put(local, whole)
         if binding.checks.agreement:
             binding.rank_checks.judge(rows, self)
-        # The forward starts; see GroupState.
-        state.engaged, state.backward_began = True, False
+        state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
         if self.trains and binding.model is not None and binding.model not in state.training:

@@ -14,6 +14,7 @@ import torch
 
 from cp_styles._compat import named_range
 from cp_styles.comm.agreement import begin_backward
+from cp_styles.comm.group_state import GroupPhase
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
@@ -49,7 +50,7 @@ def run_forward(
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
         lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)
-    binding.group_state.engaged = False  # later errors are not errors of the attention
+    binding.group_state.phase = GroupPhase.IDLE  # later errors are not errors of the attention
     return out, lse, residual
 
 

@@ -28,7 +28,7 @@ from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, start_status
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
@@ -479,9 +479,8 @@ def _agree_on_prompt(
         compared = {"the prompt, which is cut here: pass the whole one": tokens, **tensors}
         return {what: None if x is None else (_shape(x), digest(x)) for what, x in compared.items()}, StatusRow()
 
-    state_of(binding.group).engaged = True
-    meet_alike(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
-    state_of(binding.group).engaged = False
+    with binding.group_state.together():
+        meet_alike(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
 
 
 def _shape(x: Any) -> Any:
@@ -703,7 +702,7 @@ def _mask_of_prompt(
         return StatusRow(q_length=length, kv_length=width, numbers=(guess, flags))
 
     state = state_of(group)
-    state.engaged = True
+    state.phase = GroupPhase.TOGETHER  # what follows raises on every rank
     rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
     guesses, flags = rows.columns.numbers
@@ -724,7 +723,7 @@ def _mask_of_prompt(
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _documents(name, positions_BS, alone, packed, jumps)
-    state.engaged = False
+    state.phase = GroupPhase.IDLE
     return *_mask_of(pieces, documents, attention_mask, whole), whole
 
 

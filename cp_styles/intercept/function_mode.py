@@ -28,6 +28,7 @@ from cp_styles._compat import (
     uncompiled,
     without_function_modes,
 )
+from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import check_plain, config_of
@@ -351,7 +352,7 @@ class AttentionCalls(RerunMode):
         self.tally.calls, self.tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = True
-            self.unscoped.group_state.engaged = False
+            self.unscoped.group_state.phase = GroupPhase.IDLE
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
             self.tally.given, self.tally.inputs = (module, args, kwargs), None
@@ -367,7 +368,7 @@ class AttentionCalls(RerunMode):
     def refuse_tracer(self, tracer: str) -> None:
         """Raise while something other than torch.compile records a graph. No communication."""
         if graph_task_id() < 0 and self.unscoped.group.size() > 1:
-            self.unscoped.group_state.engaged = True  # nothing can be sent from a trace
+            self.unscoped.group_state.phase = GroupPhase.TOGETHER  # nothing can be sent from a trace
             raise NotImplementedError(
                 f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
                 "use torch.compile, or trace the model before the style is applied"

@@ -37,11 +37,9 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     past = getattr(past, "self_attention_cache", past)
     if isinstance(past, LayerCaches):
         return largest if past.prefilled else largest.new_tensor(past.last_position)
-    state = binding.group_state
-    state.engaged = True
     where = binding.name, binding.axis, binding.group
-    rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
-    state.engaged = False
+    with binding.group_state.together():
+        rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
     return largest.new_tensor(max(row.q_length for row in rows))
 
 

@@ -16,7 +16,7 @@ from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
@@ -286,11 +286,11 @@ class CutSequence:
         Communication: one all-gather of some integers, if they compare.
         """
         state = state_of(self.group)
-        state.engaged = self.checks.agreement  # the others hear of errors here
+        state.phase = GroupPhase.TOGETHER if self.checks.agreement else GroupPhase.IDLE
         cut = self._agreed(describe)
         with Operation(self.group, state):
             yield cut
-        state.engaged = False
+        state.phase = GroupPhase.IDLE
 
     def _agreed(self, describe: Callable[[], Described]) -> Cut:
         name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)

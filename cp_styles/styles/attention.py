@@ -24,6 +24,7 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
+from cp_styles.comm.group_state import GroupPhase
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.config import LiveObject
@@ -236,7 +237,7 @@ class CoreState:
         install_handlers()
         self._lifted, self._calls.tally.calls = None, 0
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
-        binding.group_state.engaged = False
+        binding.group_state.phase = GroupPhase.IDLE
         by_place = len(args) == 3 and not kwargs and self._first
         try:
             if function_modes():

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._compat import never_compile_alone, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
-from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches, cache_given, word_for_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
@@ -622,8 +621,6 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any], facts: Model
 
 
 def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
-    state = state_of(binding.group)
-    state.engaged = True
     number = float(count)
     where = binding.name, binding.axis, binding.group
     advice = (
@@ -631,8 +628,8 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
         "own the ranks return means, and a mean of means is another number: pass global_token_count(labels, mesh); a "
         f"Trainer of transformers needs average_tokens_across_devices=True{see('A number of labels for each rank')}"
     )
-    meet_alike(lambda: ({"num_items_in_batch": number}, StatusRow()), Meeting.BATCH, where, advice)
-    state.engaged = False
+    with binding.group_state.together():
+        meet_alike(lambda: ({"num_items_in_batch": number}, StatusRow()), Meeting.BATCH, where, advice)
 
 
 def _length(inputs: Mapping[str, Any]) -> int | None:

@@ -28,7 +28,7 @@ from cp_styles._compat import (
 )
 from cp_styles.checks.proof import proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
-from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
@@ -143,7 +143,7 @@ class context_parallel(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             stack.callback(last_cut.set, (ranks_of(self._group), self._default if self._layout is None else None))
             stack.enter_context(entry.inside())
-            state.engaged = state.backward_began = False
+            state.phase = GroupPhase.IDLE
             entry.open_in(_open)
             stack.callback(entry.end)
             self._entered.append((entry, stack.pop_all()))
@@ -153,7 +153,7 @@ class context_parallel(contextlib.ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
-        if isinstance(exception[1], Exception) and not state_of(self._group).backward_began:
+        if isinstance(exception[1], Exception) and state_of(self._group).phase is not GroupPhase.BACKWARD:
             offer_refusal(entry.name, self._group)  # others may be at a call that this rank does not come to
         parts = entry.parts.values()
         computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
@@ -181,7 +181,7 @@ class context_parallel(contextlib.ContextDecorator):
         return self._entered[-1][0]
 
     def _entry_alone(self, state: GroupState) -> _BlockEntry:
-        state.engaged = False
+        state.phase = GroupPhase.IDLE
         try:
             with without_dispatch_modes():
                 return self._entry()
