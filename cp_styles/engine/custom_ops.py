@@ -291,7 +291,8 @@ def _attention_backward(
     in_graph = isinstance(config, AttentionConfig)
     agreed = _agreed_in_graph(config, dense, call) if in_graph else config
     if in_graph:
-        agreed.binding.rank_checks.backward_in_graph(agreed.binding.group)
+        for check in agreed.binding.rank_checks:
+            check.backward_in_graph(agreed.binding.group)
     attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}

@@ -70,23 +70,19 @@ RANK_CHECKS: list[Callable[[], RankCheck]] = []
 """The classes, in the order of their numbers. Filled when the package is imported, and constant from then on."""
 
 
-class RankChecks:
+class RankChecks(list[RankCheck]):
     """The RankChecks of one group."""
 
     def __init__(self) -> None:
-        self._all = [kind() for kind in RANK_CHECKS]
+        super().__init__(kind() for kind in RANK_CHECKS)
 
     def learn(self, checks: Checks) -> None:
-        for check in self._all:
+        for check in self:
             check.learn(checks)
 
     def numbers(self, call: CheckedCall) -> tuple[int, ...]:
-        return tuple([check.number(call) for check in self._all])
+        return tuple([check.number(call) for check in self])
 
     def judge(self, rows: StatusRows, call: CheckedCall) -> None:
-        for check, numbers in zip(self._all, rows.columns.numbers, strict=True):
+        for check, numbers in zip(self, rows.columns.numbers, strict=True):
             check.judge(numbers, call)
-
-    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
-        for check in self._all:
-            check.backward_in_graph(group)
