@@ -18,9 +18,8 @@ from torch import overrides
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
+from torch._library import opaque_object
 from torch._library.fake_impl import allocate_size
-from torch._library.opaque_object import register_opaque_type
-from torch._opaque_base import OpaqueBase
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -438,15 +437,21 @@ def running_reruns() -> list[tuple[Any, str | None]]:
 constant_under_compile: Callable[..., Any] = torch.compiler.assume_constant_result
 
 
-OpaqueValue = OpaqueBase  # the base of such classes, which only 2.11 needs; seen: 2.11 to 2.14
+# From 2.14 on opaque values are named custom classes, and the former names warn. Seen: 2.11 to 2.14.
+_OF_CUSTOM_CLASSES = hasattr(opaque_object, "register_custom_class")
+# The base of opaque values, which only 2.11 needs.
+OpaqueValue: Any = getattr(opaque_object, "CustomClassBase" if _OF_CUSTOM_CLASSES else "OpaqueBase")
 
 
 def register_opaque_value(cls: type) -> None:
     """Let custom ops and traced functions take objects of ``cls``, which torch.compile guards by ``==``.
 
-    On 2.11 subclasses are not taken, and a graph reads none of their fields. Seen: 2.11 to 2.14.
+    On 2.11 subclasses are not taken, and a graph reads none of their fields.
     """
-    register_opaque_type(cls, typ="value")
+    if _OF_CUSTOM_CLASSES:
+        opaque_object.register_custom_class(cls, typ="constant")  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
 
 
 def new_size(context: Any) -> Any:
