@@ -213,7 +213,7 @@ class KVCache(_OverOneGroup):
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         view = tensor[:, :, self._unused() : self._held]
-        view._cp_styles_cache = self  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(view, _CACHE, self)
         return view
 
     def _next_own(self, position: int) -> int:
@@ -242,9 +242,12 @@ class KVCache(_OverOneGroup):
         raise problem
 
 
+_CACHE = "_cp_styles_cache"
+
+
 def cache_of(tensor: torch.Tensor) -> KVCache | None:
     """The cache whose ``keys`` or ``values`` this tensor object is. None for tensors that were computed from it."""
-    return getattr(tensor, "_cp_styles_cache", None)
+    return getattr(tensor, _CACHE, None)
 
 
 # Arguments of a forward. The first is transformers' word since 5.24, which takes the older ones until 6 and warns.

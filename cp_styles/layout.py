@@ -276,9 +276,9 @@ def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, 
 def mark_cut(tensor: torch.Tensor, cut: tuple[SequenceLayout, int] | None) -> None:
     """Make :func:`cut_with` return ``cut`` for this tensor object."""
     if cut is not None:
-        tensor._cp_styles_cut = cut  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(tensor, _CUT, cut)
     elif cut_with(tensor) is not None:
-        del tensor._cp_styles_cut  # pyright: ignore[reportAttributeAccessIssue]
+        delattr(tensor, _CUT)
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
