@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cp_styles.explain.dry_run import kernel_of
 from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import Hardware
-from cp_styles.explain.report import Explanation, explained
+from cp_styles.explain.report import Explanation, busiest_rank, explained
 from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
 from cp_styles.mask import All, Causal, Documents, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
@@ -80,18 +80,20 @@ def ranked(
 ) -> list[Candidate]:
     """All combinations, the fastest first, and at the end the combinations that cannot be taken. No communication.
 
-    ``progress`` is called before each strategy and layout, with their names.
+    Only the busiest rank is simulated, so that bytes, memory and time are the figures of one rank. ``progress`` is
+    called before each strategy and layout, with their names.
     """
     found, kernel = [], kernel_of(shapes)
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
+        rank = busiest_rank(layout, mask)
         for strategy in strategies:
             progress(f"{strategy}, {name}")
             explanation, problem = None, problem_of(strategy, ranks, shapes)
             if not problem:
-                options = {"hardware": hardware, "most": 4}
-                explanation = explained(strategy, (layout, layout), mask, kernel, shapes, **options)
-                memory = explanation.peak_memory + layout.lengths[0] * (2 * shapes.query_row + shapes.kv_row)
+                call = strategy, (layout, layout), mask, kernel, shapes
+                explanation = explained(*call, hardware=hardware, rank=rank)
+                memory = explanation.peak_memory + layout.lengths[rank] * (2 * shapes.query_row + shapes.kv_row)
                 if memory > hardware.memory:
                     has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
                     problem = f"needs {memory / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"

@@ -37,8 +37,8 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
 _COLUMNS = (
-    "predicted for one attention. forward, backward: times of the slowest rank; exposed: the part of both in which the "
-    "rank waits for messages, with nothing to compute; sent, memory: of the rank with the most; imbalance: work of the "
+    "predicted for one attention and its busiest rank. exposed: the part of forward and backward in which the rank "
+    "waits for messages, with nothing to compute; sent: bytes of both; memory: its peak; imbalance: work of the "
     "busiest rank / mean"
 )
 # Options of earlier releases, and what to do instead.
@@ -200,10 +200,8 @@ def main(arguments: Sequence[str]) -> None:
         print("no candidate fits: see the reasons above", file=sys.stderr)
         raise SystemExit(1)
     if not args.json:
-        if args.rank is not None:
-            cuts = best.layout, best.kv_layout
-            best = explained(best.strategy, cuts, mask, best.kernel, shapes, hardware=hardware, rank=args.rank)
-        print(f"\n{best}")
+        call = best.strategy, (best.layout, best.kv_layout), mask, best.kernel, shapes
+        print(f"\n{explained(*call, hardware=hardware, rank=args.rank)}")
         print(textwrap.fill(f"figures of {hardware.name}: {hardware.source}", _WIDTH))
 
 

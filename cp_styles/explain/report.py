@@ -297,14 +297,21 @@ def explained(
     """:func:`explain`, from the parts. With more than ``most`` ranks a sample is simulated, with the busiest rank."""
     ranks = layouts[0].ranks
     strategy = strategy.on(ranks)
-    chosen = [rank] if rank is not None else range(ranks) if ranks <= most else _sample(layouts[0], mask, most)
+    if rank is not None or most <= 1:
+        chosen = [busiest_rank(layouts[0], mask) if rank is None else rank]
+    else:
+        chosen = range(ranks) if ranks <= most else _sample(layouts[0], mask)
     runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, sink=sink) for each in chosen}
     return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
 
 
-def _sample(layout: SequenceLayout, mask: Mask, most: int) -> list[int]:
-    """The busiest of eight ranks; with fewer than 256 ranks also the first and the last."""
-    last = layout.ranks - 1
-    spread = {index * last // 7 for index in range(8)}
-    busiest = max(sorted(spread), key=lambda rank: attended_pairs(layout, layout, mask, rank))
-    return [busiest] if most <= 1 or layout.ranks >= 256 else sorted({0, busiest, last})
+def busiest_rank(layout: SequenceLayout, mask: Mask) -> int:
+    """The rank that attends to the most pairs, of eight ranks that are spread evenly."""
+    spread = sorted({index * (layout.ranks - 1) // 7 for index in range(8)})
+    return max(spread, key=lambda rank: attended_pairs(layout, layout, mask, rank))
+
+
+def _sample(layout: SequenceLayout, mask: Mask) -> list[int]:
+    """The busiest rank; with fewer than 256 ranks also the first and the last."""
+    ends = {0, layout.ranks - 1} if layout.ranks < 256 else set()
+    return sorted({busiest_rank(layout, mask), *ends})

@@ -42,7 +42,7 @@ def test_the_table_comes_first_and_sources_last(capsys):
     main([*SHORT, "--strategy", "ring", "--layout", "head_tail"])
     said = capsys.readouterr().out
     assert said.splitlines()[1].split()[:5] == ["strategy", "layout", "forward", "backward", "exposed"]
-    assert "exposed: the part of both in which the rank waits" in " ".join(said.split())
+    assert "exposed: the part of forward and backward in which the rank waits" in " ".join(said.split())
     assert said.split("\n\n")[-1].startswith("figures of H100: ")
 
 
@@ -70,13 +70,14 @@ def test_progress_is_on_stderr_when_it_takes_longer(capsys, monkeypatch):
     assert "explain: " not in said.out
 
 
-def test_each_run_is_simulated_once(monkeypatch, capsys):
-    """Dry runs are the time of the command. The report of the best candidate needs no other."""
+def test_each_candidate_is_simulated_once(monkeypatch, capsys):
+    """Dry runs are the time of the command: the busiest rank of each candidate, and the four ranks of the best."""
     runs = []
     monkeypatch.setattr(report, "dry_run", lambda *args, **options: runs.append(args) or dry_run(*args, **options))
     main([*SHORT, "--layout", "head_tail", "contiguous"])
     strategies = 5  # ring, ring:0, allgather, ulysses, ulysses:2
-    assert len(runs) == 4 * 2 * strategies
+    assert len(runs) == 2 * strategies + 4
+    assert [rank for *_, rank in runs[:-4]] == [0] * strategies + [3] * strategies  # contiguous: the last
     assert "forward of rank" in capsys.readouterr().out
 
 

@@ -33,7 +33,7 @@ from cp_styles.torch_api import context_parallel
 from tests.leaks import empty_caches
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 
-STRATEGIES = Ring(), AllGather(), Ulysses()
+STRATEGIES = Ring(), Ring(keep=0), AllGather(), Ulysses()
 
 
 def test_what_is_left_of_batches():

@@ -158,6 +158,30 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
                 assert -beside * explicit - 8 * HEADS <= found[what] - mine <= beside, (what, found[what], mine, where)
 
 
+def test_ranges_of_a_short_causal_tile():
+    """The backward of CPU's kernel computes a causal tile of 384 to 640 rows in four ranges, with explicit masks."""
+    made = explain(512, ranks=1, heads=2, head_dim=16, dtype=torch.float32, device="cpu").runs[0]
+
+    def on(rank: int) -> tuple[int, list[str]]:
+        q, k, v = (torch.ones(1, 512, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+        attend = partial(context_attention, q, k, v, dist.group.WORLD, mask=Causal())
+        grad = torch.ones(1, 512, 2, 16).transpose(1, 2)
+        out = attend()
+        with Calls() as calls:
+            out.backward(grad)
+        q.grad = k.grad = v.grad = out = None
+        with MemoryTrace() as memory:
+            out = attend()
+            memory.reset()
+            out.backward(grad)
+        return memory.peak, calls.kernels
+
+    ((peak, kernels),) = run_ranks(on, 1)
+    assert kernels == [call.kernel for call in made.backward.calls]
+    assert len(kernels) == 4
+    assert 0 <= peak - made.backward.peak < 1024
+
+
 def test_calls_of_a_module_are_explained():
     """A live call through a style says the same as an explanation from shapes alone."""
     expected = explain(16, ranks=2, heads=4, head_dim=8, dtype=torch.float32, device="cpu", strategy=AllGather())
