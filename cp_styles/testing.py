@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from cp_styles._compat import (
@@ -33,6 +32,7 @@ from cp_styles._compat import (
     thread_local_world,
     without_groups,
 )
+from cp_styles.live_storages import LiveStorages
 
 T = TypeVar("T")
 
@@ -261,30 +261,27 @@ class MemoryTrace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counted = 0  # bytes of all of them, some of which may be gone
+        self._storages = LiveStorages()
 
     @property
     def live(self) -> int:
         """Bytes that are alive now."""
-        for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
-            self._forget(key)
-        return self._counted
+        return self._storages.nbytes
 
-    def _forget(self, key: int) -> None:
-        if key in self._live:
-            self._counted -= self._live.pop(key)[1]
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at once."""
+        return self._storages.peak
 
     def reset(self) -> None:
         """Restart :attr:`peak` from the bytes that are alive now."""
-        self.peak = self.live
+        self._storages.reset()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the ops on its local tensors come back here
         if func is torch.ops.cp_styles.gather_numbers.default:
-            self._forget(StorageWeakRef(args[0].untyped_storage()).cdata)
+            self._storages.forget(args[0].untyped_storage())
             return func(*args, **(kwargs or {}))
         if func.namespace == "cp_styles":
             with self:
@@ -292,14 +289,7 @@ class MemoryTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         given = {id(storage): storage for storage in _storages((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        for storage in _storages((result,)):
-            if id(storage) not in given:
-                reference = StorageWeakRef(storage)
-                self._forget(reference.cdata)
-                self._live[reference.cdata] = reference, storage.nbytes()
-                self._counted += storage.nbytes()
-        if self._counted > self.peak:  # else there is nothing to look for among all that was created
-            self.peak = max(self.peak, self.live)
+        self._storages.add(storage for storage in _storages((result,)) if id(storage) not in given)
         return result
 
 

@@ -26,8 +26,9 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
-from cp_styles.explain import Explanation, Shapes
-from cp_styles.explain.rehearse import kernel_of
+from cp_styles.explain import Explanation
+from cp_styles.explain.dry_run import kernel_of
+from cp_styles.explain.events import Shapes
 from cp_styles.explain.report import explained
 from cp_styles.strategies import Strategy
 
@@ -91,7 +92,7 @@ def rows(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[tuple[str, ...]]:
                 if ranks > 256 and what.startswith("causal") and name.startswith("All"):
                     continue  # the keys of all ranks take 30 GiB
                 found = made(strategy, layout, mask)
-                balance = found.imbalance_with(layout)
+                balance = found.layout_imbalance
                 sizes_MiB = (x / 2**20 for x in (found.sent("forward") + found.sent("backward"), found.peak_memory))
                 known = f"{length // K:,}K", f"{ranks:,}", what, f"`{name}`", f"{balance:.3f}"
                 yield *known, *(f"{size:,.0f}" for size in sizes_MiB)

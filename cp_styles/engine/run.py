@@ -22,8 +22,7 @@ from cp_styles.kernels.base import LseGradient
 from cp_styles.strategies import Attention
 
 listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
-"""Called with the arguments of each strategy's forward in this context, or with a MixerCall alone: see
-``cp_styles.explain.explain_calls``."""
+"""Called with the arguments of each strategy's forward in this context: see ``cp_styles.explain.explain_calls``."""
 
 
 def run_forward(

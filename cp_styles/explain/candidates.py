@@ -1,46 +1,59 @@
-"""Layouts and strategies that may be chosen for an attention, and why one cannot be."""
+"""The strategies and layouts that may suit an attention, ranked by their predicted time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
+from cp_styles.explain.dry_run import kernel_of
+from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import Hardware
-from cp_styles.explain.rehearse import Shapes
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.explain.report import Explanation, busiest_rank, explained
+from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
 from cp_styles.mask import All, Causal, Documents, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 
-def documents_of(mask: Mask) -> tuple[int, ...] | None:
-    """The lengths of the documents of a mask that has them."""
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    return next((part.lengths for part in parts if isinstance(part, Documents)), None)
+class Candidate(NamedTuple):
+    """A strategy and a layout. ``problem`` says why they cannot be taken, with a remedy; empty if they can."""
+
+    strategy: Strategy
+    layout_name: str
+    explanation: Explanation | None
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the forward and the backward; infinite without an explanation."""
+        if self.explanation is None:
+            return float("inf")
+        forward, backward = self.explanation.seconds
+        return (forward + backward).total
 
 
-def layouts_for(mask: Mask) -> dict[str, Callable[[int, int], SequenceLayout]]:
+def layouts_for(mask: Mask) -> dict[str, Balancer]:
     """Balancers that may suit a mask, by name."""
-    documents = documents_of(mask)
-    layouts: dict[str, Callable[[int, int], SequenceLayout]] = {"head_tail": head_tail, "contiguous": contiguous}
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    documents = next((part.lengths for part in parts if isinstance(part, Documents)), None)
+    layouts: dict[str, Balancer] = {"head_tail": head_tail, "contiguous": contiguous}
     if documents is not None:
         layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
-    # A causal mask is balanced by head_tail, and none by contiguous, in the fewest parts.
+    # head_tail balances a causal mask, contiguous no mask, in the fewest parts.
     if not mask.has_bias and not isinstance(mask, Causal | Full):
         layouts["by_work"] = partial(by_work, mask=mask)
     return layouts
 
 
-def strategies_for(ranks: int, hardware: Hardware | None = None) -> list[Strategy]:
+def strategies_for(ranks: int, hardware: Hardware) -> list[Strategy]:
     """Strategies that may suit a number of ranks: Ulysses over all ranks, and over the ranks of a node."""
     strategies: list[Strategy] = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
-    sizes = {size for size in (2, 4, 8) if size < ranks and not ranks % size}
-    if hardware is not None and 1 < hardware.node_ranks < ranks and not ranks % hardware.node_ranks:
-        sizes.add(hardware.node_ranks)
+    sizes = {size for size in (2, 4, 8, hardware.node_ranks) if 1 < size < ranks and not ranks % size}
     return [*strategies, *(Ulysses(size=size) for size in sorted(sizes))]
 
 
 def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
-    """Why a strategy cannot run, or wastes ranks, and the remedy; empty if it does neither."""
+    """Why a strategy cannot run, or wastes ranks, with a remedy; empty if neither."""
     try:
         strategy = strategy.on(ranks)
         size = strategy.size_on(ranks) if isinstance(strategy, Ulysses) else 1
@@ -52,3 +65,37 @@ def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
             f"take Ulysses(size=U) with U at most {shapes.heads}"
         )
     return ""
+
+
+def ranked(
+    strategies: Sequence[Strategy],
+    layouts: Mapping[str, Balancer],
+    *,
+    length: int,
+    ranks: int,
+    mask: Mask,
+    shapes: Shapes,
+    hardware: Hardware,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Candidate]:
+    """All combinations, the fastest first, and at the end the combinations that cannot be taken. No communication.
+
+    Only the busiest rank is simulated, so that bytes, memory and time are the figures of one rank. ``progress`` is
+    called before each strategy and layout, with their names.
+    """
+    found, kernel = [], kernel_of(shapes)
+    for name, balancer in layouts.items():
+        layout = layout_made_by(balancer, length, ranks)
+        rank = busiest_rank(layout, mask)
+        for strategy in strategies:
+            progress(f"{strategy}, {name}")
+            explanation, problem = None, problem_of(strategy, ranks, shapes)
+            if not problem:
+                call = strategy, (layout, layout), mask, kernel, shapes
+                explanation = explained(*call, hardware=hardware, rank=rank)
+                memory = explanation.peak_memory + layout.lengths[rank] * (2 * shapes.query_row + shapes.kv_row)
+                if memory > hardware.memory:
+                    has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
+                    problem = f"needs {memory / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
+            found.append(Candidate(strategy, name, explanation, problem))
+    return sorted(found, key=lambda candidate: (bool(candidate.problem), candidate.seconds))

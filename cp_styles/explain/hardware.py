@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
-from cp_styles.comm.point_to_point import exchange, open_group
-from cp_styles.explain.rehearsal_group import Transfer, Waited
-from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
-from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous
-from cp_styles.mask import Full
-from cp_styles.strategies import Ring
+from cp_styles.explain.events import KernelCall, MemoryOp, Phase, Transfer, WaitEvent
 
 GIB = 2**30
 
@@ -27,19 +14,21 @@ GIB = 2**30
 class Hardware:
     """The figures of one kind of machine. ``H100``, ``H200``, ``A100`` and ``CPU`` are such figures with their sources.
 
-    A kernel takes ``kernel_floor + flops / rate`` seconds for each call, where the rate of a tile with n queries is
-    ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` of that. In a causal tile each query computes
-    ``beyond_diagonal`` keys that it does not attend to. Other operations take ``op_floor + bytes / copy_bandwidth``. A
-    message takes ``latency + bytes / bandwidth`` of its link.
+    A kernel call takes ``kernel_floor + flops / rate`` seconds. The rate of a tile with n queries is
+    ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` times as much. In a causal tile each query
+    computes ``masked_keys_per_query`` keys that the mask hides. Other operations take
+    ``op_floor + bytes / copy_bandwidth``. A message takes ``latency + bytes / bandwidth`` of its link.
+
+    ``dataclasses.replace(H100, bandwidth=...)`` describes another machine.
 
     Attributes:
         name: name of the machine, for messages.
         flops: floating-point operations a second of the attention kernel with long tiles in its forward.
-        cudnn_rate: rate of cuDNN's kernel over that, where it is what computes.
-        backward_rate: rate of the backward over that of the forward.
+        cudnn_rate: rate of cuDNN's kernel over ``flops``, for calls of that kernel.
+        backward_rate: rate of the backward over the rate of the forward.
         half_rows: queries of a tile at which the rate is half of ``flops``.
-        beyond_diagonal: keys beyond the diagonal that each query of a causal tile computes, because kernels compute
-            whole blocks of keys; at most all keys of the tile.
+        masked_keys_per_query: hidden keys that each query of a causal tile computes, because kernels compute whole
+            blocks of keys; at most all keys of the tile.
         kernel_floor: seconds of a kernel call without work.
         copy_bandwidth: bytes a second that other operations read and write.
         op_floor: seconds of another operation without work.
@@ -61,7 +50,7 @@ class Hardware:
     flops: float
     backward_rate: float
     half_rows: float
-    beyond_diagonal: float
+    masked_keys_per_query: float
     kernel_floor: float
     copy_bandwidth: float
     op_floor: float
@@ -82,7 +71,7 @@ class Hardware:
         for field in (*rates, "node_ranks", "memory"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"Hardware {field} must be above 0, got {getattr(self, field)}")
-        for field in ("half_rows", "beyond_diagonal", "kernel_floor", "op_floor", "latency", "far_latency"):
+        for field in ("half_rows", "masked_keys_per_query", "kernel_floor", "op_floor", "latency", "far_latency"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"Hardware {field} must be 0 or above, got {getattr(self, field)}")
 
@@ -93,8 +82,8 @@ class Hardware:
         rate *= self.cudnn_rate if "cudnn" in call.kernel else 1.0
         flops = float(call.flops)
         if call.edges:
-            beyond = sum(b * heads * n * min(self.beyond_diagonal, (n - 1) / 2) for b, heads, _, n, _ in call.tiles)
-            flops *= 1 + call.edges * beyond / max(call.pairs, 1)
+            masked = sum(b * h * n * min(self.masked_keys_per_query, (n - 1) / 2) for b, h, _, n, _ in call.tiles)
+            flops *= 1 + call.edges * masked / max(call.pairs, 1)
         return self.kernel_floor + flops / rate
 
     def link(self, rank: int, peer: int) -> tuple[str, float, float]:
@@ -104,109 +93,12 @@ class Hardware:
         return "far", self.far_bandwidth, self.far_latency
 
     @staticmethod
-    def measure(group: GroupOrMesh | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
-        """The figures of this machine, measured in some seconds, for ``dtype``. The same on all ranks of ``group``.
-
-        Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has, on all ranks at
-        once, which share the machine. Messages are timed between the first two ranks of ``group``, and ``call_floor``
-        by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``. A 1-D mesh
-        is as good as its group.
-
-        Communication: messages between two ranks, two broadcasts of the figures of rank 0, and small attentions.
-        """
-        if group is not None:
-            _, group = axis_and_group("Hardware.measure", group)
-        device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
-        device = device or torch.device("cpu")
-        preset = H100 if device.type == "cuda" else CPU
-        measured = _measured(preset, device, dtype)
-        if group is None or group.size() == 1:
-            return measured
-        open_group(group, device)
-        if group.rank() < 2:
-            latency, bandwidth = _measured_link(group, device)
-            measured = replace(measured, latency=latency, bandwidth=bandwidth)
-        measured = _of_first(measured, group, device)
-        return _of_first(replace(measured, call_floor=_least_call(group, device, dtype, measured)), group, device)
-
-
-def _of_first(hardware: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    figures = [hardware]
-    dist.broadcast_object_list(figures, src=dist.get_global_rank(group, 0), group=group, device=device)
-    return figures[0]
-
-
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    return statistics.median(once() for _ in range(repeats))
-
-
-def _measured(preset: Hardware, device: torch.device, dtype: torch.dtype) -> Hardware:
-    heads, dim = 8, 64 if device.type == "cpu" else 128
-    kernel = kernel_of(Shapes(heads, heads, dim, dim, dtype, device), None)
-
-    def times(rows: int, causal: bool = False) -> tuple[float, float]:
-        q, k, v, grad = (torch.randn(1, rows, heads, dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
-        options = {"causal": causal, "bias": None, "scale": dim**-0.5}
-        out, lse = kernel.forward(q, k, v, **options)
-        forward = _seconds(lambda: kernel.forward(q, k, v, **options), device)
-        return forward, _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, **options), device)
-
-    long = 1024 if device.type == "cpu" else 16384
-    (tiny, _), (small, _), (large, large_backward), causal = times(1), times(long // 8), times(long), times(long, True)
-    flops = 4.0 * heads * dim * long**2
-    floor = min(tiny, 0.9 * small)
-    rate, small_rate = flops / (large - floor), flops / 64 / (small - floor)
-    # rate(n) = r n / (n + h), from its values at n and at n / 8.
-    half = max(0.0, long * (rate / small_rate - 1) / (8 - rate / small_rate)) if rate / small_rate < 8 else float(long)
-    # Heads out of rows, in pieces that are freed together: on CPU much of the time is taking fresh memory.
-    pieces = torch.zeros(8, 1024, 8, 64, device=device)
-    copied = _seconds(lambda: [piece.transpose(0, 1).contiguous() for piece in pieces], device)
-    little = _seconds(lambda: pieces[0, :1] + 1.0, device)
-    return replace(
-        preset,
-        name=f"measured on {device.type}",
-        flops=rate * (long + half) / long,
-        backward_rate=2.5 * (large - floor) / max(large_backward - floor, 1e-9),
-        half_rows=half,
-        beyond_diagonal=min(max(0.0, sum(causal) / (large + large_backward) - 0.5), 0.5) * long,
-        kernel_floor=floor,
-        copy_bandwidth=2 * pieces.nbytes / max(copied - 8 * little, 1e-9),
-        op_floor=little,
-        source="Hardware.measure()",
-    )
-
-
-def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Latency and bandwidth between the first two ranks of the group."""
-    peer = 1 - group.rank()
-
-    def swap(size: int) -> float:
-        sent, received = torch.zeros(2, size, device=device)
-        return _seconds(lambda: exchange([(peer, sent)], [(peer, received)], group).wait(), device, 7)
-
-    latency, size = swap(1), 2**21
-    return latency, 4 * size / max(swap(size) - latency, 1e-9)
-
-
-def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, hardware: Hardware) -> float:
-    """Seconds of a forward or a backward with one query a rank, beside kernels and messages."""
-    ranks = group.size()
-    q, k, v, grad = (torch.randn(1, 8, 1, 64, device=device, dtype=dtype) for _ in range(4))
-
-    def run() -> None:
-        inputs = (x.detach().requires_grad_() for x in (q, k, v))
-        context_attention(*inputs, group=group, mask=Full(), strategy=Ring(), layout=contiguous).backward(grad)
-
-    once = _seconds(run, device, 31) / 2
-    return max(0.0, once - ranks * hardware.kernel_floor - (ranks - 1) * hardware.latency)
+    def measure(group: object = None, *, dtype: object = None) -> Hardware:
+        """Removed: it raises NotImplementedError. ``group`` and ``dtype`` are not used. No communication."""
+        raise NotImplementedError(
+            "Hardware.measure was removed. Replace the figures that you know in the preset that is nearest: "
+            "dataclasses.replace(H100, name='mine', bandwidth=200e9). See the page Migration"
+        )
 
 
 H100 = Hardware(
@@ -214,7 +106,7 @@ H100 = Hardware(
     flops=376e12,
     backward_rate=0.85,
     half_rows=350,
-    beyond_diagonal=0.0,
+    masked_keys_per_query=0.0,
     kernel_floor=60e-6,
     copy_bandwidth=2.6e12,
     op_floor=4e-6,
@@ -230,9 +122,9 @@ H100 = Hardware(
     source=(
         "kernel: published table of FlashAttention varlen (hao-ai-lab/distca, compute-attn-H100.psv); link: published "
         "NCCL all-gather over 8 (distca, nccl_perf.csv); far link: 400 Gbit/s a GPU at 80 %; HBM: 3.35 TB/s at 78 %; "
-        "backward, launches, far latency: assumed; keys beyond the diagonal: not known apart from the "
-        "rate, 0; agreement of the ranks: not measured, left out; cuDNN: the least of the 1.7 to 2.3 times of "
-        "FlashAttention 2 that are published for training shapes (transformers, pull request 48163)"
+        "backward, launches, far latency: assumed; masked keys: part of the rate, so 0; agreement of the ranks: not "
+        "measured, left out; cuDNN: the least of the 1.7 to 2.3 times of FlashAttention 2 that are published for "
+        "training shapes (transformers, pull request 48163)"
     ),
     cudnn_rate=1.7,
 )
@@ -243,7 +135,7 @@ H200 = replace(
     flops=359e12,
     cudnn_rate=1.74,
     backward_rate=0.89,
-    beyond_diagonal=516,
+    masked_keys_per_query=516,
     copy_bandwidth=3.7e12,
     memory=143155 * 2**20,
     source=(
@@ -273,7 +165,7 @@ CPU = Hardware(
     flops=55e9,
     backward_rate=0.9,
     half_rows=24,
-    beyond_diagonal=256,
+    masked_keys_per_query=256,
     kernel_floor=40e-6,
     copy_bandwidth=6e9,
     op_floor=6e-6,
@@ -287,19 +179,19 @@ CPU = Hardware(
     overlap=False,
     device="cpu",
     source=(
-        "set by hand for a thread a rank on a server's core, float32, gloo over loopback; measure() is better. Keys "
-        "beyond the diagonal: torch's kernel computes blocks of 512 keys"
+        "set by hand for a thread a rank on a server's core, float32, gloo over loopback; masked keys: torch's kernel "
+        "computes blocks of 512 keys"
     ),
 )
-"""A thread of a server's CPU for each rank, float32, gloo on one machine. Set by hand: prefer ``Hardware.measure``."""
+"""A thread of a server's CPU for each rank, float32, gloo on one machine. Set by hand."""
 MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 
 
 class Seconds(NamedTuple):
-    """Time of a forward or backward on one rank.
+    """Predicted time of a forward or backward on one rank.
 
     Attributes:
-        total: all of it.
+        total: the sum.
         kernels: inside the attention kernels.
         exposed: waiting for messages while nothing is computed.
         copies: packing, merging, the ranks' agreement and other operations.
@@ -315,10 +207,10 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
-    """Time of one phase, if the other ranks are never late.
+    """Predicted time of one phase of ``rank``, if its peers are never late.
 
-    A link carries one message after another in each direction, from the moment when the rank starts them. Where
-    messages do not travel beside kernels, the rank spends their time when it waits for them.
+    A link carries one message after another in each direction, from the moment when the rank starts them. Without
+    ``hardware.overlap`` the rank spends the time of a message when it waits for it.
     """
     now = copies = hardware.call_floor
     kernels = exposed = 0.0
@@ -328,18 +220,18 @@ def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
         if isinstance(event, KernelCall):
             spent = hardware.kernel_seconds(event)
             now, kernels = now + spent, kernels + spent
-        elif isinstance(event, Copied):
+        elif isinstance(event, MemoryOp):
             spent = hardware.op_floor + event.nbytes / hardware.copy_bandwidth
             now, copies = now + spent, copies + spent
         elif isinstance(event, Transfer):
             link, bandwidth, latency = hardware.link(rank, event.peer)
-            way = link, event.outgoing
-            free[way] = max(free.get(way, 0.0), now) + event.nbytes / bandwidth
+            lane = link, event.outgoing
+            free[lane] = max(free.get(lane, 0.0), now) + event.nbytes / bandwidth
             if hardware.overlap:
-                ends.append(free[way] + latency)
-            else:  # the rank moves the bytes itself; both ways at once
+                ends.append(free[lane] + latency)
+            else:  # the rank moves the bytes itself, both directions at once
                 ends.append(-(latency + event.nbytes / bandwidth) if not event.outgoing else 0.0)
-        elif isinstance(event, Waited):
+        elif isinstance(event, WaitEvent):
             end = ends[event.transfer]
             spent = max(0.0, end - now) if hardware.overlap else -end
             now, exposed = now + spent, exposed + spent

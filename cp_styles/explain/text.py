@@ -1,6 +1,6 @@
 """An explanation as plain text: ASCII, aligned, less than 100 columns.
 
-``explanation`` is an ``Explanation``, which is printed by these functions and so cannot be imported here.
+The functions take ``Explanation`` objects. Importing the class here would be a cycle.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from cp_styles.explain.rehearsal_group import Transfer
-from cp_styles.explain.rehearse import KernelCall
+import torch
+
+from cp_styles.explain.events import KernelCall, Transfer
 
 _WIDTH = 99
 _STEPS = 10
@@ -32,14 +33,14 @@ def seconds(value: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows with a head, each column as wide as its widest cell; the first one is aligned to the left."""
+    """Rows with a head, each column as wide as its widest cell; the first column is aligned to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         yield "  " + "  ".join(cells).rstrip()
 
 
-def sequences(values: Sequence[int]) -> str:
+def format_ranges(values: Sequence[int]) -> str:
     """Numbers as a short text: 0-3 5."""
     ranges: list[list[int]] = []
     for value in sorted(values):
@@ -63,25 +64,23 @@ def _sections(explanation: Any) -> Iterator[list[str]]:
         lengths += f" queries and {explanation.kv_layout.length:,} keys"
     yield [
         f"{explanation.strategy}: {lengths} positions on {explanation.ranks} ranks, {str(explanation.mask)[:50]}",
-        f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.dim} and "
+        f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.head_dim} and "
         f"{shapes.value_dim}, {str(shapes.dtype).removeprefix('torch.')} on {shapes.device.type}",
     ]
     over_all = explanation.layout_imbalance
-    of_layout = "" if over_all is None else f"; of the layout, over all ranks: {over_all:.3f}"
+    all_ranks = "" if over_all is None else f"; of all ranks, by the layout: {over_all:.3f}"
     yield [
         "ranks",
         *table([["rank", "tokens", "share of work", "positions"], *_ranks(explanation)]),
-        f"  busiest / mean of these ranks, as computed: {explanation.imbalance:.3f}{of_layout}",
+        f"  work of the busiest rank / mean, of these ranks: {explanation.imbalance:.3f}{all_ranks}",
     ]
-    yield _heat(explanation)
     if explanation.hardware is not None:
         yield _times(explanation)
     for phase in ("forward", "backward"):
         yield _steps(explanation, explanation.busiest, phase)
     yield _peers(explanation)
     yield _memory(explanation)
-    yield ["kernels", *listed(explanation.kernels)]
-    yield ["considered", *listed(explanation.considered)]
+    yield ["kernels", *wrapped_entries(_kernels(explanation))]
 
 
 def _ranks(explanation: Any) -> Iterator[list[str]]:
@@ -94,24 +93,11 @@ def _ranks(explanation: Any) -> Iterator[list[str]]:
         yield [str(rank), f"{explanation.layout.lengths[rank]:,}", f"{share:.2%}", shown]
 
 
-def _heat(explanation: Any) -> list[str]:
-    rows, columns, lines = explanation.heatmap
-    what = "rank" if columns[0][1] - columns[0][0] == 1 else f"{columns[0][1] - columns[0][0]} ranks"
-    head = f"mask by owner: rows of queries, columns of a {what}'s keys; # all + some . nothing"
-    width = len(str(rows[-1]))
-    cells = ["".join("." if not x else "#" if x == 1 else "+" for x in line) for line in lines]
-    return [head, *(f"  {rank:>{width}} {line}" for rank, line in zip(rows, cells, strict=True))]
-
-
 def _times(explanation: Any) -> list[str]:
     rows = [["", "total", "kernels", "exposed messages", "other operations"]]
     for name, times in zip(("forward", "backward"), explanation.seconds, strict=True):
         rows.append([name, *map(seconds, times)])
-    assert explanation.hardware is not None
-    planning = (
-        f"  a new mask or layout is planned in {seconds(explanation.planning)} on this machine's CPU, and then cached"
-    )
-    return [f"predicted times of the slowest rank on {explanation.hardware.name}", *table(rows), planning]
+    return [f"predicted times of the slowest rank on {explanation.hardware.name}", *table(rows)]
 
 
 def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
@@ -127,8 +113,8 @@ def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
     for index, (transfers, calls) in enumerate(steps[:_STEPS]):
         cells = [str(index)]
         for outgoing in (True, False):
-            way = [transfer for transfer in transfers if transfer.outgoing == outgoing]
-            cells += [nbytes(sum(x.nbytes for x in way)), sequences([*{x.peer for x in way}]) or "-"]
+            lane = [transfer for transfer in transfers if transfer.outgoing == outgoing]
+            cells += [nbytes(sum(x.nbytes for x in lane)), format_ranges([*{x.peer for x in lane}]) or "-"]
         rows.append([*cells, str(len(calls)), f"{sum(call.pairs for call in calls):,}"])
     more = [f"  ... {len(steps) - _STEPS} more steps"] if len(steps) > _STEPS else []
     return [f"{phase} of rank {rank}, step by step", *table(rows), *more]
@@ -137,8 +123,8 @@ def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
 def _peers(explanation: Any) -> list[str]:
     rows = [["rank", "sends forward", "receives", "sends backward", "receives", "rows from others", "peers"]]
     node = explanation.node_ranks
-    several = node < explanation.ranks
-    rows[0] += ["far"] * several
+    has_nodes = node < explanation.ranks
+    rows[0] += ["far"] * has_nodes
     for rank, run in explanation.runs.items():
         sent = run.forward.sent + run.backward.sent
         far = nbytes(sum(size for peer, size in sent.items() if peer // node != rank // node))
@@ -146,11 +132,13 @@ def _peers(explanation: Any) -> list[str]:
         sizes.append(sum(run.backward.received.values()))
         peers = Counter(run.forward.sent) + run.forward.received
         plan_rows = "-" if not explanation.shapes.kv_row else f"{sizes[1] / explanation.shapes.kv_row:,.0f}"
-        rows.append([str(rank), *map(nbytes, sizes), plan_rows, sequences(list(peers)) or "-", *([far] * several)])
+        rows.append(
+            [str(rank), *map(nbytes, sizes), plan_rows, format_ranges(list(peers)) or "-", *([far] * has_nodes)]
+        )
     lines = ["bytes to and from other ranks (a row: one position's key and value)", *table(rows)]
     advice = f"; Ulysses(inner=Ring(), size={node}) exchanges heads inside of a node"
     advice = "" if "Ulysses" in str(explanation.strategy) else advice
-    return [*lines, *([f"  far: to other nodes of {node} ranks{advice}"] if several else [])]
+    return [*lines, *([f"  far: to other nodes of {node} ranks{advice}"] if has_nodes else [])]
 
 
 def _memory(explanation: Any) -> list[str]:
@@ -158,18 +146,27 @@ def _memory(explanation: Any) -> list[str]:
     rank = max(explanation.runs, key=lambda rank: explanation.runs[rank].backward.peak)
     run, queries, keys = explanation.runs[rank], explanation.layout.lengths[rank], explanation.kv_layout.lengths[rank]
     kept = explanation.kept_inputs(rank)
-    parts = {
+    parts: dict[str, tuple[int, ...]] = {
         "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row, kept, kept),
         "gradient of the output (the caller's)": (0, 0, queries * shapes.row_bytes(shapes.heads, shapes.value_dim)),
     }
-    for name in dict.fromkeys((*run.forward.parts, *run.forward.left, *run.backward.parts)):
-        parts[name] = run.forward.parts.get(name, 0), run.forward.left.get(name, 0), run.backward.parts.get(name, 0)
+    columns = run.forward.parts, run.forward.live_at_end, run.backward.parts
+    for name in dict.fromkeys(name for column in columns for name in column):
+        parts[name] = tuple(column.get(name, 0) for column in columns)
     rows = [["", "forward", "between", "backward"]]
     rows += [[name, *map(nbytes, sizes)] for name, sizes in parts.items()]
     rows.append(["together", *(nbytes(sum(column)) for column in zip(*parts.values(), strict=True))])
     return [f"memory of rank {rank} at its peaks, and between forward and backward", *table(rows)]
 
 
-def listed(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for name, what in entries:
-        yield from textwrap.wrap(f"{name}: {what}", _WIDTH - 2, initial_indent="  ", subsequent_indent="      ")
+def _kernels(explanation: Any) -> Iterator[tuple[str, str]]:
+    flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    for name, count in explanation.kernel_calls.items():
+        active = f". Flash attention is {flash}" if flash and "flash" in name else ""
+        yield name, f"{count} calls on {len(explanation.runs)} ranks{active}"
+
+
+def wrapped_entries(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Lines of names with their texts."""
+    for name, text in entries:
+        yield from textwrap.wrap(f"{name}: {text}", _WIDTH - 2, initial_indent="  ", subsequent_indent="      ")

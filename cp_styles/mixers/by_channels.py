@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
-from cp_styles.mixers.fragments import Cut, CutSequence, Described, MixerCall, arguments_of, refuse_arguments, trained
+from cp_styles.mixers.fragments import Cut, CutSequence, Described, arguments_of, refuse_arguments, trained
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,6 @@ def _exchanged(
     parts, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     first, states, wants = named[parts[0]], [named[at].shape[3 - dim] for at in shared], bool(named.get(how.wants))
     count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)
-    item, numbers = len(first) * first.element_size(), [prod(named[at].shape[3:]) for at in parts]
-    sizes = {"channels": count, "item": item, "tensors": sum(numbers), "shared": item * sum(states), "out": numbers[0]}
-    last = wants * len(first) * prod(states[:1]) * wide.itemsize
-    MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
     # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.

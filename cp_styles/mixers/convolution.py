@@ -19,7 +19,6 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import (
     CutSequence,
     Described,
-    MixerCall,
     Packed,
     RowExchange,
     mixing,
@@ -92,8 +91,6 @@ def convolved(
     with sequence.agreed(describe) as cut:
         along = dim % x.ndim
         exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
-        row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
-        MixerCall("rows", cut, {"width": width, "row": row}).tell()
         before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
             len(sizes), along
         )

@@ -24,7 +24,6 @@ from cp_styles.engine.binding import agreed_layouts
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, RankChecks
 from cp_styles.engine.reruns import RerunMode
-from cp_styles.engine.run import listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.layout import (
     Balancer,
@@ -176,18 +175,6 @@ def documents_in(mask: Mask) -> Documents | PerRow | None:
         return parts[0] if parts else None
     edges = sorted({edge for part in parts for edge in accumulate(part.lengths)})
     return Documents(tuple(high - low for low, high in pairwise((0, *edges))))
-
-
-class MixerCall(NamedTuple):
-    """A call on which the ranks have agreed. ``kind`` is "rows", "states" or "channels"; ``sizes`` are its shapes."""
-
-    kind: str
-    cut: Cut
-    sizes: dict[str, Any]
-
-    def tell(self) -> None:
-        if (listens := listener.get()) is not None:
-            listens(self)
 
 
 Described: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]

@@ -29,7 +29,6 @@ from cp_styles.mixers.fragments import (
     CutSequence,
     Described,
     Fragment,
-    MixerCall,
     Packed,
     RowExchange,
     arguments_of,
@@ -261,8 +260,6 @@ def _states(
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape
     columns = width + (1 if call.how.diagonal else keys)
-    sizes = {"heads": heads, "keys": keys, "values": width, "batch": batch, "itemsize": call.wide.itemsize}
-    MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
     fragments, mapped, exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
     for fragment in fragments:
         outs[fragment] = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
 from cp_styles._compat import uncompiled
@@ -14,7 +12,7 @@ from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
-from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange
+from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange
 
 
 @uncompiled
@@ -69,8 +67,6 @@ def context_roll(
 
     with sequence.agreed(describe) as cut:
         dim = dim % x.ndim
-        row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
-        MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
         plan, empty = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
         out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already

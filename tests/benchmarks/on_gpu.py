@@ -25,8 +25,8 @@ import torch
 
 from cp_styles.bounded_cache import another_cache
 from cp_styles.explain import H100, H200, Explanation, Hardware
+from cp_styles.explain.events import KernelCall
 from cp_styles.explain.hardware import seconds_of
-from cp_styles.explain.rehearse import KernelCall
 from tests.gpu_record import tolerance
 from tests.replay import STRATEGIES, Setting, explanation, settings
 
@@ -213,7 +213,7 @@ def host() -> Iterator[Row]:
 
 # -- predicted times --
 
-FITTED = "flops", "cudnn_rate", "backward_rate", "beyond_diagonal"
+FITTED = "flops", "cudnn_rate", "backward_rate", "masked_keys_per_query"
 
 
 def tiles() -> Iterator[tuple[KernelCall, float]]:
@@ -237,7 +237,7 @@ def fit() -> Hardware:
     def badness(machine: Hardware) -> float:
         return sum(math.log(machine.kernel_seconds(call) / seconds) ** 2 for call, seconds in entries)
 
-    best, step = replace(H100, beyond_diagonal=128.0), 0.5
+    best, step = replace(H100, masked_keys_per_query=128.0), 0.5
     while step > 1e-4:
         factors = 1 + step, 1 / (1 + step)
         moved = [replace(best, **{name: getattr(best, name) * by}) for name in FITTED for by in factors]

@@ -18,7 +18,8 @@ import torch
 
 from cp_styles import AllGather, Causal, Ring, Ulysses, contiguous, head_tail, striped
 from cp_styles.explain import A100, H100, Hardware
-from cp_styles.explain.rehearse import KernelCall, Shapes, kernel_of
+from cp_styles.explain.dry_run import kernel_of
+from cp_styles.explain.events import KernelCall, Shapes
 from cp_styles.explain.report import explained
 from cp_styles.layout import Balancer
 from cp_styles.strategies import Strategy
@@ -122,9 +123,7 @@ def times(
     """Seconds of a forward and of a backward."""
     shapes = Shapes(heads, kv_heads, 128, 128, torch.bfloat16, torch.device("cuda"))
     layout = balancer(length, ranks)
-    made = explained(
-        strategy, (layout, layout), Causal(), kernel_of(shapes, None), shapes, hardware=machine, memory=False, most=2
-    )
+    made = explained(strategy, (layout, layout), Causal(), kernel_of(shapes), shapes, hardware=machine, most=2)
     forward, backward = made.seconds
     return forward.total, backward.total
 

@@ -35,7 +35,6 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
-from cp_styles.explain import explain_calls
 from cp_styles.integrations.transformers import prefill
 from cp_styles.intercept import mixer_calls
 from cp_styles.testing import run_ranks
@@ -300,19 +299,6 @@ def test_logits_without_gradients(model_type: str):
         wanted = one(**inputs_of(model, tokens)).logits
     whole = head_tail(LENGTH, 2).unshard(run_ranks(main, 2), 1)
     assert float((whole - wanted).norm() / wanted.norm()) < EXACT
-
-
-def test_what_a_model_calls_is_explained():
-    model = model_of("jamba")
-
-    def main(rank: int):
-        mine, inputs, *_ = trained(rank, model)
-        with explain_calls() as calls, torch.no_grad():
-            mine(**inputs)
-        return [type(each).__name__ for each in calls], [type(each.shapes).__name__ for each in calls[1:]]
-
-    kinds = ["Explanation", "ExplainedMixer", "ExplainedMixer"], ["RowShapes", "ChannelShapes"]
-    assert run_ranks(main, 2) == [kinds, kinds]
 
 
 def test_a_cache_that_is_given_is_refused():

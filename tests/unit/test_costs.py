@@ -1,4 +1,4 @@
-"""The formulas of tutorials/costs.md, as they stand on the page, against what a rehearsed attention sends and holds."""
+"""The formulas of tutorials/costs.md, as they stand on the page, against the bytes that a dry run sends and holds."""
 
 from __future__ import annotations
 

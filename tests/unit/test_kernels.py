@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles import Causal, Ring, head_tail
-from cp_styles.explain.rehearse import Shapes, rehearse
+from cp_styles.explain.dry_run import dry_run
+from cp_styles.explain.events import Shapes
 from cp_styles.kernels import (
     CPU_FLASH,
     CUDA_CUDNN,
@@ -383,9 +384,9 @@ def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
     if computed:
         tables[device] = {(index,) for index in range(computed)}
     monkeypatch.setattr(sdpa, "_computed_shapes", tables)
-    shapes = Shapes(heads=2, kv_heads=1, dim=64, value_dim=64, dtype=LOW, device=device)
-    kernel: Any = kernel_for_tiles(shapes.named(1, 1))  # pyright: ignore[reportArgumentType]
-    run = rehearse(Ring(), (layout, layout), Causal(), kernel, shapes, 0)
+    shapes = Shapes(heads=2, kv_heads=1, head_dim=64, value_dim=64, dtype=LOW, device=device)
+    kernel: Any = kernel_for_tiles(shapes.specs())  # pyright: ignore[reportArgumentType]
+    run = dry_run(Ring(), (layout, layout), Causal(), kernel, shapes, 0)
     assert {call.kernel for call in run.forward.calls} == {CUDA_CUDNN.name}
     assert {call.kernel for call in run.backward.calls} == {f"{CUDA_CUDNN.name}_backward"}
     assert sum(map(len, tables.values())) == computed

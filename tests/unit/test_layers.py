@@ -19,6 +19,7 @@ LAYERS = (
         "checksum",
         "device_copies",
         "introspect",
+        "live_storages",
         "testing",
         "troubleshooting",
         "unsupported_derivatives",
@@ -188,6 +189,7 @@ STATE = {
         "torch_api/context_block.py": "rotation last_cut",
     },
     "caches by value": {
+        "explain/dry_run.py": "_kind",
         "kernels/flex_compiled.py": "_compiled",
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
@@ -196,7 +198,6 @@ STATE = {
     },
     "caches of what grows with the batch": {
         "device_copies.py": "_table_of",
-        "explain/auto.py": "_choice",
         "layout.py": "_remembered",
         "mask/linear_pieces.py": "_uncut",
         "mixers/convolution.py": "rows_from_end",
@@ -363,7 +364,7 @@ def test_no_cycles_between_files():
 # What the code of a rule looks like, and the one place where it may stand.
 WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
-    r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/rehearse.py"},
+    r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/dry_run.py"},
     r"DTensor\.from_local\(": {"styles/mesh_axes.py"},
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
@@ -373,7 +374,7 @@ WRITTEN_ONCE = {
     r"base, extra = divmod\(|joined\[-1\]\[1\] ==": {"layout.py"},
     r"is_inference\(\) else \w+\._version": {"checksum.py"},
 }
-INSIDE = ("strategies/", "kernels/", "explain/auto.py")  # of a strategy or a kernel around another one
+INSIDE = ("strategies/", "kernels/")  # of a strategy or a kernel around another one
 
 
 @pytest.mark.parametrize(("pattern", "places"), WRITTEN_ONCE.items())

@@ -27,14 +27,13 @@ from cp_styles import (
     striped,
 )
 from cp_styles.engine.binding import bindings_of
-from cp_styles.explain import Auto
 from cp_styles.layout import layout_made_by
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.leaks import empty_caches
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 
-STRATEGIES = Ring(), AllGather(), Ulysses(), Auto(candidates=(Ring(), AllGather()))
+STRATEGIES = Ring(), Ring(keep=0), AllGather(), Ulysses()
 
 
 def test_what_is_left_of_batches():

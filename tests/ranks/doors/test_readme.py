@@ -88,6 +88,13 @@ def check(found: list[torch.Tensor], attend) -> None:
 CAUSAL = torch.ones(1000, 1000, dtype=torch.bool).tril()
 
 
+def test_the_example_of_choosing():
+    names = {}
+    exec(example("example: choosing"), names)
+    assert len(names["reports"]) == 3
+    assert isinstance(names["best"].strategy, names["Ulysses"])  # 8 ranks of one machine
+
+
 def test_the_example_of_a_convolution():
     def on(rank):
         scope = {}

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from cp_styles._compat import gloo_beside
 from cp_styles.comm import point_to_point
-from cp_styles.explain.rehearse import Copied, Shapes, kernel_of, rehearse
+from cp_styles.explain.dry_run import dry_run, kernel_of
+from cp_styles.explain.events import MemoryOp, Shapes
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel, packing
 from cp_styles.layout import contiguous, head_tail, striped
@@ -314,13 +315,13 @@ def test_the_ops_of_messages_do_not_grow_with_their_ranges_of_rows(strategy):
 
 
 def test_the_calls_of_a_window():
-    """Of 4,096 at 8K rows a rank, alone and in documents, as they are rehearsed for a GPU: 1,800 without windows."""
+    """Of 4,096 at 8K rows a rank, alone and in documents, in a dry run for a GPU: 1,800 without windows."""
     shapes = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
     window, length = SlidingWindow(4095, 0), 8 * 8192
     masks = window, Documents((length // 2,) * 2) & window
     for layout, mask, strategy in product((contiguous, head_tail), masks, (Ring(), AllGather(), Ulysses())):
         given = strategy, (layout(length, 8),) * 2, mask, kernel_of(shapes, None), shapes
-        for run in (rehearse(*given, rank) for rank in range(8)):
+        for run in (dry_run(*given, rank) for rank in range(8)):
             assert len(run.forward.calls) <= 4
             assert len(run.backward.calls) <= 6  # some by halves of the heads
             # Tiles without an edge go to cuDNN where torch is built with it.
@@ -336,9 +337,9 @@ def test_the_calls_of_a_backward(rows: int, kv_heads: int, calls: int, copies: i
     are: (18, 113, 672), (13, 84, 345), (37, 245, 1170), (16, 103, 690)."""
     shapes = Shapes(32, kv_heads, 128, 128, torch.bfloat16, torch.device("cuda"))
     layouts = (head_tail(8 * rows, 8),) * 2
-    run = rehearse(Ring(), layouts, Causal(), kernel_of(shapes, None), shapes, 3)
+    run = dry_run(Ring(), layouts, Causal(), kernel_of(shapes, None), shapes, 3)
     assert len(run.backward.calls) == calls
-    assert sum(isinstance(event, Copied) for event in run.backward.events) == copies
+    assert sum(isinstance(event, MemoryOp) for event in run.backward.events) == copies
     assert round(run.backward.peak / 2**20) == peak
     # Own keys, the kept ones, and three pairs of sources. Messages of 32 heads and 8K rows come one by one.
     assert len(run.forward.calls) == (8 if rows * kv_heads > 2**17 else 5)
@@ -349,24 +350,24 @@ def test_the_calls_of_documents_after_ulysses():
     MiB. One by one they took 51 calls and 141 other ops forward, 51 and 321 backward, and 577 MiB."""
     shapes = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
     layouts, documents = (head_tail(8 * 8192, 8),) * 2, (1310,) * 50 + (36,)
-    run = rehearse(Ulysses(), layouts, Documents(documents) & Causal(), kernel_of(shapes, None), shapes, 3)
+    run = dry_run(Ulysses(), layouts, Documents(documents) & Causal(), kernel_of(shapes, None), shapes, 3)
     for phase, copies in ((run.forward, 17), (run.backward, 19)):
         assert len(phase.calls) == 1
-        assert sum(isinstance(event, Copied) for event in phase.events) == copies
+        assert sum(isinstance(event, MemoryOp) for event in phase.events) == copies
     assert round(run.backward.peak / 2**20) == 655
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
 @pytest.mark.parametrize("layout", [contiguous, head_tail, striped])
 def test_the_ops_of_many_documents_are_those_of_few(strategy, layout):
-    """As they are rehearsed for a GPU: what is computed, and what is copied, merged and added."""
+    """In a dry run for a GPU: what is computed, and what is copied, merged and added."""
     shapes = Shapes(8, 2, 64, 64, torch.bfloat16, torch.device("cuda"))
     counts = []
     for count in (2, 8, 64):  # 25, 73, and 521 documents
         documents = documents_of(count, 1024)
         layouts = (layout(sum(documents), 4),) * 2
         given = strategy, layouts, Documents(documents) & Causal(), kernel_of(shapes, None), shapes
-        runs = [rehearse(*given, rank) for rank in range(4)]
+        runs = [dry_run(*given, rank) for rank in range(4)]
         phases = [phase for run in runs for phase in (run.forward, run.backward)]
         counts.append([Counter(type(event).__name__ for event in phase.events) for phase in phases])
     assert counts[0] == counts[1] == counts[2]

@@ -1,0 +1,182 @@
+"""The shapes of an attention, and the events and the memory that a dry run of it records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+
+class TensorSpec(NamedTuple):
+    """The properties of a tensor by which kernels decide whether they take it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Shapes(NamedTuple):
+    """The shapes of an attention, without lengths.
+
+    Attributes:
+        heads, kv_heads: query heads, and heads of keys and values.
+        head_dim, value_dim: head dims of queries and keys, and of values.
+        dtype: of query, key and value.
+        device: where they are; it decides which kernels compute.
+        batch: rows of the batch.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    batch: int = 1
+
+    def row_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of one position of a tensor with ``heads`` heads of ``dim`` dims."""
+        return self.batch * heads * dim * self.dtype.itemsize
+
+    @property
+    def query_row(self) -> int:
+        """Bytes of one position's queries."""
+        return self.row_bytes(self.heads, self.head_dim)
+
+    @property
+    def kv_row(self) -> int:
+        """Bytes of one position's key and value."""
+        return self.row_bytes(self.kv_heads, self.head_dim) + self.row_bytes(self.kv_heads, self.value_dim)
+
+    def tensors(self, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value without data, of ``queries`` and ``keys`` rows. [B, rows, heads, dim] in memory."""
+        q, k, v = (
+            torch.empty(self.batch, rows, heads, dim, dtype=self.dtype, device="meta").transpose(1, 2)
+            for rows, heads, dim in (
+                (queries, self.heads, self.head_dim),
+                (keys, self.kv_heads, self.head_dim),
+                (keys, self.kv_heads, self.value_dim),
+            )
+        )
+        return q, k, v
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Query, key and value of one row on their device, for :meth:`Kernel.check`."""
+        return tuple(TensorSpec(x.shape, x.dtype, self.device) for x in self.tensors(1, 1))
+
+
+class Transfer(NamedTuple):
+    """One message.
+
+    Attributes:
+        peer: the rank at the other end, counted in the whole group.
+        nbytes: the size of the message.
+        outgoing: whether this rank sends it.
+    """
+
+    peer: int
+    nbytes: int
+    outgoing: bool
+
+
+class WaitEvent(NamedTuple):
+    """The rank waits for a transfer, given by its number among all transfers of this rank."""
+
+    transfer: int
+
+
+class KernelCall(NamedTuple):
+    """One call of a kernel, which computes one tile or a pack of tiles.
+
+    Attributes:
+        kernel: its name.
+        backward: whether it is a backward.
+        cover: "full", "causal" (one edge is a diagonal), "window" (two are) or "partial" (with an explicit mask).
+        tiles: the (batch, query heads, key heads, queries, keys) of each tile.
+        dims: head dims of queries and of values, as the kernel gets them.
+        itemsize: bytes of a number.
+    """
+
+    kernel: str
+    backward: bool
+    cover: str
+    tiles: tuple[tuple[int, int, int, int, int], ...]
+    dims: tuple[int, int]
+    itemsize: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that are computed, of all heads."""
+        whole = (batch * heads * queries * keys for batch, heads, _, queries, keys in self.tiles)
+        hidden = (batch * heads * queries * (queries - 1) // 2 for batch, heads, _, queries, _ in self.tiles)
+        return sum(whole) - self.edges * sum(hidden)
+
+    @property
+    def edges(self) -> int:
+        """How many edges of the tiles are diagonals."""
+        return {"causal": 1, "window": 2}.get(self.cover, 0)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products: two products forward, five backward."""
+        dim, value_dim = self.dims
+        return 2 * self.pairs * ((3 * dim + 2 * value_dim) if self.backward else (dim + value_dim))
+
+
+class MemoryOp(NamedTuple):
+    """An operation outside of the kernels (packing, adding, merging, masking): the bytes that it reads and writes."""
+
+    nbytes: int
+
+
+Event: TypeAlias = Transfer | WaitEvent | KernelCall | MemoryOp
+
+
+@dataclass
+class Phase:
+    """The forward or the backward of a rank.
+
+    Attributes:
+        events: in their order.
+        peak: the most bytes that are alive at once, without the inputs and the output's gradient.
+        parts: these bytes by purpose.
+        live_at_end: the bytes that are alive at the end, by purpose.
+    """
+
+    events: list[Event]
+    peak: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    live_at_end: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[KernelCall]:
+        """The kernel calls."""
+        return [event for event in self.events if isinstance(event, KernelCall)]
+
+    @property
+    def sent(self) -> Counter[int]:
+        """Bytes by the rank that receives them."""
+        return self._bytes(outgoing=True)
+
+    @property
+    def received(self) -> Counter[int]:
+        """Bytes by the rank that sends them."""
+        return self._bytes(outgoing=False)
+
+    def _bytes(self, *, outgoing: bool) -> Counter[int]:
+        sizes: Counter[int] = Counter()
+        for event in self.events:
+            if isinstance(event, Transfer) and event.outgoing == outgoing:
+                sizes[event.peer] += event.nbytes
+        return sizes
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """The dry run of one rank: a forward and its backward."""
+
+    rank: int
+    forward: Phase
+    backward: Phase
