@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles._compat import dtensor_spec, dtensors_without_grad
-from cp_styles.bounded_cache import LatestEntries
 from cp_styles.device_copies import numbers_on
-from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.troubleshooting import see
 
-_HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
 Placements = tuple[Placement, ...]
 
 
@@ -36,12 +30,10 @@ class OtherAxes:
     Attributes:
         mesh: the mesh of query, key and value.
         seq_axis: the index of the sequence axis in it. None if it has none.
-        grid: the global ranks of [sequence axis, *other axes], flat.
     """
 
     mesh: DeviceMesh
     seq_axis: int | None
-    grid: tuple[int, ...]
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -54,23 +46,12 @@ class OtherAxes:
         assert names is not None  # found by them
         return tuple(names[axis] for axis in self.axes)
 
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        return tuple(self.mesh.get_group(axis).group_name for axis in self.axes)
-
-    def around(self, group: dist.ProcessGroup, device_type: str, name: str) -> DeviceMesh:
-        """The mesh [``group`` under ``name``, *the other axes]. No communication."""
-        groups = [group, *(self.mesh.get_group(axis) for axis in self.axes)]
-        shape = (group.size(), *(self.mesh.size(axis) for axis in self.axes))
-        grid = torch.tensor(self.grid, device="cpu").view(shape)
-        return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=(name, *self.names))
-
     def others(self, placements: Placements) -> Placements:
         """The placements on the other axes, from placements on ``mesh``."""
         return tuple(placements[axis] for axis in self.axes)
 
     def joined(self, seq: Placement, others: Placements) -> Placements:
-        """The placements on ``mesh``, from those on the sequence axis (ignored if it has none) and on the others."""
+        """The placements on ``mesh``: ``seq`` on the sequence axis (ignored if it has none), and ``others``."""
         placements = list(others)
         if self.seq_axis is not None:
             placements.insert(self.seq_axis, seq)
@@ -88,9 +69,7 @@ def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: str) -> Othe
     axes = tuple(all_names.index(name) for name in names)
     if not torch.equal(mesh.mesh, _grid(composed, axes)):
         return f"they are not over the ranks that the axes of these names have in the mesh {all_names} of the style"
-    others = tuple(axis for axis in axes if all_names[axis] != sequence)
-    grid = _grid(composed, (all_names.index(sequence), *others))
-    return OtherAxes(mesh, names.index(sequence) if sequence in names else None, tuple(grid.flatten().tolist()))
+    return OtherAxes(mesh, names.index(sequence) if sequence in names else None)
 
 
 def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
@@ -120,26 +99,6 @@ def keeps_apart(placement: Placement, head_dim: int) -> bool:
     """
     # Not by type(), which torch 2.11 does not know while it traces.
     return placement.is_replicate() or placement == Shard(0) or placement == Shard(head_dim)
-
-
-def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
-    """The placements of a module's output on a bound mesh: on the sequence axis, and on the other axes.
-
-    Raises:
-        ValueError: it is not sharded along the sequence any more.
-    """
-    placement, *others = output.placements
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"{name}: an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the sequence: the "
-            "module reduced or gathered the sequence dim. Do that outside of the module"
-        )
-    if others and any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
-        raise ValueError(
-            f"{name}: an output of shape {tuple(output.shape)} has the placements {output.placements}: the module "
-            "joined the sequence dim with a dim that other axes cut. Do that outside of the module"
-        )
-    return placement, tuple(others)
 
 
 def refuse_placements(
@@ -188,12 +147,12 @@ class HeadShare:
     of: int
     pairs: tuple[int, ...]
 
-    def of_keys(self, kv_BGMD: torch.Tensor) -> torch.Tensor:
+    def of_keys(self, kv: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The key heads that are needed, arranged so that kernels pair them correctly. A view if possible."""
         span = self._span
         if span is None:
-            return kv_BGMD.index_select(1, numbers_on(kv_BGMD.device, self.pairs))
-        return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
+            return kv.index_select(head_dim, numbers_on(kv.device, self.pairs))
+        return kv if span == (0, kv.shape[head_dim]) else kv.narrow(head_dim, span[0], span[1] - span[0])
 
     @property
     def _span(self) -> tuple[int, int] | None:
@@ -206,27 +165,26 @@ class HeadShare:
         return (first, first + size) if regular else None
 
 
-def head_share(module: str, query: DTensor, key: DTensor) -> HeadShare:
-    """The heads of this rank, for DTensors [B, H, S, D] on one mesh that :func:`refuse_placements` accepts.
+def head_share(module: str, query: DTensor, key: DTensor, head_dim: int) -> HeadShare:
+    """The heads of this rank, for DTensors on one mesh that :func:`refuse_placements` accepts.
 
     No communication.
 
     Raises:
         ValueError: on every rank, if some rank has no query heads, or not the key heads that they need.
     """
-    mesh, of, keys_of = query.device_mesh, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
+    mesh, of, keys_of = query.device_mesh, query.shape[head_dim], key.shape[head_dim]
     if keys_of == 0 or of % keys_of:
         raise ValueError(
             f"{module}: {of} query heads are not a multiple of {keys_of} key/value heads{see('Heads that do not fit')}"
         )
-    # Not get_local_rank: it needs the groups of all axes, and the sequence axis of this mesh has none.
     here = tuple(mesh.get_coordinate() or ())
-    cut = [axis for axis, placement in enumerate(query.placements) if placement == Shard(_HEAD_DIM)]
+    cut = [axis for axis, placement in enumerate(query.placements) if placement == Shard(head_dim)]
     share = None
     for place in itertools.product(
         *(range(mesh.size(axis)) if axis in cut else (here[axis],) for axis in range(mesh.ndim))
     ):
-        (start, stop), (first, last) = (_interval(x, place) for x in (query, key))
+        (start, stop), (first, last) = (_head_range(x, place, head_dim) for x in (query, key))
         pairs = tuple(head // (of // keys_of) - first for head in range(start, stop))
         if not pairs or pairs[0] < 0 or pairs[-1] >= last - first:
             names = [(mesh.mesh_dim_names or ())[axis] for axis in cut]
@@ -242,131 +200,11 @@ def head_share(module: str, query: DTensor, key: DTensor) -> HeadShare:
     return share
 
 
-def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
+def _head_range(tensor: DTensor, place: Sequence[int], head_dim: int) -> tuple[int, int]:
     """The range of heads of the rank at ``place`` of the mesh."""
-    start, stop = 0, tensor.shape[_HEAD_DIM]
+    start, stop = 0, tensor.shape[head_dim]
     for axis, placement in enumerate(tensor.placements):
-        if placement == Shard(_HEAD_DIM):
+        if placement == Shard(head_dim):
             first, last = chunk(stop - start, tensor.device_mesh.size(axis), place[axis])
             start, stop = start + first, start + last
     return start, stop
-
-
-def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
-    """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    return placed_as((local,), (spec_of(local, mesh, placements, shape),))[0]
-
-
-def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """:func:`placed` while torch.compile traces: of a global shape as if all ranks had as much as this one."""
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def spec_of(part: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> Any:
-    """What :func:`placed_as` takes, for a part of a tensor of this global shape, with the memory order of the part."""
-    # By the mesh itself, which the entry keeps: an equal one may be another rank's, or of groups that were destroyed.
-    # Many tensors may share a spec: DTensor's own sharding rules return shared ones too.
-    key = id(mesh), placements, tuple(shape), part.shape, part.stride(), part.dtype
-    spec = _specs.get(key)
-    if spec is None:
-        strides = _strides(part.shape, part.stride(), torch.Size(shape))
-        spec = _specs.put(key, dtensor_spec(mesh, placements, torch.Size(shape), strides, part.dtype))
-    return spec
-
-
-_specs: LatestEntries[Any, Any] = LatestEntries(256)
-
-
-def placed_as(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
-    """:func:`placed` for several parts, by their specs. They share a node of autograd, if there is one axis and all
-    require grad."""
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return dtensors_without_grad(parts, specs)
-    if specs[0].mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)):
-        return _Placed.apply(specs, *parts)
-    return [
-        DTensor.from_local(
-            part, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.stride
-        )
-        for part, spec in zip(parts, specs, strict=True)
-    ]
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class _Placed(torch.autograd.Function):
-    """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes four DTensors."""
-
-    @staticmethod
-    def forward(ctx, specs, *parts):
-        ctx.set_materialize_grads(False)
-        ctx.specs = specs
-        return dtensors_without_grad(parts, specs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        local_grads: list[torch.Tensor | None] = []
-        for grad, spec in zip(grads, ctx.specs, strict=True):
-            if grad is not None and grad.placements != spec.placements:
-                grad = grad.redistribute(placements=spec.placements)
-            local_grads.append(None if grad is None else grad.to_local())
-        return None, *local_grads
-
-
-def local_parts(tensors: Sequence[DTensor], gradients: Sequence[Placements] | None = None) -> Sequence[torch.Tensor]:
-    """``to_local(grad_placements=...)`` of each, without communication. ``gradients``: default, as the tensors are."""
-    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
-        return _Local.apply(gradients, *tensors)
-    return [tensor.to_local() for tensor in tensors]
-
-
-class _Local(torch.autograd.Function):
-    """``DTensor.to_local`` of several tensors, in a fraction of its time."""
-
-    @staticmethod
-    def forward(ctx, gradients, *tensors):
-        ctx.set_materialize_grads(False)
-        ctx.like, parts = [], []
-        for index, tensor in enumerate(tensors):
-            placements = gradients[index] if gradients else tensor.placements
-            ctx.like.append((tensor.device_mesh, placements, tensor.shape))
-            local = tensor.to_local()
-            parts.append(local.view_as(local))  # autograd writes into the objects that are returned
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        # With create_graph=True they go on to a node that refuses second derivatives.
-        pairs = zip(grads, ctx.like, strict=True)
-        return None, *[None if grad is None else placed(grad, *like) for grad, like in pairs]
-
-
-def declared_size(layout: SequenceLayout | Balancer, rank: int, ranks: int, rows: int) -> int:
-    """The global size of a dim of which this rank has ``rows``, as it is declared to DTensor. No communication.
-
-    It is the true size if the layout is known, and DTensor would make the same parts. Otherwise it is a size for which
-    DTensor's rule gives this rank its rows, so that views and expansions inside the module are right. Ranks may then
-    declare different sizes. These are never compared, and no result depends on them.
-    """
-    exact = isinstance(layout, SequenceLayout) and layout.lengths[rank] == rows
-    if exact and layout.lengths == chunk_sizes(layout.length, ranks):
-        return layout.length
-    return rows * ranks if rows else rank
-
-
-def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
-    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
-
-    torch uses the global strides to decide which dims a view may join.
-    """
-    expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
-    order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
-    strides, step, local_step = [0] * len(shape), 1, 1
-    for d in order:
-        if local_shape[d] > 1 and local_strides[d] > local_step:
-            step, local_step = step * -(-local_strides[d] // local_step), local_strides[d]
-        strides[d] = step
-        step *= max(shape[d], 1)
-        local_step *= max(local_shape[d], 1)
-    return tuple(strides)

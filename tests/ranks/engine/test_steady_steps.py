@@ -69,7 +69,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def share_of_heads(x: torch.Tensor) -> torch.Tensor:
-    return HeadShare((0, 3), 6, (0, 0, 1)).of_keys(x[:, None].expand(-1, 3, -1, -1))
+    return HeadShare((0, 3), 6, (0, 0, 1)).of_keys(x[:, None].expand(-1, 3, -1, -1), 1)
 
 
 def masked(documents: Documents, x: torch.Tensor) -> torch.Tensor:
