@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_styles._compat import (
@@ -34,9 +34,8 @@ from cp_styles.layout import Balancer, SequenceLayout, cuts_of
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.boundary import InputForm, SequenceBoundary, mesh_in_graph
+from cp_styles.styles.boundary import InputForm, SequenceBoundary
 from cp_styles.styles.core_calls import SINGLED_OUT, CoreCalls
-from cp_styles.styles.dtensor_io import placed_in_graph
 from cp_styles.styles.mesh_axes import chunk_sizes
 from cp_styles.styles.private_mesh import NO_COMMUNICATION, install_handlers, is_private
 from cp_styles.troubleshooting import see
@@ -370,15 +369,13 @@ class CoreState:
                 "before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
-        tensors, form = boundary.local_in_graph(name, inputs)
+        inputs, form = boundary.local(name, self._names, inputs)
         calls.form = form if form is not None and form.cut_axes else None
         if calls.form is not None and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        private = mesh_in_graph(boundary.live, tensors[0].device.type, None if form is None else form.mesh)
-        if isinstance(private, str):
-            raise ValueError(f"{name}: {private}")
-        along = Shard(self.style.seq_dim)
-        args, kwargs = self._replaced(args, kwargs, [placed_in_graph(tensor, private, [along]) for tensor in tensors])
+        tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
+        private = tensors[0].device_mesh
+        args, kwargs = self._replaced(args, kwargs, tensors)
         calls.tally.calls = 0
         with calls:
             output = forward(*args, **kwargs)

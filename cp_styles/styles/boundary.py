@@ -26,14 +26,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.engine.config import LiveObject
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.dtensor_io import declared_size, local_tensors, placed, placed_as, placed_in_graph, spec_of
-from cp_styles.styles.mesh_axes import (
-    OtherAxes,
-    Placements,
-    head_share,
-    keeps_apart,
-    other_axes_of,
-    refuse_placements,
-)
+from cp_styles.styles.mesh_axes import Placements, axis_in, own_heads, paired, refuse_placements
 from cp_styles.styles.private_mesh import private_mesh
 from cp_styles.troubleshooting import see
 
@@ -45,18 +38,20 @@ class InputForm(NamedTuple):
         mesh, placements: of the query.
         seq_axis: the index of the sequence axis in ``mesh``. None if it has none.
         head_dim: the dim of the heads.
+        heads: the range of this rank's heads.
+        pairs: for each of them, the index of its key head among this rank's.
         whole: the numbers of rows of the batch and of heads, over all axes.
         own: the numbers on this rank.
-        heads: the range of this rank's heads. (0, 0) while torch.compile traces.
     """
 
     mesh: DeviceMesh
     placements: Placements
     seq_axis: int | None
     head_dim: int
-    whole: tuple[int, int]
-    own: tuple[int, int]
-    heads: tuple[int, int] = (0, 0)
+    heads: tuple[int, int]
+    pairs: tuple[int, ...]
+    whole: tuple[int, int] = (0, 0)
+    own: tuple[int, int] = (0, 0)
 
     def cuts(self, dim: int) -> bool:
         """Whether some axis cuts this dim, 0 for the batch or ``head_dim``."""
@@ -116,8 +111,8 @@ class SequenceBoundary:
         self._own = group, axis, composed
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
-        self._known: dict[tuple[DeviceMesh, DeviceMesh], OtherAxes | str] = {}
         self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)  # of inputs, by all but their values
+        self._forms: LatestEntries[Any, InputForm] = LatestEntries(16)
         self.live = LiveObject(weakref.ref(self))
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
@@ -141,35 +136,44 @@ class SequenceBoundary:
         Raises:
             ValueError: they are DTensors on a mesh or with placements that this attention does not take.
         """
-        axes, dim, head_dim = self._other_axes(name, labels, inputs), self._seq_dim, 3 - self._seq_dim
-        if axes is None:
-            return tuple([x.to_local() if isinstance(x, DTensor) else x for x in inputs]), None
-        for label, value in zip(labels, inputs, strict=True):
-            if axes.seq_axis is not None and value.placements[axes.seq_axis] != Shard(dim):
-                raise ValueError(
-                    f"{name}: {label} is {value.placements[axes.seq_axis]!r} on the sequence axis {self._sequence!r} "
-                    f"of {axes.mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check "
-                    "seq_dim"
-                )
-        refuse_placements(name, labels, [axes.others(x.placements) for x in inputs], axes.names, dim, head_dim)
-        query, *keys = inputs
-        share = head_share(name, query, keys[0], head_dim)
-        own_gradients = [
-            key if key == of_query else Partial()  # each rank has the share of its own query heads
-            for of_query, key in zip(query.placements, keys[0].placements, strict=True)
+        axis, dim, head_dim = self._ranks()[1], self._seq_dim, 3 - self._seq_dim
+        local = tuple([x.to_local() if isinstance(x, DTensor) else x for x in inputs])
+        on_sequence = [
+            not isinstance(x, DTensor) or (x.device_mesh == axis and x.placements == (Shard(dim),)) for x in inputs
         ]
-        if Partial() in own_gradients:  # the backward of redistribute sums them
-            keys = [key.redistribute(placements=key.placements) for key in keys]
-        q = query.to_local()
-        k, v = (share.of_keys(key.to_local(grad_placements=own_gradients), head_dim) for key in keys)
-        whole, own = (query.shape[0], share.of), (q.shape[0], q.shape[head_dim])
-        return (q, k, v), InputForm(axes.mesh, query.placements, axes.seq_axis, head_dim, whole, own, share.heads)
+        if all(on_sequence):
+            return local, None
+        is_on = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ()) for x in inputs]
+        (query, *keys), counts = inputs, (0, 0)
+        if all(isinstance(x, DTensor) and x.ndim == 4 for x in inputs):
+            counts = query.shape[head_dim], keys[0].shape[head_dim]
+        form = form_of(self.live, tuple(labels), on_sequence.index(False), tuple(is_on), counts)
+        if isinstance(form, str):
+            raise ValueError(f"{name}: {form}")
+        if torch.compiler.is_dynamo_compiling() and (form.seq_axis is not None or any(_uneven(x) for x in inputs)):
+            raise ValueError(
+                f"{name}: under torch.compile DTensors must have even shards, and no sequence axis beside other axes"
+            )
+        if form.placements != keys[0].placements:
+            own_gradients = [
+                key if key == of_query else Partial()  # each rank has the share of its own query heads
+                for of_query, key in zip(form.placements, keys[0].placements, strict=True)
+            ]
+            # The backward of redistribute sums them.
+            keys = [x.redistribute(placements=x.placements).to_local(grad_placements=own_gradients) for x in keys]
+            local = local[0], *[paired(x, form.pairs, head_dim) for x in keys]
+        whole, own = (query.shape[0], query.shape[head_dim]), (local[0].shape[0], local[0].shape[head_dim])
+        fields = form.mesh, form.placements, form.seq_axis, form.head_dim, form.heads, form.pairs
+        return local, InputForm(*fields, whole, own)  # torch.compile cannot trace _replace
 
     def enter(
         self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: SequenceLayout | Balancer
     ) -> Sequence[DTensor]:
         """Local query, key and value as DTensors on the private mesh over ``group``. ``layout``: the layout of the
         call, or the balancer that makes it."""
+        if torch.compiler.is_dynamo_compiling():
+            mesh, along = mesh_in_graph(self.live, tensors[0].device.type), [Shard(self._seq_dim)]
+            return [placed_in_graph(tensor, mesh, along) for tensor in tensors]
         q, k, v = tensors
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
         key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
@@ -220,92 +224,66 @@ class SequenceBoundary:
             shape[3 - seq] = form.whole[1]
         return placed(local, form.mesh, placements, shape)
 
-    def local_in_graph(self, name: str, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], InputForm | None]:
-        """:meth:`local` while torch.compile traces, for even shards and equal placements."""
-        axis, dim, head_dim = self._ranks()[1], self._seq_dim, 3 - self._seq_dim
-        tensors = [x.to_local() if isinstance(x, DTensor) else x for x in inputs]
-        elsewhere = [
-            x
-            for x in inputs
-            if isinstance(x, DTensor) and not (x.device_mesh == axis and x.placements == (Shard(dim),))
-        ]
-        if not elsewhere:
-            return tensors, None
-        query, mesh, placements = elsewhere[0], elsewhere[0].device_mesh, elsewhere[0].placements
-        if (
-            len(elsewhere) < 3
-            or any(x.device_mesh != mesh or x.placements != placements for x in elsewhere)
-            or not all(keeps_apart(placement, head_dim) for placement in placements)
-            or any(_uneven(x) for x in elsewhere)
-        ):
-            raise ValueError(
-                f"{name}: under torch.compile query, key and value must be local tensors, or DTensors on one mesh with "
-                "equal placements and even shards (Shard on the heads or the batch, or Replicate)"
-            )
-        whole, own = (query.shape[0], query.shape[head_dim]), (tensors[0].shape[0], tensors[0].shape[head_dim])
-        return tensors, InputForm(mesh, placements, None, head_dim, whole, own)
-
-    def _other_axes(self, name: str, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
-        """The other axes on which query, key and value are DTensors. None if there are none."""
+    def form_of(
+        self,
+        labels: tuple[str, ...],
+        first: int,
+        is_on: tuple[tuple[DeviceMesh | None, Placements], ...],
+        counts: tuple[int, int],
+    ) -> InputForm:
+        """The form of inputs with these meshes and placements. ``first``: the first one on other axes. ``counts``: the
+        numbers of all query and key heads."""
         (_, axis, composed), dim = self._ranks(), self._seq_dim
-        here = [
-            x for x in inputs if isinstance(x, DTensor) and (x.device_mesh != axis or x.placements != (Shard(dim),))
-        ]
-        if not here:
-            return None
-        first = here[0]
-        mesh, label = first.device_mesh, labels[[x is first for x in inputs].index(True)]
-        what = f"{label} is a DTensor on mesh axes {mesh.mesh_dim_names} with {first.placements}"
+        key = axis, composed, is_on, counts
+        if key in self._forms:
+            return self._forms[key]
+        mesh, placements = is_on[first]
+        assert mesh is not None
+        what = f"{labels[first]} is a DTensor on mesh axes {mesh.mesh_dim_names} with {placements}"
         expected = f"expected a local tensor, or a DTensor on {axis.mesh_dim_names} with Shard({dim})"
         if mesh == axis:
-            raise ValueError(f"{name}: {what}; {expected}")
+            raise ValueError(f"{what}; {expected}")
         if composed.ndim == 1:
             raise ValueError(
-                f"{name}: {what}; {expected}, because the style was given the 1-D mesh {composed.mesh_dim_names}: for "
-                "DTensors on other axes pass the composed mesh to parallelize_module, or let the style before this one "
-                f"return local tensors (use_local_output=True){see('DTensors on other axes')}"
+                f"{what}; {expected}, because the style was given the 1-D mesh {composed.mesh_dim_names}: for DTensors "
+                "on other axes pass the composed mesh to parallelize_module, or let the style before this one return "
+                f"local tensors (use_local_output=True){see('DTensors on other axes')}"
             )
-        for label, value in zip(labels, inputs, strict=True):
-            if not isinstance(value, DTensor) or value.device_mesh != mesh:
-                on = f"on mesh axes {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "local"
-                raise ValueError(f"{name}: {what}, but {label} is {on}: pass all three on the same mesh")
-        axes = self._axes_of(mesh)
-        if isinstance(axes, str):
-            raise ValueError(f"{name}: {what}: {axes}. Otherwise {expected}")
-        if axes.seq_axis is None and not self._use_local_output:
+        for label, (other, _) in zip(labels, is_on, strict=True):
+            if other != mesh:
+                on = "local" if other is None else f"on mesh axes {other.mesh_dim_names}"
+                raise ValueError(f"{what}, but {label} is {on}: pass all three on the same mesh")
+        try:
+            seq_axis = axis_in(mesh, composed, (axis.mesh_dim_names or ("cp",))[0])
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}. Otherwise {expected}") from None
+        if seq_axis is None and not self._use_local_output:
             raise ValueError(
-                f"{name}: {what}. Outputs are then DTensors on the same axes, and use_local_output=False has no "
-                f"meaning for them: leave it out, or pass DTensors on a mesh that also has {axis.mesh_dim_names}"
+                f"{what}. Outputs are then DTensors on the same axes, and use_local_output=False has no meaning for "
+                f"them: leave it out, or pass DTensors on a mesh that also has {axis.mesh_dim_names}"
             )
-        return axes
+        query, keys, values = [each for _, each in is_on]
+        refuse_placements(labels, (query, keys, values), mesh.mesh_dim_names or (), seq_axis, dim, 3 - dim)
+        heads = own_heads(mesh, query, keys, counts, 3 - dim)
+        return self._forms.put(key, InputForm(mesh, query, seq_axis, 3 - dim, *heads))
 
-    @property
-    def _sequence(self) -> str:
-        return (self._ranks()[1].mesh_dim_names or ("cp",))[0]
-
-    def _axes_of(self, mesh: DeviceMesh) -> OtherAxes | str:
-        """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""
-        key = mesh, self._ranks()[2]
-        if key not in self._known:
-            self._known[key] = other_axes_of(*key, self._sequence)
-        return self._known[key]
-
-    def mesh_in_graph(self, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-        """The private mesh; or a text that says why inputs on the mesh ``input_mesh`` are not supported."""
-        axes = None if input_mesh is None else self._axes_of(input_mesh)
-        if isinstance(axes, str):
-            return f"query is a DTensor on mesh axes {input_mesh and input_mesh.mesh_dim_names}: {axes}"
-        if axes is not None and axes.seq_axis is not None:
-            return "DTensors on the sequence axis and other axes together are not supported under torch.compile"
+    def private_mesh(self, device_type: str) -> DeviceMesh:
         return private_mesh(self._ranks()[0], device_type)
 
 
-@constant_under_compile  # of a module and of a mesh, which are guarded
-def mesh_in_graph(boundary: LiveObject, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-    """:meth:`SequenceBoundary.mesh_in_graph`, of which a graph has only the result."""
-    converter = boundary.reference()
-    assert isinstance(converter, SequenceBoundary)
-    return converter.mesh_in_graph(device_type, input_mesh)
+# torch.compile guards their arguments.
+@constant_under_compile
+def form_of(boundary: LiveObject, *arguments: Any) -> InputForm | str:
+    """:meth:`SequenceBoundary.form_of`, or the text of its error, which code that is traced can raise."""
+    try:
+        return boundary.reference().form_of(*arguments)  # pyright: ignore[reportOptionalMemberAccess]
+    except ValueError as error:
+        return str(error)
+
+
+@constant_under_compile
+def mesh_in_graph(boundary: LiveObject, device_type: str) -> DeviceMesh:
+    return boundary.reference().private_mesh(device_type)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _uneven(tensor: DTensor) -> bool:
