@@ -370,8 +370,8 @@ class CoreState:
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
         inputs, form = boundary.local(name, self._names, inputs)
-        calls.form = form if form is not None and form.cut_axes else None
-        if calls.form is not None and not self._one_mask:
+        calls.is_cut = form is not None and bool(form.cut_axes)
+        if calls.is_cut and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
         tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
         private = tensors[0].device_mesh

@@ -154,17 +154,18 @@ class SequenceBoundary:
             raise ValueError(
                 f"{name}: under torch.compile DTensors must have even shards, and no sequence axis beside other axes"
             )
-        if form.placements != keys[0].placements:
+        if query.placements != keys[0].placements:
             own_gradients = [
                 key if key == of_query else Partial()  # each rank has the share of its own query heads
-                for of_query, key in zip(form.placements, keys[0].placements, strict=True)
+                for of_query, key in zip(query.placements, keys[0].placements, strict=True)
             ]
             # The backward of redistribute sums them.
             keys = [x.redistribute(placements=x.placements).to_local(grad_placements=own_gradients) for x in keys]
             local = local[0], *[paired(x, form.pairs, head_dim) for x in keys]
         whole, own = (query.shape[0], query.shape[head_dim]), (local[0].shape[0], local[0].shape[head_dim])
-        fields = form.mesh, form.placements, form.seq_axis, form.head_dim, form.heads, form.pairs
-        return local, InputForm(*fields, whole, own)  # torch.compile cannot trace _replace
+        # torch.compile cannot trace _replace, and on 2.11 no comparison of the placements of ``form``.
+        fields = form.seq_axis, form.head_dim, form.heads, form.pairs
+        return local, InputForm(query.device_mesh, query.placements, *fields, whole, own)
 
     def enter(
         self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: SequenceLayout | Balancer

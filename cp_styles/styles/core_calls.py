@@ -40,6 +40,8 @@ class CoreCalls(AttentionCalls):
     # Of the module's inputs, if other axes cut their heads or batch. It stays until the next inputs, because a
     # checkpoint in the module runs its attention again without the hooks.
     form: InputForm | None = None
+    # While torch.compile traces, in place of ``form``: whether there is one.
+    is_cut = False
 
     def refuse_inside(self) -> None:
         """Raise inside a module or block that takes all attention."""
@@ -148,12 +150,7 @@ class CoreCalls(AttentionCalls):
                 f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the "
                 "same on all ranks"
             )
-        if (
-            torch.compiler.is_dynamo_compiling()
-            and attn_mask is not None
-            and self.form is not None
-            and _by_head(attn_mask)
-        ):
+        if self.is_cut and attn_mask is not None and _by_head(attn_mask):
             raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {SINGLED_OUT}")
 
 

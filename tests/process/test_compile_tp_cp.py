@@ -18,8 +18,8 @@ pytestmark = pytest.mark.process
 
 def test_a_layer_on_cp_and_tp(on_processes):
     """fullgraph, with local tensors and with tp's DTensors between projections and attention (keys cut, or replicated):
-    one process' output and gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor
-    goes on with the attention while a gather over tp is under way: it waits before its use.
+    one process' output and gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And
+    inductor goes on with the attention while a gather over tp is under way: it waits before its use.
     A model that takes positions and is given none is refused where it is traced too.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """

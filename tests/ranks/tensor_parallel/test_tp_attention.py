@@ -166,6 +166,25 @@ def test_a_parameter_inside(placements, full: bool, copied: bool):
     assert abs(shares[0] + shares[2] - float(alone.gain.grad)) < EXACT * abs(float(alone.gain.grad))
 
 
+def test_a_parameter_inside_on_three_axes():
+    """Summed over tp, which cuts the heads, and not over dp, whose ranks hold equal rows."""
+    problem = Problem(length=12, kv_heads=2)
+    alone = Scaled()
+    alone(*problem.inputs).backward(problem.cotangent)
+    assert alone.gain.grad is not None
+
+    def on(rank: int) -> float:
+        mesh, cut = composed_mesh(2, 2, 2, names=("cp", "dp", "tp")), Cut(problem, QUERIES, full=True)
+        core, leaves = parallel(Scaled(), mesh), cut.leaves(mesh)
+        laid = cut._lay(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1], HEADS, mesh)
+        core(*leaves).backward(laid)
+        return float(core.gain.grad)
+
+    shares = run_ranks(on, 8)
+    assert shares == [shares[0]] * 4 + [shares[4]] * 4
+    assert abs(shares[0] + shares[4] - float(alone.gain.grad)) < EXACT * abs(float(alone.gain.grad))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(reentrant: bool):
     def on(rank: int) -> list[float]:
@@ -180,6 +199,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
     """A batch a scope: DTensor remembers every mesh for ever. Inside are this rank's heads."""
     problem = Problem(length=12, kv_heads=2)
     forms = [Cut(problem), Cut(problem, QUERIES, full=True), Cut(problem, (WHOLE,) * 3), Cut(problem, (Shard(0),) * 3)]
+    forms.append(Cut(Problem(length=12, heads=8, kv_heads=2)))
 
     def on(rank: int) -> list[tuple[int, int]]:
         mesh = composed_mesh()
@@ -201,7 +221,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
         assert len(seen) == 1
         return heads
 
-    assert run_ranks(on, 4) == [[(2, 1), (2, 1), (4, 2), (4, 2), (4, 2)]] * 4
+    assert run_ranks(on, 4) == [[(2, 1), (2, 1), (4, 2), (4, 2), (4, 1), (4, 2)]] * 4
 
 
 # -- outputs --
@@ -215,11 +235,13 @@ def test_outputs_of_another_order(placements, full: bool):
 
     def on(rank: int) -> list[float]:
         mesh = composed_mesh()
-        core = parallel(Returns(lambda out: {"turned": (out.transpose(1, 2), 3), "twice": 2 * out}), mesh)
+        own = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
+        core = parallel(Returns(lambda out: {"turned": (out.transpose(1, 2), 3), "twice": 2 * out, "own": own}), mesh)
         leaves = cut.leaves(mesh)
         outputs = core(*leaves)
         turned, number = outputs["turned"]
         assert number == 3
+        assert outputs["own"] is own
         assert torch.equal(part_of(outputs["twice"]), 2 * part_of(turned).transpose(1, 2))
         return cut.finish(turned.transpose(1, 2), leaves, mesh)
 
