@@ -141,18 +141,18 @@ class SequenceBoundary:
         on_sequence = [
             not isinstance(x, DTensor) or (x.device_mesh == axis and x.placements == (Shard(dim),)) for x in inputs
         ]
-        if all(on_sequence):
+        if all(on_sequence) or any(getattr(x, "ndim", 0) != 4 for x in local):  # which check_local refuses
             return local, None
         is_on = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ()) for x in inputs]
-        (query, *keys), counts = inputs, (0, 0)
-        if all(isinstance(x, DTensor) and x.ndim == 4 for x in inputs):
-            counts = query.shape[head_dim], keys[0].shape[head_dim]
+        query, *keys = inputs
+        counts = query.shape[head_dim], keys[0].shape[head_dim]
         form = form_of(self.live, tuple(labels), on_sequence.index(False), tuple(is_on), counts)
         if isinstance(form, str):
             raise ValueError(f"{name}: {form}")
         if torch.compiler.is_dynamo_compiling() and (form.seq_axis is not None or any(_uneven(x) for x in inputs)):
             raise ValueError(
-                f"{name}: under torch.compile DTensors must have even shards, and no sequence axis beside other axes"
+                f"{name}: under torch.compile DTensors must have even shards, and DTensors on the sequence axis and "
+                "other axes together are not supported"
             )
         if query.placements != keys[0].placements:
             own_gradients = [
