@@ -242,7 +242,7 @@ class ScopedBinding:
             RuntimeError: on every rank, in a recomputation without its scope.
             ValueError: on every rank, if the module names another layout than the scope.
         """
-        unscoped = self.unscoped
+        unscoped = self._binding if self._binding.group_state.stand_in is None else self.unscoped
         if not (_open.get() or _open_anywhere or self.history.was_scoped):
             return unscoped, None
         try:

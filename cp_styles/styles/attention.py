@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_styles._compat import (
-    constant_under_compile,
     function_modes,
     graph_task_id,
     graph_tracer,
@@ -27,7 +27,6 @@ from cp_styles._compat import (
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.config import LiveObject
 from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
@@ -36,9 +35,9 @@ from cp_styles.layout import Balancer, SequenceLayout, cuts_of
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
+from cp_styles.styles.boundary import InputForm, SequenceBoundary
 from cp_styles.styles.core_calls import SINGLED_OUT, CoreCalls
-from cp_styles.styles.dtensor_io import DTensorIO
-from cp_styles.styles.mesh_axes import OtherAxes, chunk_sizes
+from cp_styles.styles.mesh_axes import chunk_sizes
 from cp_styles.styles.private_mesh import NO_COMMUNICATION, install_handlers, is_private
 from cp_styles.troubleshooting import see
 
@@ -89,7 +88,12 @@ class AttentionContextParallel(ContextParallelStyle):
     DTensors on its other axes ("tp"), with Shard on the heads or the batch, or Replicate. (Key and value may be
     replicated while the query's heads are sharded. Their gradients are then summed over that axis, in two all-reduces.)
     Or they may be DTensors on the composed mesh itself, with ``Shard(seq_dim)`` on this axis. Outputs are on the same
-    mesh as inputs. See [Note: lifting] in dtensor_io.py.
+    mesh as inputs.
+
+    Inside the module they are DTensors on the sequence axis alone, with this rank's heads and rows of the batch: other
+    axes come off before the forward and are put on again after it. So the module must not mix heads (a norm over all
+    heads, for example). If other axes cut heads or batch, its outputs are [B, H, S, D] or [B, S, H, D]. Gradients of
+    scalar parameters inside are summed over these axes. See [Note: boundary] in boundary.py.
 
     Raises:
         ValueError, TypeError: when applied, for a mesh without the axis, a module that has the style already, or one
@@ -131,11 +135,11 @@ class AttentionContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
         key = axis, device_mesh, self.seq_dim, self.use_local_output
-        ios = binding.group_state.the(_DTensorIOs)
-        dtensor_io = ios.get(key)
-        if dtensor_io is None:
-            dtensor_io = ios[key] = DTensorIO(binding.group, *key)
-        CoreState(self, module, dtensor_io, binding).attach()
+        boundaries = binding.group_state.the(_Boundaries)
+        boundary = boundaries.get(key)
+        if boundary is None:
+            boundary = boundaries[key] = SequenceBoundary(binding.group, *key)
+        CoreState(self, module, boundary, binding).attach()
         return module
 
     def __repr__(self) -> str:
@@ -149,7 +153,7 @@ def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: A
 _STATE = "_context_parallel_core"
 
 
-class _DTensorIOs(WeakValueDictionary[tuple[Any, ...], DTensorIO]):
+class _Boundaries(WeakValueDictionary[tuple[Any, ...], SequenceBoundary]):
     """Modules over the same axes, such as the layers of a model, share one, and so the compiled graph of a layer."""
 
 
@@ -157,16 +161,20 @@ class CoreState:
     """The binding of one module's attention, and its hooks."""
 
     def __init__(
-        self, style: AttentionContextParallel, module: nn.Module, dtensor_io: DTensorIO, binding: Binding
+        self, style: AttentionContextParallel, module: nn.Module, boundary: SequenceBoundary, binding: Binding
     ) -> None:
         self.style = style
         self.module = module
-        self._dtensor_io, self._binding = dtensor_io, binding
+        self._boundary, self._binding = boundary, binding
         self._scoped = ScopedBinding(binding, style.layout)
-        self._calls = CoreCalls(self._scoped, binding.name)
+        self.calls = CoreCalls(self._scoped, binding.name)
         self._traced_calls = CoreCalls(self._scoped, binding.name, inlined=True)
-        # Of the forward that is under way: the axes of its inputs, and how many queries were declared to DTensor.
-        self._lifted: tuple[OtherAxes | None, int] | None = None
+        # Of the forward that is under way: the form of its inputs on other axes, how many queries were declared to
+        # DTensor, and the private mesh.
+        self.entered: tuple[InputForm | None, int, DeviceMesh] | None = None
+        # Of a module with parameters: the axes that cut its inputs, and the form of the latest ones.
+        self._hooked = WeakIdKeyDictionary()  # parameters with a hook
+        self._form_of_parameters: tuple[tuple[str, ...], InputForm | None] | None = None
         self._traced = False  # torch.compile has traced the forward
         self._holds_parameters = False
         self._one_mask = not binding.mask.varies_by_head_or_row
@@ -196,35 +204,30 @@ class CoreState:
         before = module.register_forward_pre_hook(self._before, with_kwargs=True)
         after = module.register_forward_hook(self._after, prepend=True, always_call=True)
         hooks_in_order(module, before, after)
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(_share)
+        self._hook_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
         # Copying a module copies its hooks and this state. The copy shares the mesh and has its own state.
         module = copy.deepcopy(self.module, memo)
-        twin = memo[id(self)] = CoreState(self.style, module, self._dtensor_io, self._binding)
+        twin = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
         twin._holds_parameters = self._holds_parameters  # those of the copy are not there yet
         return twin
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, with the attention calls inside intercepted."""
+        """The module's forward, with the attention calls inside intercepted, where the hooks have not converted."""
         self._traced = True
         if torch.compiler.is_dynamo_compiling():
             return self._traced_forward(forward, args, kwargs)
-        if self._lifted is not None and any(map(is_private, (*args, *kwargs.values()))):
-            with self._calls:
-                return forward(*args, **kwargs)
-        # The hooks have not run: the forward is called directly and not through the module, or torch.compile has traced
-        # the hooks and then broke its graph inside the module.
+        # The forward is called directly and not through the module, or torch.compile has traced the hooks and then
+        # broke its graph inside the module.
         args, kwargs = self._before(self.module, args, kwargs)
         try:
-            with self._calls:
+            with self.calls:
                 output = forward(*args, **kwargs)
         except BaseException as error:
             self._fail(error)
             raise
-        return self._lower(output)
+        return self._leave(output)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Hook before the forward: query, key and value become DTensors on the private mesh. If they are refused, every
@@ -233,38 +236,40 @@ class CoreState:
             self._traced = False
             return args, kwargs
         if (tracer := graph_tracer()) is not None:
-            self._calls.refuse_tracer(tracer)
+            self.calls.refuse_tracer(tracer)
         install_handlers()
-        self._lifted, self._calls.tally.calls = None, 0
+        self.entered, self.calls.tally.calls = None, 0
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
         binding.group_state.phase = GroupPhase.IDLE
         by_place = len(args) == 3 and not kwargs and self._first
         try:
             if function_modes():
-                self._calls.refuse_inside()
-            inputs = args if by_place else self._three(args, kwargs)
-            local, input_axes = tuple(inputs), None
+                self.calls.refuse_inside()
+            inputs, form = args if by_place else self._three(args, kwargs), None
             if {*map(type, inputs)} != {torch.Tensor}:
-                input_axes = self._dtensor_io.other_axes(binding.name, self._names, inputs)
-                local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
-            check_local(binding.name, local)
+                inputs, form = self._boundary.local(binding.name, self._names, inputs)
+            check_local(binding.name, inputs)
             if not by_place:
                 self._refuse_others(args, kwargs)
-            if cut := cuts_of(local):
-                binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
-            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.group, binding.layout)
+            if cut := cuts_of(inputs):
+                binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
+            self.calls.form = form if form is not None and form.cut_axes else None
+            if self._holds_parameters and torch.is_grad_enabled():
+                self._hook_parameters()
+                self._note_form(self.calls.form)
+            tensors = self._boundary.enter(inputs, binding.group, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             self._scoped.unscoped.refuse(error)
-        self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
-        return (tuple(lifted), kwargs) if by_place else self._replaced(args, kwargs, lifted)
+        self.entered = form, tensors[0].shape[self.style.seq_dim], tensors[0].device_mesh
+        return (tuple(tensors), kwargs) if by_place else self._replaced(args, kwargs, tensors)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after the forward, also after one that failed."""
         failure = sys.exc_info()[1]
         if output is None and failure is not None and not torch.compiler.is_dynamo_compiling():
             self._fail(failure)
-        elif self._lifted is not None:
-            return self._lower(output)
+        elif self.entered is not None:
+            return self._leave(output)
         # The forward was traced, and this hook with it or not: see never_compile_alone below.
         elif not self._traced:
             raise RuntimeError(
@@ -273,27 +278,22 @@ class CoreState:
             )
         return output
 
-    def _lower(self, output: Any) -> Any:
+    def _leave(self, output: Any) -> Any:
         """The outputs in the form of the inputs."""
-        assert self._lifted is not None
-        (input_axes, declared), self._lifted = self._lifted, None
+        assert self.entered is not None
+        (form, declared, private), self.entered = self.entered, None
         # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
-        if not self._calls.reached() and graph_task_id() < 0:
+        if not self.calls.tally.calls and graph_task_id() < 0:
             self._scoped.unscoped.refuse_call()
             raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
-
-        def lower(value: DTensor) -> torch.Tensor:
-            if not is_private(value):
-                return value
-            sequence = input_axes is not None and input_axes.seq_axis is not None
-            length = self._length() if sequence or not self.style.use_local_output else 0
-            return self._dtensor_io.lower(self._binding.name, value, input_axes, (declared, length))
-
-        return lower(output) if isinstance(output, DTensor) else tree_map_only(DTensor, lower, output)
+        on_sequence = not self.style.use_local_output if form is None else form.seq_axis is not None
+        scale = declared, self._length() if on_sequence else 0
+        leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
+        return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
 
     def _length(self) -> int:
         """The number of queries on all ranks, for outputs that are DTensors on the sequence axis."""
-        layout = self._calls.latest_layout
+        layout = self.calls.latest_layout
         even = chunk_sizes(layout.length, layout.ranks)
         if layout.lengths != even:  # full_tensor() and redistribute() would be wrong
             raise ValueError(
@@ -305,9 +305,9 @@ class CoreState:
 
     def _fail(self, failure: BaseException) -> None:
         """After an error in the forward, which is under way: explain it, and tell the other ranks."""
-        lifted, self._lifted = self._lifted, None
-        reached = lifted is not None and self._calls.reached()
-        if lifted is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
+        entered, self.entered = self.entered, None
+        reached = entered is not None and self.calls.tally.calls
+        if entered is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
         if isinstance(failure, Exception) and not reached:
             self._scoped.unscoped.refuse_call()  # if it failed before the forward, they know already
@@ -319,20 +319,20 @@ class CoreState:
                 "torch.compile inside the module is not supported, because its tensors are DTensors: compile the "
                 "module itself, or a model around it, and do not compile functions inside it"
             )
-        if not self._calls.reached() and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
+        if not self.calls.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             return _NOT_REACHED
         if NO_COMMUNICATION in str(failure):
             return "the module gathers or reduces the sequence after its attention. Do that outside of the module"
         return ""
 
-    def _three(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _three(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Query, key and value among the arguments of a call."""
         if len(args) < 3:
             try:
                 self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._binding.name}: {error}") from None
-        return [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
+        return tuple([kwargs[name] if name in kwargs else args[place] for name, place in self._places])
 
     def _replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any], three: Sequence[Any]) -> tuple[Any, Any]:
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -358,7 +358,7 @@ class CoreState:
                 )
 
     def _traced_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, io, calls = self._binding.name, self._dtensor_io, self._traced_calls
+        name, boundary, calls = self._binding.name, self._boundary, self._traced_calls
         if not self.style.use_local_output:
             raise NotImplementedError(
                 f"{name}: use_local_output=False is not supported under torch.compile, where the lengths of the ranks' "
@@ -370,19 +370,46 @@ class CoreState:
                 "before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
-        input_mesh = io.traced_mesh(name, inputs)
-        if input_mesh is not None and not self._one_mask:
+        inputs, form = boundary.local(name, self._names, inputs)
+        calls.is_cut = form is not None and bool(form.cut_axes)
+        if calls.is_cut and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        private = _private_mesh(io.live, inputs[0].device.type, input_mesh)
-        if isinstance(private, str):
-            raise ValueError(f"{name}: {private}")
-        args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, input_mesh))
+        tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
+        private = tensors[0].device_mesh
+        args, kwargs = self._replaced(args, kwargs, tensors)
         calls.tally.calls = 0
         with calls:
             output = forward(*args, **kwargs)
-        if not calls.reached():
+        if not calls.tally.calls:
             raise NotImplementedError(f"{name}: {_NOT_REACHED}")
-        return tree_map_only(DTensor, lambda value: io.traced_lower(name, value, private, input_mesh), output)
+        return tree_map_only(DTensor, lambda value: boundary.leave(name, private, form, (0, 0), value), output)
+
+    def _hook_parameters(self) -> None:
+        """Hook the gradients of the module's parameters. A copy of the module has parameters of its own."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked[parameter] = parameter.register_hook(self._gradient_share)
+
+    def _note_form(self, form: InputForm | None) -> None:
+        """Remember over which axes the gradients of the module's parameters are summed. A backward may follow several
+        forwards, so these must have their inputs cut over the same axes."""
+        before, cut = self._form_of_parameters, () if form is None else form.cut_axes
+        if before is not None and before[0] != cut:
+            raise ValueError(
+                f"{self._binding.name}: query was cut over mesh axes {before[0]} before and is over {cut} now, and the "
+                "module holds parameters, whose gradients are summed over these axes: give it all inputs in one form, "
+                "or apply the parameters before the module"
+            )
+        self._form_of_parameters = cut, form
+
+    def _gradient_share(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
+        if not (isinstance(grad, DTensor) and is_private(grad)):
+            return grad
+        share = grad.redistribute(placements=[Partial()]).to_local()
+        _, form = self._form_of_parameters or ((), None)
+        # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
+        return share if form is None else form.summed(share)
 
 
 # If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.
@@ -392,32 +419,20 @@ never_compile_alone(CoreState._after, nor_what_it_calls=True)
 never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
-@constant_under_compile  # of a module and of a mesh, which are guarded
-def _private_mesh(io: LiveObject, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-    converter = io.reference()
-    assert isinstance(converter, DTensorIO)
-    return converter.traced_private_mesh(device_type, input_mesh)
-
-
 class _Core(BoundToThisRun):
     """Put before a module's class. Its forward is :meth:`CoreState.forward`."""
 
 
 def _core_members(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, _STATE).forward(partial(cls.forward, self), args, kwargs)
+        state = getattr(self, _STATE)
+        if torch.compiler.is_dynamo_compiling() or state.entered is None:
+            return state.forward(partial(cls.forward, self), args, kwargs)
+        with state.calls:
+            return cls.forward(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
     return {"forward": forward}
-
-
-def _share(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
-    if isinstance(grad, DTensor) and is_private(grad):
-        # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
-        whole = [Replicate()] * (grad.device_mesh.ndim - 1)
-        return grad.redistribute(placements=[Partial(), *whole]).to_local()
-    return grad
 
 
 _NOT_REACHED = (

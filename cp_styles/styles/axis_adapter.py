@@ -10,14 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import hooks_in_order, tree_map_only
-from cp_styles.styles.mesh_axes import OtherAxes, Placements, chunk, other_axes_of, placed
+from cp_styles.styles.dtensor_io import placed
+from cp_styles.styles.mesh_axes import Placements, axis_in, chunk
 
 
 class _InputForm(NamedTuple):
-    """The form of a module's input: the axes other than the style's, its placements on them, and its rows."""
+    """The form of a module's input: its mesh and placements, the index of the style's axis, and its rows."""
 
-    other_axes: OtherAxes
-    others: Placements
+    mesh: DeviceMesh
+    placements: Placements
+    own_axis: int
     rows: dict[int, tuple[int, int]]  # for each dim that other axes cut: (local size, global size)
 
 
@@ -58,29 +60,33 @@ class AxisAdapter:
             return value
         (name,) = self._axis.mesh_dim_names or ("",)
         what = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
-        axes = other_axes_of(value.device_mesh, self._composed, name)
-        if isinstance(axes, str) or axes.seq_axis is None:
-            raise ValueError(f"{what}: {axes if isinstance(axes, str) else f'it lacks the axis {name!r} of the style'}")
+        try:
+            own_axis = axis_in(value.device_mesh, self._composed, name)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+        if own_axis is None:
+            raise ValueError(f"{what}: it lacks the axis {name!r} of the style")
         if not self._keeps_rows:
             raise NotImplementedError(
                 f"{what}, but this style takes DTensors on {name!r} alone. ColwiseParallel, RowwiseParallel and "
                 "SequenceParallel take DTensors on several axes and redistribute over their own: leave this style out"
             )
-        others, placement = axes.others(value.placements), value.placements[axes.seq_axis]
-        cut = {axis: other.dim for axis, other in zip(axes.axes, others, strict=True) if type(other) is Shard}
+        placement, others = value.placements[own_axis], {*range(value.device_mesh.ndim)} - {own_axis}
+        cut = {axis: other.dim for axis in others if type(other := value.placements[axis]) is Shard}
         features = value.ndim - 1 if value.is_floating_point() else None  # and tokens have none
         if len(cut) < len(others) or features in cut.values():
             raise ValueError(
                 f"{what}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
                 "placements the sum of the parameter gradients would not be that of one device"
             )
-        if type(placement) is Shard and any(axis > axes.seq_axis for axis, dim in cut.items() if dim == placement.dim):
+        if type(placement) is Shard and any(axis > own_axis for axis, dim in cut.items() if dim == placement.dim):
             raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
         shape, place = list(value.shape), value.device_mesh.get_coordinate() or ()
         for axis, dim in cut.items():
             start, stop = chunk(shape[dim], value.device_mesh.size(axis), place[axis])
             shape[dim] = stop - start
-        self._form = _InputForm(axes, others, {dim: (shape[dim], value.shape[dim]) for dim in cut.values()})
+        rows = {dim: (shape[dim], value.shape[dim]) for dim in cut.values()}
+        self._form = _InputForm(value.device_mesh, value.placements, own_axis, rows)
         return placed(value.to_local(), self._axis, (placement,), shape)
 
     def _lift(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -95,11 +101,10 @@ class AxisAdapter:
         for dim, (rows, whole) in form.rows.items():
             assert shape[dim] == rows  # a Linear, an Embedding or a norm: what the styles took
             shape[dim] = whole
-        placements = form.other_axes.joined(placement, form.others)
-        assert form.other_axes.seq_axis is not None  # _on_own_axis saw it
-        if isinstance(placement, Shard) and placement in placements[form.other_axes.seq_axis + 1 :]:
+        placements = (*form.placements[: form.own_axis], placement, *form.placements[form.own_axis + 1 :])
+        if isinstance(placement, Shard) and placement in placements[form.own_axis + 1 :]:
             raise ValueError(
-                f"{self._who}: the output would be {placements} on {form.other_axes.mesh.mesh_dim_names}, but the axis "
+                f"{self._who}: the output would be {placements} on {form.mesh.mesh_dim_names}, but the axis "
                 "of the style must come after the axes that cut the same dim, as tp in ('cp', 'tp')"
             )
-        return placed(value.to_local(), form.other_axes.mesh, placements, shape)
+        return placed(value.to_local(), form.mesh, placements, shape)

@@ -12,31 +12,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import never_compile_alone
-from cp_styles.engine.binding import refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import agreed_call
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
+from cp_styles.engine.custom_ops import Source, agreed_call
 from cp_styles.functions.attention import attend
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import causal_bias
-from cp_styles.styles.mesh_axes import (
-    HeadShare,
-    Placements,
-    head_share,
-    keeps_apart,
-    local_parts,
-    placed,
-    placed_in_graph,
-    refuse_placements,
-)
+from cp_styles.styles.boundary import InputForm
+from cp_styles.styles.dtensor_io import local_tensors, placed_as, placed_in_graph, spec_of
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.troubleshooting import see
 
 _LABELS = ("query", "key", "value")
 _SEQ_DIM, _HEAD_DIM = 2, 1  # of what reaches the attention: [B, H, S, D]
-_ALONG = Shard(_SEQ_DIM)
+_ALONG = (Shard(_SEQ_DIM),)
 
 
 class CoreCalls(AttentionCalls):
@@ -45,9 +37,11 @@ class CoreCalls(AttentionCalls):
     Attention on other tensors, which were not made from the module's inputs, is not changed.
     """
 
-    def reached(self) -> bool:
-        """Whether this forward has called attention. (A property cannot be traced.)"""
-        return self.tally.calls > 0
+    # Of the module's inputs, if other axes cut their heads or batch. It stays until the next inputs, because a
+    # checkpoint in the module runs its attention again without the hooks.
+    form: InputForm | None = None
+    # While torch.compile traces, in place of ``form``: whether there is one.
+    is_cut = False
 
     def refuse_inside(self) -> None:
         """Raise inside a module or block that takes all attention."""
@@ -96,22 +90,33 @@ class CoreCalls(AttentionCalls):
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
-        source, share, whole = self._scoped, None, (0, 0)
+        binding: Source = self._scoped if self.form is None else self._scoped.resolve()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            if private.device_mesh.ndim > 1:
-                share, whole = _share(self._name, tensors)
             self.remember()
+            if self.form is not None and isinstance(binding, Binding):
+                binding = self._of_own_heads(binding, self.form, query, attn_mask)
         except Exception as error:  # of any kind: the other ranks must raise too
             self.unscoped.refuse(error)
-        if share is None:
-            q, k, v = local_parts(tensors)
-        else:
-            q, k, v = local_parts(tensors, [query.placements, *(_gradients(query, tensor) for tensor in (key, value))])
-            k, v = share.of_keys(k), share.of_keys(v)
-            source = self._scoped.resolve()[0].of_heads(share.heads, whole)
-        out, _, self._latest = attend(source, (q, k, v), **options)
-        return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
+        out, _, self._latest = attend(binding, local_tensors(*tensors), **options)
+        spec = spec_of(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
+        return placed_as((out,), (spec,))[0]
+
+    def _of_own_heads(
+        self, binding: Binding, form: InputForm, query: DTensor, attn_mask: torch.Tensor | None
+    ) -> Binding:
+        """The binding for this rank's heads, so that a mask of all heads is cut as the heads are."""
+        if query.shape[:2] == form.own:
+            # The rows of a mask are not cut: where other axes cut the batch, only one for all rows will do.
+            whole = 1 if form.cuts(0) else form.whole[0], form.whole[1]
+            return binding.of_heads(form.heads, whole)
+        if binding.mask.varies_by_head_or_row or _by_head(attn_mask):
+            raise ValueError(
+                f"{self._name}: query has {query.shape[0]} rows of the batch and {query.shape[1]} heads at the "
+                f"attention, not {form.own[0]} and {form.own[1]} as the inputs on this rank: which heads of the mask "
+                "they are is not known. Give one mask for all, or reshape query, key and value before the module"
+            )
+        return binding
 
     def _attend_flex(self, *call: Any) -> Any:
         raise NotImplementedError(f"{self._name}: flex_attention {_NOT_ON_DTENSORS.format('context_flex_attention')}")
@@ -134,7 +139,7 @@ class CoreCalls(AttentionCalls):
                     "give query, key and value the missing ones, such as query.unsqueeze(0)"
                 )
         for label, tensor in zip(_LABELS, tensors, strict=True):
-            if tensor.placements[0] != _ALONG:
+            if tensor.placements != _ALONG:
                 raise ValueError(
                     f"{self._name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} "
                     f"at the attention, not Shard({_SEQ_DIM}) on the sequence axis: the module moved or gathered the "
@@ -145,45 +150,16 @@ class CoreCalls(AttentionCalls):
                 f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the "
                 "same on all ranks"
             )
-        if torch.compiler.is_dynamo_compiling():
-            self._refuse_untraceable(tensors, attn_mask)
-
-    def _refuse_untraceable(self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None) -> None:
-        """Raise for what torch.compile does not know of DTensors on other axes: which heads and rows a rank has."""
-        query, key, value = tensors
-        for placement in query.placements[1:]:
-            if not keeps_apart(placement, _HEAD_DIM):
-                raise ValueError(
-                    f"{self._name}: query reaches the attention as {query.placements}: beside the sequence, only the "
-                    "batch and the heads may be cut"
-                )
-        if query.placements != key.placements or query.placements != value.placements:
-            raise NotImplementedError(
-                f"{self._name}: under torch.compile query, key and value must have the same placements, got "
-                f"{query.placements}, {key.placements} and {value.placements}"
-            )
-        if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
+        if self.is_cut and attn_mask is not None and _by_head(attn_mask):
             raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {SINGLED_OUT}")
 
 
 never_compile_alone(CoreCalls._attend, nor_what_it_calls=True)
 
 
-def _share(name: str, tensors: tuple[DTensor, ...]) -> tuple[HeadShare, tuple[int, int]]:
-    """This rank's heads, and the numbers of rows of the batch and of heads that a mask must fit."""
-    query, key, _ = tensors
-    others = [tensor.placements[1:] for tensor in tensors]
-    refuse_placements(name, _LABELS, others, (query.device_mesh.mesh_dim_names or ())[1:], _SEQ_DIM, _HEAD_DIM)
-    share = head_share(name, query, key)
-    # A mask's rows of the batch are not cut here: where the batch is, only one for all of it will do.
-    return share, (1 if Shard(0) in others[0] else query.shape[0], share.of)
-
-
-def _gradients(query: DTensor, key: DTensor) -> Placements:
-    """The placements of the gradient of a key: if the query's heads are cut and the key is replicated, each rank has
-    the share of its own heads."""
-    pairs = zip(query.placements, key.placements, strict=True)
-    return tuple(of_key if of_key == of_query else Partial() for of_query, of_key in pairs)
+def _by_head(attn_mask: torch.Tensor | None) -> bool:
+    """Whether a mask may differ by head or by row of the batch."""
+    return attn_mask is not None and any(size != 1 for size in attn_mask.shape[:-2])
 
 
 _NOT_ON_DTENSORS = (

@@ -1,6 +1,5 @@
 """The mesh on which a module's inputs are DTensors: a private view of the user's axis, over which nothing communicates.
 
-Its first axis is the sequence axis. The axes over which tensor parallelism shards the heads follow; see mesh_axes.py.
 Attention on its DTensors is intercepted by a function mode (core_calls.py) before it is an operator. What DTensor would
 do with the operator is a local attention on each rank's part, or nothing. So there DTensor's dispatcher raises.
 """
@@ -25,32 +24,25 @@ from cp_styles._compat import (
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.kernels import SDPA_KERNELS
-from cp_styles.styles.mesh_axes import OtherAxes
 from cp_styles.troubleshooting import see
 
 _PREFIX = "cp_styles:"
 NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
 
 
-def private_mesh(group: dist.ProcessGroup, device_type: str, other_axes: OtherAxes | None) -> DeviceMesh:
-    """The private mesh over a group and over other axes. There is one of each kind, because DTensor's caches keep every
-    mesh for ever.
+def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The private 1-D mesh over a group. There is only one, because DTensor's caches keep every mesh for ever.
 
     No communication.
     """
     meshes = state_of(group).meshes
-    key = device_type, None if other_axes is None else (other_axes.names, other_axes.grid, other_axes.group_names)
-    if key not in meshes:
+    if device_type not in meshes:
         refuse_destroyed(group)
-        name = f"{_PREFIX}{group.group_name}"
-        if other_axes is None:
-            mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))
-        else:
-            mesh = other_axes.around(group, device_type, name)
-        # Strategies use the group itself. Only DTensor would communicate over this axis: it would gather the sequence
-        # for ops other than attention (dropout, a matmul of q and k), and assume equal parts. On the other axes it may.
-        meshes[key] = without_communication(mesh, NO_COMMUNICATION)
-    return meshes[key]
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"{_PREFIX}{group.group_name}",))
+        # Strategies use the group itself. Only DTensor would communicate over this mesh: it would gather the sequence
+        # for ops other than attention (dropout, a matmul of q and k), and assume equal parts.
+        meshes[device_type] = without_communication(mesh, NO_COMMUNICATION)
+    return meshes[device_type]
 
 
 def is_private(tensor: Any) -> bool:

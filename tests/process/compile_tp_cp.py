@@ -70,7 +70,9 @@ class Layer(nn.Module):
         return x + self.wo(self.core(query, key, value).transpose(1, 2).flatten(2))
 
 
-def layer_error(mesh: DeviceMesh, *, local: bool, layout=head_tail) -> float:
+def layer_error(
+    mesh: DeviceMesh, core: nn.Module, *, local: bool, keys: ColwiseParallel | None = None, layout=head_tail
+) -> float:
     """Of the compiled layer to one process' in output, input gradient and parameter gradients."""
     x, cotangent = randn(10, 2, LENGTH, WIDTH), randn(11, 2, LENGTH, WIDTH)
     reference = Layer(DenseCore())
@@ -78,11 +80,12 @@ def layer_error(mesh: DeviceMesh, *, local: bool, layout=head_tail) -> float:
     wanted = reference(leaf)
     wanted.backward(cotangent)
     plan = {
-        "w[qkv]": ColwiseParallel(use_local_output=local),
+        "wq": ColwiseParallel(use_local_output=local),
+        "w[kv]": keys or ColwiseParallel(use_local_output=local),
         "core": AttentionContextParallel(),
         "wo": RowwiseParallel(input_layouts=Shard(-1)),
     }
-    model = parallelize_module(Layer(Core()), mesh, plan)
+    model = parallelize_module(Layer(core), mesh, plan)
     own, rank = layout(LENGTH, mesh["cp"].size()), mesh["cp"].get_local_rank()
     mine = own.shard(x, 1, rank).clone().requires_grad_()
     out = torch.compile(model, backend="aot_eager", fullgraph=True)(mine)
@@ -97,11 +100,16 @@ def layer_error(mesh: DeviceMesh, *, local: bool, layout=head_tail) -> float:
     return max(errors)
 
 
+class Joins(Core):
+    def forward(self, query, key, value):
+        return super().forward(query, key, value).transpose(1, 2).flatten(2)
+
+
 def refusals(mesh: DeviceMesh) -> list[str]:
-    """What is said of masks of single heads: as many as this rank has, so that no shape gives them away."""
+    """Errors of masks of single heads, as many as this rank has, so that no shape shows it; and of joined heads."""
     mask = torch.ones(1, HEADS // 2, LENGTH, LENGTH, dtype=torch.bool)
     said = []
-    for core, style in ((Core(mask), {}), (Core(), {"mask": Dense(mask)})):
+    for core, style in ((Core(mask), {}), (Core(), {"mask": Dense(mask)}), (Joins(), {})):
         plan = {"w[qkv]": ColwiseParallel(use_local_output=False), "core": AttentionContextParallel(**style)}
         model = parallelize_module(Layer(core), mesh, plan)
         mine = head_tail(LENGTH, 2).shard(randn(10, 2, LENGTH, WIDTH), 1, mesh["cp"].get_local_rank())
@@ -223,9 +231,10 @@ def memory() -> tuple[list[float], list[float]]:
 @in_a_world
 def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    said = {"local": layer_error(mesh, local=True)}
+    said = {"local": layer_error(mesh, Core(), local=True)}
     torch.compiler.reset()
-    said["dtensors"] = layer_error(mesh, local=False)
+    replicated = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    said["dtensors"] = [layer_error(mesh, Core(), local=False, keys=keys) for keys in (None, replicated)]
     torch.compiler.reset()
     said["refused"] = refusals(mesh)
     # On the ranks of one attention: those of the other would compile the same.

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.process
 
 
 def test_a_layer_on_cp_and_tp(on_processes):
-    """fullgraph, with local tensors and with tp's DTensors between projections and attention: one process' output and
-    gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor goes on with the
-    attention while a gather over tp is under way: it waits before its use.
+    """fullgraph, with local tensors and with tp's DTensors between projections and attention (keys cut, or replicated):
+    one process' output and gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And
+    inductor goes on with the attention while a gather over tp is under way: it waits before its use.
     A model that takes positions and is given none is refused where it is traced too.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
@@ -27,9 +27,11 @@ def test_a_layer_on_cp_and_tp(on_processes):
     assert [len(said["without positions"]) for said in by_rank] == [2, 0, 2, 0]
     for said in by_rank:
         assert said["local"] < EXACT
-        assert said["dtensors"] < EXACT
-        assert len(said["refused"]) == 2
-        assert all("it is not known which heads" in text for text in said["refused"]), said["refused"]
+        assert max(said["dtensors"]) < EXACT
+        *masks, joined = said["refused"]
+        assert len(masks) == 2
+        assert all("it is not known which heads" in text for text in masks), masks
+        assert "join or reduce heads outside of the module" in joined, joined
         for wrong, graphs, text in said["without positions"]:
             assert wrong < EXACT
             assert graphs == 1

@@ -194,7 +194,7 @@ STATE = {
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
         "strategies/moving_kv.py": "_have_levels",
-        "styles/mesh_axes.py": "_specs",
+        "styles/dtensor_io.py": "_specs",
     },
     "caches of what grows with the batch": {
         "device_copies.py": "_table_of",
@@ -365,7 +365,7 @@ def test_no_cycles_between_files():
 WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
     r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/dry_run.py"},
-    r"DTensor\.from_local\(": {"styles/mesh_axes.py"},
+    r"DTensor\.from_local\(": {"styles/dtensor_io.py"},
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},

@@ -1,10 +1,12 @@
-"""Query, key and value as DTensors of tensor parallelism: lifted to the sequence axis, exact, lowered again.
+"""Query, key and value as DTensors of tensor parallelism: cut heads come off at the boundary, and are put on again.
 
 float64 against the dense oracle, EXACT of attention_case.py. What goes over which axis is counted: over cp what the
 strategy sends and nothing of DTensor's.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
-from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
+from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, Scaled, composed_mesh, exact, part_of
 
 ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
 
@@ -138,19 +140,11 @@ def test_what_goes_over_which_axis(placements, over_tp):
 # -- a module's life --
 
 
-class Scaled(Core):
-    """A parameter meets a DTensor inside: a scalar, which DTensor takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.25, dtype=torch.float64))
-
-    def forward(self, query, key, value):
-        return super().forward(query * self.gain, key, value)
-
-
-def test_a_parameter_inside():
-    """Its gradient is this cp rank's share, and whole over tp, as that of any parameter which tp replicates."""
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
+@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], ids=str)
+def test_a_parameter_inside(placements, full: bool, copied: bool):
+    """Its gradient is this cp rank's share, and whole over the other axis, as a replicated parameter's is."""
     problem = Problem(length=12, kv_heads=2)
     alone = Scaled()
     alone(*problem.inputs).backward(problem.cotangent)
@@ -158,17 +152,37 @@ def test_a_parameter_inside():
 
     def on(rank: int) -> float:
         mesh = composed_mesh()
-        core, cut = parallel(Scaled(), mesh), Cut(problem)
+        core, cut = parallel(Scaled(), mesh), Cut(problem, placements, full=full)
+        core = copy.deepcopy(core) if copied else core
         leaves = cut.leaves(mesh)
-        laid = cut._lay(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1], HEADS, mesh)
+        laid = cut._lay(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1], placements[0], mesh)
         core(*leaves).backward(laid)
-        assert core.gain.grad is not None
+        assert type(core.gain.grad) is torch.Tensor
         return float(core.gain.grad)
 
     shares = run_ranks(on, 4)
     assert shares[0] == shares[1]
     assert shares[2] == shares[3]
     assert abs(shares[0] + shares[2] - float(alone.gain.grad)) < EXACT * abs(float(alone.gain.grad))
+
+
+def test_a_parameter_inside_on_three_axes():
+    """Summed over tp, which cuts the heads, and not over dp, whose ranks hold equal rows."""
+    problem = Problem(length=12, kv_heads=2)
+    alone = Scaled()
+    alone(*problem.inputs).backward(problem.cotangent)
+    assert alone.gain.grad is not None
+
+    def on(rank: int) -> float:
+        mesh, cut = composed_mesh(2, 2, 2, names=("cp", "dp", "tp")), Cut(problem, QUERIES, full=True)
+        core, leaves = parallel(Scaled(), mesh), cut.leaves(mesh)
+        laid = cut._lay(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1], HEADS, mesh)
+        core(*leaves).backward(laid)
+        return float(core.gain.grad)
+
+    shares = run_ranks(on, 8)
+    assert shares == [shares[0]] * 4 + [shares[4]] * 4
+    assert abs(shares[0] + shares[4] - float(alone.gain.grad)) < EXACT * abs(float(alone.gain.grad))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -181,24 +195,85 @@ def test_checkpointed(reentrant: bool):
     assert max(map(max, run_ranks(on, 4))) < EXACT
 
 
-def test_bound_meshes_are_used_again():
-    """A batch a scope: DTensor remembers every mesh for ever."""
-    cut = Cut(Problem(length=12, kv_heads=2))
+def test_one_private_mesh_for_inputs_of_every_form():
+    """A batch a scope: DTensor remembers every mesh for ever. Inside are this rank's heads."""
+    problem = Problem(length=12, kv_heads=2)
+    forms = [Cut(problem), Cut(problem, QUERIES, full=True), Cut(problem, (WHOLE,) * 3), Cut(problem, (Shard(0),) * 3)]
+    forms.append(Cut(Problem(length=12, heads=8, kv_heads=2)))
 
-    def on(rank: int) -> int:
+    def on(rank: int) -> list[tuple[int, int]]:
         mesh = composed_mesh()
-        seen = set()
+        seen, heads = set(), []
 
         class Watching(Core):
             def forward(self, query, key, value):
-                seen.add(query.device_mesh.mesh_dim_names[0])
                 assert is_private(query)
+                assert query.placements == (Shard(2),)
+                seen.add(id(query.device_mesh))
+                heads.append((query.shape[1], key.shape[1]))
                 return super().forward(query, key, value)
 
         core = parallel(Watching(), mesh)
-        for _ in range(6):
+        for cut in forms:
             with SequenceScope(head_tail(12, 2)):
                 assert max(cut.errors(core, mesh)) < EXACT
-        return len(seen)
+        core(*(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[0]))
+        assert len(seen) == 1
+        return heads
 
-    assert max(run_ranks(on, 4)) == 1
+    assert run_ranks(on, 4) == [[(2, 1), (2, 1), (4, 2), (4, 2), (4, 1), (4, 2)]] * 4
+
+
+# -- outputs --
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
+@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], ids=str)
+def test_outputs_of_another_order(placements, full: bool):
+    """[B, S, H, D] in place of [B, H, S, D], and several outputs: DTensors placed as the query's dims are."""
+    cut = Cut(Problem(length=12, kv_heads=2), placements, full=full)
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh()
+        own = DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
+        core = parallel(Returns(lambda out: {"turned": (out.transpose(1, 2), 3), "twice": 2 * out, "own": own}), mesh)
+        leaves = cut.leaves(mesh)
+        outputs = core(*leaves)
+        turned, number = outputs["turned"]
+        assert number == 3
+        assert outputs["own"] is own
+        assert torch.equal(part_of(outputs["twice"]), 2 * part_of(turned).transpose(1, 2))
+        return cut.finish(turned.transpose(1, 2), leaves, mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT
+
+
+def test_outputs_of_any_shape_where_no_axis_cuts():
+    """All heads are there: joined inside, replicated over tp as the query is."""
+    problem = Problem(length=12, kv_heads=2)
+    cut = Cut(problem, (WHOLE,) * 3)
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh()
+        core = parallel(Returns(lambda out: out.transpose(1, 2).flatten(2)), mesh)
+        leaves = cut.leaves(mesh)
+        joined = core(*leaves)
+        assert joined.placements == (WHOLE,)
+        return cut.finish(joined.unflatten(2, (4, -1)).transpose(1, 2), leaves, mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
+def test_heads_that_are_joined_outside(full: bool):
+    """The remedy of the error for joined heads: the output is cut as the joined heads are."""
+    cut = Cut(Problem(length=12, kv_heads=2), full=full)
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh()
+        leaves = cut.leaves(mesh)
+        joined = parallel(Core(), mesh)(*leaves).transpose(1, 2).flatten(2)
+        assert joined.placements[-1] == Shard(2)
+        return cut.finish(joined.unflatten(2, (4, -1)).transpose(1, 2), leaves, mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT

@@ -29,7 +29,7 @@ from cp_styles.testing import run_ranks
 from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
-from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
+from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, Scaled, composed_mesh, exact, part_of
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 
@@ -67,6 +67,7 @@ def core_on(mesh: DeviceMesh, **style) -> nn.Module:
             "query is Partial(sum) on mesh axis 'tp', which is Partial, i.e. not yet reduced: redistribute it to "
             "Shard(1) (heads) or Replicate() on that axis before the module",
         ),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], WHOLE, shape=(2, 6, 8))), "query must have 4 dims"),
         (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence a second time"),
         (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
         (
@@ -152,6 +153,97 @@ def test_a_module_that_joins_the_sequence_with_the_heads():
         parallel(Joins(), mesh)(*Cut(Problem(length=12, kv_heads=2)).leaves(mesh))
 
     assert "not sharded along the sequence: the module reduced or gathered the sequence dim" in refused(act)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
+@pytest.mark.parametrize(
+    ("end", "placement", "shape"),
+    [
+        (lambda out: out.transpose(1, 2).flatten(2), HEADS, (2, 6, 16)),
+        (lambda out: out.mean(1), HEADS, (2, 6, 8)),
+        (lambda out: out.mean(1, keepdim=True), HEADS, (2, 1, 6, 8)),
+        (lambda out: out.permute(0, 3, 2, 1), HEADS, (2, 8, 6, 2)),
+        (lambda out: out[:1], HEADS, (1, 2, 6, 8)),
+        (lambda out: (out, out.unsqueeze(0)), HEADS, (1, 2, 2, 6, 8)),
+        (lambda out: out.repeat(2, 1, 1, 1), Shard(0), (2, 4, 6, 8)),
+        (lambda out: out.permute(2, 1, 0, 3), Shard(0), (6, 4, 1, 8)),
+    ],
+    ids=["joined", "mean", "kept mean", "turned", "row", "two", "rows twice", "batch behind"],
+)
+def test_outputs_that_do_not_show_their_heads(end, placement, shape, full: bool):
+    def act(mesh: DeviceMesh) -> None:
+        parallel(Returns(end), mesh)(*Cut(Problem(length=12, kv_heads=2), (placement,) * 3, full=full).leaves(mesh))
+
+    text = refused(act)
+    assert f"an output has the shape {shape} on this rank" in text
+    assert "mesh axes ('tp',) cut: return [B, H, S, D] or [B, S, H, D]" in text
+
+
+class HalfHeads(Core):
+    """Attends with the first half of the heads that it is given."""
+
+    def forward(self, query, key, value, attn_mask=None):
+        half = (x[:, : x.shape[1] // 2] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(*half, attn_mask)
+        return torch.cat([out, out], 1)
+
+
+def test_masks_by_head_where_the_module_changes_the_heads():
+    """One mask for all heads is exact there, as the error advises."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(1, 4, 12, 12, generator=generator) < 0.6
+
+    def act(mesh: DeviceMesh) -> None:
+        parallel(HalfHeads(), mesh)(*Cut(Problem(length=12)).leaves(mesh), mask)
+
+    assert "query has 2 rows of the batch and 1 heads at the attention, not 2 and 2" in refused(act)
+
+    def by_style(mesh: DeviceMesh) -> None:
+        parallel(HalfHeads(), mesh, mask=Dense(mask))(*Cut(Problem(length=12)).leaves(mesh))
+
+    assert "Give one mask for all" in refused(by_style)
+    problem = Problem(length=12, causal=False, mask=mask[0, 0])
+    expected = HalfHeads()(*(x.detach().unflatten(1, (2, 2)).flatten(0, 1) for x in problem.inputs), mask[:, :1])
+
+    def on(rank: int) -> float:
+        mesh = composed_mesh()
+        out = parallel(HalfHeads(), mesh)(*Cut(problem).leaves(mesh), mask[:, :1])
+        whole = expected.unflatten(0, (2, 2)).flatten(1, 2)  # of each half of the heads, as tp cuts them
+        return error(part_of(out), head_tail(12, 2).shard(whole, 2, mesh.get_local_rank("cp")), whole=whole)
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+def test_masks_by_row_where_the_batch_is_cut():
+    def act(mesh: DeviceMesh) -> None:
+        rows = Dense(torch.ones(2, 1, 12, 12, dtype=torch.bool))
+        core_on(mesh, mask=rows)(*Cut(Problem(length=12, kv_heads=2), (Shard(0),) * 3).leaves(mesh))
+
+    assert "a dense mask of shape (2, 1, 12, 12) does not broadcast to [B, H, S_q, S_kv] = [1, 4, 12, 12]" in refused(
+        act
+    )
+
+
+def test_parameters_inside_want_inputs_of_one_form():
+    """Without gradients any form will do."""
+    problem = Problem(length=12, kv_heads=2)
+
+    passed = []
+
+    def act(mesh: DeviceMesh) -> None:
+        core = parallel(Scaled(), mesh)
+        core(*Cut(problem).leaves(mesh))
+        core(*Cut(problem, (HEADS, WHOLE, WHOLE), full=True).leaves(mesh))
+        parts = problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[0]
+        with torch.no_grad():
+            core(*parts)
+        passed.append(True)
+        core(*parts)
+
+    text = refused(act)
+    assert "query was cut over mesh axes ('tp',) before and is over () now" in text
+    assert "or apply the parameters before the module" in text
+    assert len(passed) == 4
 
 
 def test_gathering_the_sequence_inside_is_refused_beside_tp_too():

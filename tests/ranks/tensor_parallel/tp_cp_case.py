@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -112,3 +114,25 @@ def exact(cut: Cut, *sizes: int, names: tuple[str, ...] = ("cp", "tp"), causal: 
 
     errors = run_ranks(on, ranks)
     assert max(max(each) for each in errors) < EXACT, errors
+
+
+class Scaled(Core):
+    """A parameter meets a DTensor inside: a scalar, which DTensor takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.25, dtype=torch.float64))
+
+    def forward(self, query, key, value):
+        return super().forward(query * self.gain, key * self.gain, value)
+
+
+class Returns(Core):
+    """``end`` makes the output of the module from the output of the attention."""
+
+    def __init__(self, end: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, query, key, value):
+        return self.end(super().forward(query, key, value))
