@@ -105,7 +105,7 @@ def test_the_flash_attention_that_is_active_is_named():
     """FA3 and FA4 replace the implementation of torch's operators."""
     attention = torch.nn.attention
     attention.register_flash_attention_impl("FA of a test", register_fn=lambda: SimpleNamespace(remove=lambda: None))
-    shape = {"ranks": 2, "heads": 2, "head_dim": 64, "mask": Causal()}
+    shape = {"ranks": 2, "heads": 2, "head_dim": 64, "mask": Causal(), "kernel": CUDA_FLASH}
     try:
         attention.activate_flash_attention_impl("FA of a test")
         named = " ".join(str(explain(4096, **shape)).split())
