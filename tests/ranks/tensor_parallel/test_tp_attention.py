@@ -199,7 +199,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
     """A batch a scope: DTensor remembers every mesh for ever. Inside are this rank's heads."""
     problem = Problem(length=12, kv_heads=2)
     forms = [Cut(problem), Cut(problem, QUERIES, full=True), Cut(problem, (WHOLE,) * 3), Cut(problem, (Shard(0),) * 3)]
-    forms.append(Cut(Problem(length=12, heads=8, kv_heads=2)))
+    forms.append(Cut(Problem(length=12, kv_heads=4), QUERIES, full=True))
 
     def on(rank: int) -> list[tuple[int, int]]:
         mesh = composed_mesh()
@@ -221,7 +221,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
         assert len(seen) == 1
         return heads
 
-    assert run_ranks(on, 4) == [[(2, 1), (2, 1), (4, 2), (4, 2), (4, 1), (4, 2)]] * 4
+    assert run_ranks(on, 4) == [[(2, 1), (2, 1), (4, 2), (4, 2), (2, 2), (4, 2)]] * 4
 
 
 # -- outputs --

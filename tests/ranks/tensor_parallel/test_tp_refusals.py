@@ -67,7 +67,7 @@ def core_on(mesh: DeviceMesh, **style) -> nn.Module:
             "query is Partial(sum) on mesh axis 'tp', which is Partial, i.e. not yet reduced: redistribute it to "
             "Shard(1) (heads) or Replicate() on that axis before the module",
         ),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], WHOLE, shape=(2, 6, 8))), "query must have 4 dims"),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], WHOLE, shape=(8,))), "query must have 4 dims"),
         (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence a second time"),
         (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
         (
