@@ -19,6 +19,7 @@ LAYERS = (
         "checksum",
         "device_copies",
         "introspect",
+        "subclassing",
         "testing",
         "troubleshooting",
         "unsupported_derivatives",
@@ -28,9 +29,9 @@ LAYERS = (
     ("layout", "batch", "collectives"),
     ("plan", "strategies"),
     ("engine",),
-    ("batch_sharder", "checks", "decoding", "explain", "functions", "joint_layout", "mixers"),
+    ("batch_sharder", "decoding", "functions", "joint_layout"),
     ("intercept",),
-    ("styles", "torch_api"),
+    ("checks", "explain", "mixers", "styles", "torch_api"),
     ("verify", "integrations"),
     ("__init__", "__main__"),
 )
@@ -41,6 +42,7 @@ CORE = (
     "comm",
     "engine",
     "functions/attention.py",
+    "functions/multi_head_attention.py",
     "intercept",
     "kernels",
     "layout.py",
@@ -48,12 +50,7 @@ CORE = (
     "plan",
     "strategies",
     "styles",
-)
-BESIDE_CORE = (
-    "intercept/mixer_calls.py",
-    "intercept/whole_sequence.py",
-    "styles/guards.py",
-    "styles/model_options.py",
+    "subclassing.py",
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
@@ -105,7 +102,7 @@ def lines_of(path: Path) -> int:
 
 def is_core(path: Path) -> bool:
     file = path.relative_to(PACKAGE).as_posix()
-    return file not in BESIDE_CORE and any(file == part or file.startswith(f"{part}/") for part in CORE)
+    return any(file == part or file.startswith(f"{part}/") for part in CORE)
 
 
 @cache
@@ -365,7 +362,7 @@ WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
     r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/rehearse.py"},
     r"DTensor\.from_local\(": {"styles/mesh_axes.py"},
-    r"\.__class__ = ": {"intercept/subclassing.py"},
+    r"\.__class__ = ": {"subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
@@ -437,10 +434,23 @@ def test_the_engine_knows_no_dtensor():
 
 
 def test_the_engine_knows_no_guarantee():
-    """What ranks compare and what observes a model has a file of its own, and one list names it."""
+    """What ranks compare, and what observes a model or its forwards, has a file of its own, and one list names it.
+
+    Styles and blocks import that list, ``checks/__init__.py``, and no guarantee.
+    """
     for path in package_files():
         if module_of(path) in ("comm", "engine", "functions", "intercept", "strategies"):
             assert "checks" not in imports_of_file(path), path.name
+        elif module_of(path) in ("styles", "torch_api"):
+            named = [node.module for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+            assert not [name for name in named if (name or "").startswith("cp_styles.checks.")], path.name
+
+
+def test_walks_over_frames_are_in_one_place():
+    """A generator's frames are the other one: which ``with`` is around a call that runs in a generator."""
+    walks = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(r"\.f_back\b", path)}
+    assert walks == {"_compat.py", "engine/openings.py"}
+    assert code_of(PACKAGE / "_compat.py").count(".f_back") == 1
 
 
 def test_no_two_classes_have_one_name():
