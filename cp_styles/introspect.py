@@ -1,5 +1,5 @@
-"""Introspection of functions of a caller: the tensors that a mask_mod or score_mod of FlexAttention reads, and its code as a
-text; the arguments of a module's forward."""
+"""Introspection of functions of a caller: the tensors that a mask_mod or score_mod of FlexAttention reads, and its code
+as a text; the arguments of a module's forward."""
 
 from __future__ import annotations
 
