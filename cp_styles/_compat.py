@@ -288,16 +288,23 @@ wait_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.ops._c10d_functional
 in_process_store: Callable[[], Any] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 
+def callers() -> list[types.FrameType]:
+    """The frames around the present call, innermost first. Loop over them, and keep none: frames hold their locals."""
+    frame, frames = sys._getframe(1), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
 def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The modules whose calls are running in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
     modules = []
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
-        frame = frame.f_back
     return modules
 
 
@@ -324,11 +331,11 @@ def module_of_plan() -> torch.nn.Module | None:
 
     Seen: 2.11 to 2.15 (a function that calls itself for each part of a path, and the name of its argument)."""
     root = None
-    frame = sys._getframe(1)
-    while frame is not None and not (root is not None and frame.f_code is not parallelize_module.__code__):
+    for frame in callers():
         if frame.f_code is parallelize_module.__code__:
             root = frame.f_locals.get("module")
-        frame = frame.f_back
+        elif root is not None:
+            break
     return root
 
 
@@ -398,8 +405,7 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     ``checkpoint``'s generator and in the hooks that it opens).
     """
     reruns: list[tuple[Any, str | None]] = []
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         code = frame.f_code
         if code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__:
             generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
@@ -412,7 +418,6 @@ def running_reruns() -> list[tuple[Any, str | None]]:
                     reruns.append((ctx, "run_function"))
             elif isinstance(ctx, torch.autograd.function.FunctionCtx) and not code.co_filename.startswith(_TORCH_FILES):
                 reruns.append((ctx, None))
-        frame = frame.f_back
     # torch.distributed._composable.checkpoint opens the hooks without the function.
     pack = (saved_tensors_hooks_on_top() or (None,))[0]
     if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."):

@@ -1,13 +1,16 @@
-"""Introspection of a mask_mod or score_mod of FlexAttention: the tensors that it reads, and its code as a text."""
+"""Introspection of functions of a caller: the tensors that a mask_mod or score_mod of FlexAttention reads, and its code
+as a text; the arguments of a module's forward."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import tensors_in, tree_map_only
@@ -100,13 +103,44 @@ def _described(value: Any, above: frozenset[int]) -> Any:
     return [_described(part, above) for part in (value.__code__, value.__defaults__, value.__kwdefaults__, *around)]
 
 
-def names_in(code: Any) -> frozenset[str]:
-    """Names that a function, or its code, may read as globals or attributes."""
-    code = getattr(code, "__code__", code)
-    if not isinstance(code, CodeType):
-        return frozenset()
-    texts = {constant for constant in code.co_consts if isinstance(constant, str)}  # getattr(self, "slope")
-    return frozenset(texts).union(code.co_names, *map(names_in, code.co_consts))
-
-
 _EMPTY_CELL = CellType()
+
+
+def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The positional ones of a module class' forward, without self."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
+    """The positional arguments of a module's forward by name; of a wrapper's those of the module that it wraps."""
+    names, inner = _parameter_names(type(module)), module
+    while not names and (inner := wrapped_by(inner)) is not None:
+        names = _parameter_names(type(inner))
+    return names
+
+
+def parameters_of(module: nn.Module) -> list[str]:
+    """The names of all arguments of a module's forward, and of the modules that it wraps."""
+    return [name for each in with_wrapped(module) for name in inspect.signature(type(each).forward).parameters]
+
+
+def with_wrapped(module: nn.Module) -> list[nn.Module]:
+    """A module, and the modules to which it passes its arguments, one inside of another."""
+    modules = [module]
+    while (inner := wrapped_by(modules[-1])) is not None:
+        modules.append(inner)
+    return modules
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
+    return "input_ids" in inspect.signature(type(module).forward).parameters
+
+
+def wrapped_by(module: nn.Module) -> nn.Module | None:
+    """The module to which a wrapper passes its arguments: its only child, if its forward takes ``**kwargs``."""
+    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
+    children = list(module.children())
+    return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None

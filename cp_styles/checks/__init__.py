@@ -1,7 +1,50 @@
-"""Guarantees that surround the attention: one file each. Nothing in comm, engine or intercept imports them."""
+"""Guarantees that surround the attention: one file each, and one entry of a list here.
+
+Nothing in comm, engine, functions, intercept or strategies imports this package. Styles and blocks import this file
+alone, and no guarantee by name but the proof of a model, which is their bindings' observer of its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
 
 from cp_styles.checks.gradient_watch import ParameterWatch
+from cp_styles.checks.layers import (
+    refuse_mixing_layers,
+    refuse_rotary_embedding_outside,
+    refuse_uneven_sequence_parallelism,
+)
+from cp_styles.checks.positions import PositionCheck
+from cp_styles.checks.proof import proof_of
+from cp_styles.checks.transformers_models import TransformersCheck
 from cp_styles.checks.uncut_batch import UncutBatchCheck
 from cp_styles.engine.observers import RANK_CHECKS
+from cp_styles.intercept.function_mode import ForwardObserver
+
+__all__ = ["check_layers", "observers_of", "proof_of"]
 
 RANK_CHECKS += [ParameterWatch, UncutBatchCheck]
+_LAYER_CHECKS: tuple[Callable[[nn.Module, str, Iterable[nn.Module]], None], ...] = (
+    refuse_mixing_layers,
+    refuse_uneven_sequence_parallelism,
+)
+_FORWARD_OBSERVERS: tuple[Callable[[nn.Module], ForwardObserver | None], ...] = (TransformersCheck.of, PositionCheck.of)
+
+
+def check_layers(model: nn.Module, name: str, local: Iterable[nn.Module], *, check_inputs: bool) -> None:
+    """Check the layers of a module to which a style is applied, now or by hooks when they are called.
+
+    ``local``: modules whose input is whole on each rank. ``check_inputs``: see ModuleContextParallel.
+    """
+    for check in _LAYER_CHECKS:
+        check(model, name, local)
+    if check_inputs:
+        refuse_rotary_embedding_outside(model, name)
+
+
+def observers_of(module: nn.Module) -> list[ForwardObserver]:
+    """New observers of the forwards of a module."""
+    observers = (of(module) for of in _FORWARD_OBSERVERS)
+    return [observer for observer in observers if observer is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_styles._compat import callers
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
 
@@ -41,12 +41,10 @@ class Proof:
     def forward_begins(self, state: GroupState) -> None:
         """A forward for a backward has begun over the group of ``state``: note who reduces its gradients."""
         state.training.add(self)
-        frame = sys._getframe(1)
-        while frame is not None:
+        for frame in callers():  # DDP registers nothing with the module that it wraps
             if frame.f_code is DistributedDataParallel.forward.__code__:
                 module = frame.f_locals["self"]
                 self.reducer = type(module).__name__, dist.get_process_group_ranks(module.process_group)
-            frame = frame.f_back
 
     def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""

@@ -1,7 +1,8 @@
 """Protocols for guarantees that surround the attention. The engine knows no guarantee by name.
 
 A guarantee that ranks compare is a RankCheck: :mod:`cp_styles.checks` puts its class into RANK_CHECKS. A guarantee
-about a model is a ModelObserver: a style gives it to its bindings.
+about the training of a model is a ModelObserver: a style gives it to its bindings. A guarantee about the arguments of
+a module is a ForwardObserver: see function_mode.py.
 """
 
 from __future__ import annotations

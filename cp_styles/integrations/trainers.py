@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
+from cp_styles.checks.positions import padding_position
 from cp_styles.checks.proof import Proof
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
-from cp_styles.styles.model_options import padding_position
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
 from cp_styles.verify import verify
@@ -80,7 +80,8 @@ class ContextParallelTrainer:
       once for each sample.
 
     Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
-    part of the labels; predictions for batches without labels. (The style refuses ``neftune_noise_alpha``.)
+    part of the labels; ``neftune_noise_alpha``, whose noise depends on the length of a part; predictions for batches
+    without labels.
     """
 
     verify = True
@@ -202,7 +203,8 @@ class ContextParallelTrainer:
         collator and of the model.
 
         Raises:
-            NotImplementedError: for ``label_smoothing_factor`` and ``compute_loss_func``; for batches without labels.
+            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``; for
+                batches without labels.
         """
         trainer = self._trainer
         if self._cut._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
@@ -218,6 +220,11 @@ class ContextParallelTrainer:
                 f"{type(self).__name__}: {'label_smoothing_factor' if smoothed else 'compute_loss_func'} gets this "
                 "rank's part of the labels, and would shift them after the cut. Leave it out; or override "
                 "compute_loss, and take the loss from the logits and shift_labels (chunked_token_losses smooths labels)"
+            )
+        if getattr(trainer.args, "neftune_noise_alpha", None):
+            raise NotImplementedError(
+                f"{type(self).__name__}: NEFTune (neftune_noise_alpha) adds noise to the embeddings, with random "
+                "numbers of each rank's own, and of a size that follows from this rank's number of tokens: leave it out"
             )
         part = self._cut(inputs)
         if num_items_in_batch is None and "shift_labels" in part:

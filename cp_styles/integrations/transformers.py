@@ -25,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import known_about
+from cp_styles.checks.positions import padding_position
+from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, start_status
@@ -32,13 +34,12 @@ from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
-from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.introspect import names_of_inputs
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
-from cp_styles.styles.guards import frame_of
-from cp_styles.styles.model_options import padding_position, positions_after_padding
 from cp_styles.styles.module import calls_in
 from cp_styles.troubleshooting import see
 
@@ -259,7 +260,8 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     """
     padding = padding_position(model)
     if padding is not None:
-        return positions_after_padding(input_ids, padding)
+        present = (input_ids != padding).long()
+        return present.cumsum(1) * present + padding
     return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
 
 

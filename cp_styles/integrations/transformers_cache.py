@@ -11,9 +11,9 @@ import torch
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.decoding import LayerCaches, cache_given
 from cp_styles.engine.binding import Binding
-from cp_styles.intercept.mixer_calls import rows_at_end
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
+from cp_styles.mixers.by_name import rows_at_end
 from cp_styles.troubleshooting import see
 
 

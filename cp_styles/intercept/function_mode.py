@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,10 @@ from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
+from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
-from cp_styles.intercept.multi_head_attention import multi_head_attention
-from cp_styles.intercept.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
+from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
+from cp_styles.introspect import names_of_inputs
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
@@ -303,7 +303,7 @@ class AttentionCalls(RerunMode):
         return decode(binding.name, q_BHLD, cache, call)
 
     def mix(self, run: Callable[[Callable[[], None]], Any]) -> Any:
-        """``run(refuse)``, a token mixer over the whole sequence; see [Note: mixers by name] in mixer_calls.py.
+        """``run(refuse)``, a token mixer over the whole sequence; see [Note: mixers by name] in mixers/by_name.py.
 
         ``refuse`` raises for errors that only this rank may see.
         """
@@ -348,7 +348,7 @@ class AttentionCalls(RerunMode):
             super()._refuse_unknown(owner)
 
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Hook at the beginning of a module's forward."""
+        """The module's forward begins. See :class:`~cp_styles.styles.ModuleContextParallel` for what calls it."""
         self.tally.calls, self.tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = True
@@ -375,7 +375,7 @@ class AttentionCalls(RerunMode):
             )
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
-        """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
+        """The forward ends, after an exception too. ``attends``: it must have called attention."""
         self.tally.inputs, self.tally.given = {}, ()
         self.tally.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
@@ -395,26 +395,19 @@ class AttentionCalls(RerunMode):
             )
 
 
-def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The positional ones of a module class' forward, without self."""
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+class ForwardObserver(Protocol):
+    """Observes the forwards of one module. An error that it raises ends the forward, which tells the remaining ranks.
 
+    torch.compile may trace both functions with the forward. ``calls`` is the mode for the attention calls inside.
+    """
 
-def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
-    """The positional arguments of a module's forward by name; of a wrapper's those of the module that it wraps."""
-    names, inner = _parameter_names(type(module)), module
-    while not names and (inner := wrapped_by(inner)) is not None:
-        names = _parameter_names(type(inner))
-    return names
+    def forward_begins(
+        self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The module was called with these arguments. By default nothing is looked at."""
 
-
-def wrapped_by(module: nn.Module) -> nn.Module | None:
-    """The module to which a wrapper passes its arguments: its only child, if its forward takes ``**kwargs``."""
-    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
-    children = list(module.children())
-    return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None
+    def forward_ends(self, calls: AttentionCalls, module: nn.Module, output: Any) -> None:
+        """The forward has returned ``output``. By default nothing is looked at."""
 
 
 never_compile_alone(AttentionCalls.__torch_function__)
@@ -423,10 +416,6 @@ never_compile_alone(AttentionCalls._attend, nor_what_it_calls=True)
 # After a graph break torch.compile would compile these again at each step, because what they read changes.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
-# Hooks. If torch.compile compiled one by itself, it would behave as inside a traced forward. It would then not tell the
-# other ranks that this rank, whose tracing has failed, does not reach its attention.
-never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
-never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
 # Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {*fast_path_attention(), *MAXIMUM}

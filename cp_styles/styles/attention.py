@@ -29,7 +29,6 @@ from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cuts_of
 from cp_styles.mask import Mask
@@ -39,6 +38,7 @@ from cp_styles.styles.boundary import InputForm, SequenceBoundary
 from cp_styles.styles.core_calls import SINGLED_OUT, CoreCalls
 from cp_styles.styles.mesh_axes import chunk_sizes
 from cp_styles.styles.private_mesh import NO_COMMUNICATION, install_handlers, is_private
+from cp_styles.subclassing import BoundToThisRun, put_before_class
 from cp_styles.troubleshooting import see
 
 # The kinds of parameters of a forward(*args, **kwargs), as wrappers have it.

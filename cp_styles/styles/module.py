@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import graph_task_id, hooks_in_order, scripted_attention
+from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
+from cp_styles.checks import check_layers, observers_of
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.intercept.mixer_calls import run_known_mixers
-from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
+from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
+from cp_styles.introspect import is_model
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
+from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import Forwards, refuse_mixing_layers, refuse_uneven_sequence_parallelism
-from cp_styles.styles.model_options import rope_outside
 from cp_styles.styles.parallelize import matches
+from cp_styles.subclassing import BoundToThisRun, put_before_class
 from cp_styles.troubleshooting import see
 
 _STATE = "_context_parallel_calls"
-_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, Forwards, str]
-"""The calls of an eager forward, and those of a traced one; what does the work of the hooks where they have not run;
-and the path of the module below the one that has the style."""
 
 
 class ModuleContextParallel(ContextParallelStyle):
@@ -148,12 +146,6 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
-        if self.check_inputs and binding.group.size() > 1 and (rope := rope_outside(module)) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__}: the frequencies of its rotary embedding ({rope}) depend on the longest "
-                "position of the sequence, and the embedding is outside of the module, where it sees the positions of "
-                "this rank alone: apply the style to the whole model, which has the embedding in it"
-            )
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
             raise ValueError(
@@ -168,26 +160,25 @@ class ModuleContextParallel(ContextParallelStyle):
                 "module.named_modules(); each part between dots may hold * and ?"
             )
         if binding.group.size() > 1:
-            refuse_mixing_layers(module, binding.name, chain.from_iterable(named.values()))
-            refuse_uneven_sequence_parallelism(module, binding.name)
-        forwards = Forwards(module, calls, check_inputs=self.check_inputs)
-        self._enter(module, (calls, calls.inlined(), forwards, ""), at_top=True)
-        before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
-        ours = [before]
-        if (guards := forwards.guards(module)) is not None:
-            ours.append(module.register_forward_pre_hook(guards.check, with_kwargs=True))
-            ours.append(module.register_forward_hook(guards.check_output))
-        hooks_in_order(module, *ours, module.register_forward_hook(calls.leave, always_call=True))
+            local = list(chain.from_iterable(named.values()))
+            check_layers(module, binding.name, local, check_inputs=self.check_inputs)
+        state = _ObservedForward(calls, calls.inlined(), "")
+        self._enter(module, state, at_top=True)
+        state = getattr(module, _STATE)
+        before = module.register_forward_pre_hook(state.begin, with_kwargs=True)
+        hooks_in_order(module, before, module.register_forward_hook(state.end, always_call=True))
         return module
 
-    def _enter(self, child: nn.Module, state: _State, *, at_top: bool = False) -> None:
+    def _enter(self, child: nn.Module, state: _ObservedForward, *, at_top: bool = False) -> None:
         """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
         if hasattr(child, _STATE):
             return  # the module occurs twice
-        calls, _, forwards, path = state
+        calls, path = state.calls, state.path
         if self.sink is not None and getattr(child, self.sink, None) is not None:
-            with_sink = calls.with_sink(child, self.sink)
-            state = with_sink, with_sink.inlined(), forwards, path
+            calls = calls.with_sink(child, self.sink)
+            state = replace(state, calls=calls, traced=calls.inlined())
+        if self.check_inputs and calls.unscoped.group.size() > 1 and (at_top or is_model(child)):
+            state = replace(state, observers=observers_of(child))
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and there are many of them. Models share activations of transformers.
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
@@ -195,12 +186,64 @@ class ModuleContextParallel(ContextParallelStyle):
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)
         for name, grandchild in children.items():
-            self._enter(grandchild, (*state[:3], f"{path}.{name}" if path else name))
+            below = f"{path}.{name}" if path else name
+            self._enter(grandchild, replace(state, path=below, observers=()))
+
+
+@dataclass(frozen=True, eq=False)
+class _ObservedForward:
+    """How the forward of one module runs.
+
+    Attributes:
+        calls: the mode of an eager forward.
+        traced: the mode of a forward that torch.compile traces.
+        path: of the module, below the one that has the style.
+        observers: of the arguments of the module that has the style, and of models inside of it.
+    """
+
+    calls: AttentionCalls
+    traced: AttentionCalls
+    path: str
+    observers: Sequence[ForwardObserver] = ()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module that has the style."""
+        self.calls.start(module, args, kwargs)
+        for observer in self.observers:
+            observer.forward_begins(self.calls, module, args, kwargs)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the module that has the style, after an exception too; ``output`` is then None."""
+        self.calls.leave(module, args, output, attends=not self.path)
+        if output is not None:
+            for observer in self.observers:
+                observer.forward_ends(self.calls, module, output)
+
+    def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward where no hook has run. A program calls ``model.forward``, or a model inside of the model
+        (``model.model``, for hidden states); or torch.compile has traced the hooks, and not the forward."""
+        output = None
+        try:
+            self.begin(module, args, kwargs)
+            with self.calls:
+                output = forward(*args, **kwargs)
+        finally:
+            self.end(module, args, output)
+        return output
+
+
+# Hooks are traced with the module's call or not compiled at all. If torch.compile compiled one by itself, it would
+# behave as inside a traced forward, and would not tell the ranks that wait that this rank, whose tracing has failed,
+# does not reach its attention.
+never_compile_alone(_ObservedForward.begin, nor_what_it_calls=True)
+never_compile_alone(_ObservedForward.end, nor_what_it_calls=True)
+# Its frame is not compiled, because it enters a mode; the forward is.
+never_compile_alone(_ObservedForward.run)
 
 
 def calls_in(model: nn.Module) -> AttentionCalls | None:
     """The mode that intercepts the attention calls of ``model``, or of the first module in it that has the style."""
-    return next((getattr(child, _STATE)[0] for child in model.modules() if hasattr(child, _STATE)), None)
+    return next((getattr(child, _STATE).calls for child in model.modules() if hasattr(child, _STATE)), None)
 
 
 def _scripted(module: nn.Module) -> Iterator[str]:
@@ -218,20 +261,20 @@ def _scripted(module: nn.Module) -> Iterator[str]:
 def binding_of(model: nn.Module) -> Binding | None:
     """The binding of the first context-parallel module in ``model``. None if there is none."""
     states = (getattr(child, _STATE, None) for child in model.modules())
-    return next((state[0].binding for state in states if state is not None), None)
+    return next((state.calls.binding for state in states if state is not None), None)
 
 
 class _Entered(BoundToThisRun):
     """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined, forwards, path = getattr(self, _STATE)
-        compiling = torch.compiler.is_dynamo_compiling()
+        state: _ObservedForward = getattr(self, _STATE)
+        calls, compiling = state.calls, torch.compiler.is_dynamo_compiling()
         if not compiling:
-            calls.next_path = path
+            calls.next_path = state.path
             if not calls.tally.running and graph_task_id() < 0:  # the hooks have not run
-                return forwards.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        with inlined if compiling else calls:
+                return state.run(self, super().forward, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        with state.traced if compiling else calls:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -26,7 +26,7 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
-from cp_styles.checks.proof import proof_of
+from cp_styles.checks import observers_of, proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
@@ -34,12 +34,12 @@ from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
+from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
+from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
-from cp_styles.styles.guards import InputGuards, ModelFacts, is_model
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
 
@@ -265,7 +265,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.models = binding.group_state.the(_Models)
+        self.observers = binding.group_state.the(_Observers)
 
     @contextlib.contextmanager
     def inside(self, *, again: bool = False) -> Iterator[None]:
@@ -288,11 +288,8 @@ class _BlockEntry(Opening):
             yield
 
 
-class _Models:
-    """What the checks know of the models that have called attention in blocks over the ranks of a group."""
-
-    def __init__(self) -> None:
-        self.facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
+class _Observers(WeakKeyDictionary[nn.Module, list[ForwardObserver]]):
+    """The observers of the models that have called attention in blocks over the ranks of a group."""
 
 
 class _BlockCalls(AttentionCalls):
@@ -332,10 +329,11 @@ class _BlockCalls(AttentionCalls):
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
-                by_model = self._entry.models.facts
-                facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 self._checked.add(module)
-                InputGuards(facts, self).check(module, args, kwargs)
+                known = self._entry.observers
+                observers = known[module] if module in known else known.setdefault(module, observers_of(module))
+                for observer in observers:
+                    observer.forward_begins(self, module, args, kwargs)
 
     @property
     def inputs(self) -> Mapping[str, Any]:

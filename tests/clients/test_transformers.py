@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,12 +33,12 @@ from cp_styles import (
     head_tail,
     sum_gradients,
 )
+from cp_styles.checks.transformers_models import windows_of
 from cp_styles.collectives import gather
 from cp_styles.integrations.transformers import position_ids_of
-from cp_styles.styles.model_options import loss_takes_all, windows_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
-from cp_styles.verify import verify
+from cp_styles.verify import VerificationError, verify
 from tests.clients.hugging_face import (
     BATCH,
     CACHE,
@@ -635,27 +636,6 @@ def test_a_loss_for_the_balance_of_experts_is_refused():
     assert found.value.errors.keys() == {0, 1}
 
 
-def test_which_losses_are_told_the_count():
-    class Passing(transformers.LlamaForCausalLM):
-        def forward(self, **inputs: Any) -> Any:
-            return super().forward(**inputs)
-
-    told = [Passing, transformers.CTRLLMHeadModel, transformers.ModernBertForMaskedLM]
-    classifier = transformers.LlamaForTokenClassification
-    own = [transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration, classifier]
-    assert [loss_takes_all(kind) for kind in [*told, *own]] == [True] * 3 + [False] * 3
-
-
-@pytest.mark.parametrize("make", [transformers.BertForMaskedLM, transformers.BertForTokenClassification])
-def test_a_loss_that_is_not_told_the_count_is_refused(make: Any):
-    tokens, labels = tokens_of(), labels_of(tokens_of())
-    given = {"input_ids": tokens, "position_ids": positions_of(), "labels": labels, "shift_labels": labels}
-    model, whole = tiny(make, config_of("bert", num_hidden_layers=1)), {"num_items_in_batch": torch.tensor(40)}
-    with pytest.raises(RankError, match="its own code makes it, and knows no shift_labels=") as found:
-        on_ranks(model, given, labels, whole=whole)
-    assert found.value.errors.keys() == {0, 1}
-
-
 def test_a_mask_of_the_users_own_is_refused():
     from transformers.masking_utils import create_causal_mask
 
@@ -754,7 +734,7 @@ def test_one_mask_and_one_binding_for_all_layers_and_steps():
         parallelize_module(mine, mesh, ModuleContextParallel())
         for _ in range(3):
             mine(layout.shard(tokens, 1, rank), position_ids=layout.shard(positions_of(), 1, rank))
-        return len(mine._context_parallel_calls[0].binding._variants)
+        return len(mine._context_parallel_calls.calls.binding._variants)
 
     assert run_ranks(on, 2) == [1, 1]
 
@@ -929,7 +909,7 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
             NAME,
             "position_ids",
             {},
-            r"takes position_ids and was given none.* context_parallel block .* buffers\)",
+            r"takes position_ids and was given none.* context_parallel block .* buffers;",
         ),
         (NAME, "", padding, "mask of the whole sequence, .*, which is no buffer of a context_parallel block"),
         (NAME, "", {"labels": labels}, "labels would be shifted after the cut"),
@@ -954,19 +934,6 @@ def test_which_layers_have_a_window():
         config_of("gemma3_text", num_hidden_layers=1, layer_types=["full_attention"]),
     ):
         assert windows_of(tiny(causal_lm, config)) == [], type(config)
-
-
-def test_noise_on_embeddings_is_refused():
-    """A hook of NEFTune, whoever has set it, in training; its size follows from the number of tokens that it sees."""
-    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1))
-    model.model.embed_tokens.neftune_noise_alpha = 5.0
-    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
-    tokens = tokens_of()
-    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
-    with pytest.raises(RankError, match=r"NEFTune .* adds noise to the embeddings of LlamaForCausalLM") as found:
-        on_ranks(model.train(), inputs, labels)
-    assert found.value.errors.keys() == {0, 1}
-    assert largest_error(on_ranks(model.eval(), inputs, labels), expected(model, inputs, labels)) < EXACT
 
 
 def masked_lm(model_type: str) -> Any:
@@ -1041,13 +1008,54 @@ def test_positions_of_models_that_count_from_0():
         assert torch.equal(position_ids_of(model, tokens_of()), positions_of())
 
 
-def test_embeddings_that_are_scaled_by_the_share_of_mask_tokens():
-    """ESM's token_dropout: the share is that of a part. It is 0 where nothing is masked."""
-    model = tiny(transformers.AutoModelForMaskedLM.from_config, config_of("esm", token_dropout=True, mask_token_id=4))
-    for tokens in (tokens_of().masked_fill(tokens_of() == 4, 5), tokens_of().index_fill(1, torch.arange(3), 4)):
-        inputs = {"input_ids": tokens, "position_ids": position_ids_of(model, tokens)}
-        if bool((tokens == 4).any()):
-            with pytest.raises(RankError, match="has token_dropout, and scales its embeddings"):
-                on_ranks(model.eval(), inputs, tokens)
-        else:
-            assert largest_error(on_ranks(model.eval(), inputs, tokens), expected(model, inputs, tokens)) < EXACT
+def loss_inside(mine: Any, batch: dict[str, Any], mesh: Any) -> None:
+    """The model makes the loss, and divides by the number of all labels, or of those of its part."""
+    layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
+    tokens, labels = batch["tokens"], labels_of(batch["tokens"])
+    given = {"input_ids": tokens, "position_ids": position_ids_of(mine, tokens), "labels": labels}
+    given |= {"shift_labels": labels}
+    part = {name: layout.shard(x, 1, rank) for name, x in given.items()}
+    count = part["labels"] if batch["counted"] == "here" else labels
+    with StayDouble():
+        loss = mine(**part, num_items_in_batch=(count != -100).sum()).loss
+    loss.backward()
+    cp_styles.sum_gradients(mine, mesh)
+
+
+def noisy() -> Any:
+    """A hook of NEFTune, in training; its size follows from the number of tokens that it sees."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1))
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    return model.train()
+
+
+def scaled() -> Any:
+    """ESM scales its embeddings by the share of mask tokens, which is another one in each part."""
+    config = config_of("esm", token_dropout=True, mask_token_id=4)
+    return tiny(transformers.AutoModelForMaskedLM.from_config, config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "counted", "differs"),
+    [
+        (lambda: tiny(causal_lm, config_of("llama", num_hidden_layers=1)), "together", False),
+        (lambda: tiny(causal_lm, config_of("llama", num_hidden_layers=1)), "here", True),
+        (lambda: tiny(transformers.BertForMaskedLM, config_of("bert", num_hidden_layers=1)).eval(), "together", True),
+        (noisy, "together", True),
+        (scaled, "together", True),
+    ],
+    ids=["right", "a count of each rank", "a loss that knows no shift_labels", "noise", "a share of mask tokens"],
+)
+def test_verify_finds(make: Callable[[], Any], counted: str, differs: bool):
+    """Losses and embeddings of a part, which no argument shows."""
+    model, tokens = make(), tokens_of().index_fill(1, torch.arange(3), 4)
+    model.set_attn_implementation(NAME)
+
+    def on(rank: int) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        return verify(mine, mesh, {"tokens": tokens, "counted": counted}, loss_inside, tolerance=EXACT)
+
+    errors = run_ranks(on, 2, return_errors=True)
+    assert [isinstance(each, VerificationError) for each in errors] == [differs] * 2, errors

@@ -469,7 +469,7 @@ def shifted_tokens(*, proved: bool) -> Training:
     raise AssertionError(f"trained {len(done.losses)} steps")
 
 
-PLAIN = "Put ContextParallelTrainer of cp_styles.integrations.trainers before it"
+PLAIN = "in a Trainer of transformers put ContextParallelTrainer before it"
 REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
     "a plain Trainer": (plain_trainer, PLAIN),
     "a plain Trainer, packed": (partial(plain_trainer, collate=DataCollatorWithFlattening()), PLAIN),

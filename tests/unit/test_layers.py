@@ -20,6 +20,7 @@ LAYERS = (
         "device_copies",
         "introspect",
         "live_storages",
+        "subclassing",
         "testing",
         "troubleshooting",
         "unsupported_derivatives",
@@ -29,9 +30,9 @@ LAYERS = (
     ("layout", "batch", "collectives"),
     ("plan", "strategies"),
     ("engine",),
-    ("batch_sharder", "checks", "decoding", "explain", "functions", "joint_layout", "mixers"),
+    ("batch_sharder", "decoding", "functions", "joint_layout"),
     ("intercept",),
-    ("styles", "torch_api"),
+    ("checks", "explain", "mixers", "styles", "torch_api"),
     ("verify", "integrations"),
     ("__init__", "__main__"),
 )
@@ -42,6 +43,7 @@ CORE = (
     "comm",
     "engine",
     "functions/attention.py",
+    "functions/multi_head_attention.py",
     "intercept",
     "kernels",
     "layout.py",
@@ -49,12 +51,7 @@ CORE = (
     "plan",
     "strategies",
     "styles",
-)
-BESIDE_CORE = (
-    "intercept/mixer_calls.py",
-    "intercept/whole_sequence.py",
-    "styles/guards.py",
-    "styles/model_options.py",
+    "subclassing.py",
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
@@ -106,7 +103,7 @@ def lines_of(path: Path) -> int:
 
 def is_core(path: Path) -> bool:
     file = path.relative_to(PACKAGE).as_posix()
-    return file not in BESIDE_CORE and any(file == part or file.startswith(f"{part}/") for part in CORE)
+    return any(file == part or file.startswith(f"{part}/") for part in CORE)
 
 
 @cache
@@ -120,7 +117,7 @@ def sizes() -> dict[str, int]:
 
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
-LIMITS = {"lines of the package": 29_000, "lines of the core path": 12_900, "floors": 10, "entries of state": 45}
+LIMITS = {"lines of the package": 28_500, "lines of the core path": 12_900, "floors": 10, "entries of state": 42}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -366,7 +363,7 @@ WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
     r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/dry_run.py"},
     r"DTensor\.from_local\(": {"styles/dtensor_io.py"},
-    r"\.__class__ = ": {"intercept/subclassing.py"},
+    r"\.__class__ = ": {"subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
@@ -438,10 +435,23 @@ def test_the_engine_knows_no_dtensor():
 
 
 def test_the_engine_knows_no_guarantee():
-    """What ranks compare and what observes a model has a file of its own, and one list names it."""
+    """What ranks compare, and what observes a model or its forwards, has a file of its own, and one list names it.
+
+    Styles and blocks import that list, ``checks/__init__.py``, and no guarantee.
+    """
     for path in package_files():
         if module_of(path) in ("comm", "engine", "functions", "intercept", "strategies"):
             assert "checks" not in imports_of_file(path), path.name
+        elif module_of(path) in ("styles", "torch_api"):
+            named = [node.module for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+            assert not [name for name in named if (name or "").startswith("cp_styles.checks.")], path.name
+
+
+def test_walks_over_frames_are_in_one_place():
+    """A generator's frames are the other one: which ``with`` is around a call that runs in a generator."""
+    walks = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(r"\.f_back\b", path)}
+    assert walks == {"_compat.py", "engine/openings.py"}
+    assert code_of(PACKAGE / "_compat.py").count(".f_back") == 1
 
 
 def test_no_two_classes_have_one_name():

@@ -457,14 +457,6 @@ def test_results_of_a_part_are_refused():
     assert all("the balance of experts on this rank's tokens alone" in str(each) for each in errors)
 
 
-def test_counts_and_labels_that_a_trainer_has_taken_apart():
-    errors = forward(Pooling(), num_items_in_batch=lambda rank: 7 + rank)
-    assert all("it is the number of labels that all ranks have together" in str(each) for each in errors)
-    assert "(rank 0: 7.0, rank 1: 8.0)" in str(errors[0])
-    errors = forward(Pooling(), num_items_in_batch=lambda rank: torch.tensor(7.5), labels=lambda rank: None)
-    assert all("is given shift_labels= and no labels=" in str(each) for each in errors)
-
-
 def test_labels_that_are_shifted_already():
     """As programs have them that cut x and y out of one text."""
     text = torch.arange(26).view(2, 13) * 5 % 11

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from cp_styles.collectives import gather
 from cp_styles.decoding import LayerCaches
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.integrations.transformers import register_attention
-from cp_styles.layout import SequenceLayout, contiguous, head_tail
+from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Documents, SlidingWindow
 from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence
 from cp_styles.styles import ColwiseParallel, ModuleContextParallel
@@ -291,24 +292,6 @@ def test_positions():
     local = call(position_ids=POSITIONS[:, : LENGTH // RANKS])
     assert "position_ids count from 0 to 5 on this rank, whose part of the sequence begins at 6" in errors_of(local)
 
-    def chunked(rank: int, layout, cut=torch.Tensor.chunk, length=LENGTH):
-        mine = parallelize_module(copy.deepcopy(POSITIONED), cp_mesh(RANKS), ModuleContextParallel(layout=layout))
-        tokens, positions = (cut(x[:, :length], RANKS, 1)[rank].clone() for x in (X, POSITIONS))
-        return mine(tokens, position_ids=positions)
-
-    message = "are 6 to 11 on this rank, as torch.chunk cuts, but its part of the layout begins at 3"
-    assert message in errors_of(chunked, layout=head_tail)
-    run_ranks(lambda rank: chunked(rank, contiguous), RANKS)
-    for cut in (torch.Tensor.chunk, torch.Tensor.tensor_split):
-        assert "as torch.chunk cuts" in errors_of(chunked, layout=head_tail, cut=cut, length=LENGTH - 1)
-        run_ranks(lambda rank, cut=cut: chunked(rank, contiguous, cut, LENGTH - 1), RANKS)
-    # It begins where the cut of torch.chunk does, and goes on elsewhere.
-    gap = SequenceLayout.from_chunks([[(0, 4), (6, 10)], [(4, 6), (10, 12)]])
-    parts = lambda x, ranks, dim: [x[:, :8], x[:, 4:8]]  # noqa: E731
-    assert "are 4 to 7 on this rank, as torch.chunk cuts" in errors_of(chunked, layout=gap, cut=parts)
-    # Of 5 tokens the second rank has those at 2 and 3, as torch.chunk gives it of 4.
-    shards = lambda x, ranks, dim: [head_tail(5, ranks).shard(x, dim, rank) for rank in range(ranks)]  # noqa: E731
-    run_ranks(lambda rank: chunked(rank, head_tail, shards, 5), RANKS)
     assert "begins at 3" in errors_of(local, layout=head_tail)
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
@@ -519,7 +502,7 @@ def test_a_wrapper_does_not_hide_what_the_model_takes(wrap):
     assert "labels would be shifted after the cut" in refusal
     if wrap is Wrapper:
         run_ranks(lambda rank: act(rank, "position_ids", position_ids=POSITIONS), RANKS)
-    windowed = wrap(Windowed(8, "sdpa")).double()
+    windowed = wrap(Windowed("sdpa")).double()
     errors = run_ranks(lambda rank: on_windowed(rank, windowed), RANKS, return_errors=True)
     assert any("sliding_window=8" in str(error) for error in errors), errors
 
@@ -569,23 +552,27 @@ def test_positions_of_a_text_that_every_rank_has():
     assert error(cut.unshard(run_ranks(act, RANKS), 1), wanted) < EXACT
 
 
+@dataclass
+class Config:
+    _attn_implementation: str
+    sliding_window: int = 8
+
+
 class Windowed(Model):
-    def __init__(self, window: int, implementation: str) -> None:
+    def __init__(self, implementation: str) -> None:
         super().__init__()
-        self.attention.sliding_window = window
-        self.config = SimpleNamespace(_attn_implementation=implementation)
+        self.config = Config(implementation)
 
     def forward(self, input_ids, labels=None):
         return super().forward(input_ids)
 
 
 def test_windows_that_a_model_would_make_from_a_part():
-    refused(
-        Windowed(8, "sdpa").double(), X, words="sliding_window=8, .* this rank's part of the tokens. .*register_att"
-    )
+    words = "sliding_window=8, .* this rank's part of the tokens. .*register_att"
+    refused(Windowed("sdpa").double(), X, words=words)
     for model, options in (
-        (Windowed(8, "context_parallel"), {}),
-        (Windowed(8, "sdpa"), {"mask": SlidingWindow(7)}),
+        (Windowed("context_parallel"), {}),
+        (Windowed("sdpa"), {"mask": SlidingWindow(7)}),
     ):
         model.double()  # before there are threads, which share it
         run_ranks(lambda rank, model=model, options=options: on(rank, model, X, **options), RANKS)
@@ -603,8 +590,8 @@ def test_the_signature_is_the_modules_own():
 
 
 @pytest.mark.parametrize("door", ["style", "block", "registered"])
-def test_all_that_is_missing_is_said_at_once(door: str):
-    """Positions, labels, and their count. Each alone has an error of its own."""
+def test_one_remedy_for_all_that_is_missing(door: str):
+    """Positions, labels, and their count: each error names what makes all of them."""
 
     class WithLoss(nn.Module):
         loss_function = None
@@ -624,19 +611,24 @@ def test_all_that_is_missing_is_said_at_once(door: str):
 
     one = model()
 
-    def on(rank: int) -> None:
+    def on(rank: int, **given: torch.Tensor) -> None:
         mine, mesh = copy.deepcopy(one), cp_mesh(RANKS)
         tokens = torch.zeros(1, 6, dtype=torch.int64)
         if door == "block":
             with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
-                mine(input_ids=tokens, labels=tokens)
+                mine(input_ids=tokens, **given)
         else:
             parallelize_module(mine, mesh, ModuleContextParallel())
-            mine(input_ids=tokens, labels=tokens)
+            mine(input_ids=tokens, **given)
 
-    for each in run_ranks(on, RANKS, return_errors=True):
-        words = r"Pass position_ids=.* And: .*labels would be shifted.*num_items_in_batch=.*BatchSharder\(mesh\)"
-        assert re.search(words, str(each)), each
+    labels = torch.zeros(1, 6 if door != "block" else 3, dtype=torch.int64)
+    for given, words in (
+        ({}, r"Pass position_ids=.*\*\*batch.inputs of BatchSharder.*ContextParallelTrainer"),
+        ({"labels": labels}, r"labels would be shifted.*BatchSharder\(mesh\)\(batch\).*ContextParallelTrainer"),
+        ({"labels": labels, "shift_labels": labels}, r"mean of the ranks' means.*BatchSharder"),
+    ):
+        for each in run_ranks(lambda rank, given=given: on(rank, **given), RANKS, return_errors=True):
+            assert re.search(words, str(each)), each
 
 
 def test_a_mask_of_this_ranks_keys():

@@ -8,8 +8,7 @@ import inspect
 
 import pytest
 
-from cp_styles.intercept import mixer_calls
-from cp_styles.mixers import Channels
+from cp_styles.mixers import Channels, by_name
 from cp_styles.mixers.recurrence import _OF_ONE_DEVICE, KNOWN
 from tests.ranks.mixers import kernels
 
@@ -76,7 +75,7 @@ def test_every_argument_is_passed_on_understood_or_refused():
     for name, arguments in ALL.items():
         how = KNOWN.get(name)
         if how is None:
-            understood = {"x", *mixer_calls._OF_CONVOLUTIONS}
+            understood = {"x", *by_name._OF_CONVOLUTIONS}
         elif isinstance(how, Channels):
             understood = {*how.cut, *how.shared, *how.parameters, how.wants}
         else:

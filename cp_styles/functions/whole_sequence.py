@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +17,18 @@ MAXIMUM = {torch.max, torch.Tensor.max}
 
 @never_compiled
 def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, a maximum; of the position ids in a function of transformers over all ranks.
+    """``function(*args, **kwargs)``, a maximum; over all ranks if it is that of the module's position ids.
 
     "dynamic" and "longrope" rotary embeddings choose their frequencies by ``torch.max(position_ids)``, in whose place a
     rank has those of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are whole.
 
     Communication: one all-gather of some integers; none after or in a prefill, and none for other tensors.
     """
-    largest, binding = function(*args, **kwargs), calls.binding
-    frame = sys._getframe(1)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    of_library = frame.f_globals.get("__name__", "").startswith("transformers")  # code from a hub too
-    asked = len(args) == 1 and not kwargs and frame.f_locals.get("position_ids") is args[0]
-    if binding.group.size() == 1 or not (of_library and asked):
+    largest, binding, inputs = function(*args, **kwargs), calls.unscoped, calls.inputs
+    given = [x for name, x in inputs.items() if name.endswith("position_ids")]
+    if binding.group.size() == 1 or kwargs or len(args) != 1 or not any(_is_view(args[0], x) for x in given):
         return largest
-    past = cache_given(calls.inputs)
+    past = cache_given(inputs)
     past = getattr(past, "self_attention_cache", past)
     if isinstance(past, LayerCaches):
         return largest if past.prefilled else largest.new_tensor(past.last_position)
@@ -41,6 +36,13 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     with binding.group_state.together():
         rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
     return largest.new_tensor(max(row.q_length for row in rows))
+
+
+def _is_view(x: torch.Tensor, given: Any) -> bool:
+    """Whether ``x`` is a tensor that was given, or all of it under another shape."""
+    if type(given) is not torch.Tensor or not x.numel() or x.shape[-1] != given.shape[-1]:
+        return False
+    return x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
 
 def refuse_joined_keys(name: str, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -23,12 +23,12 @@ from torch import nn
 from cp_styles._compat import uncompiled
 from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import convolved, last_rows
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, recurred
+from cp_styles.subclassing import BoundToThisRun, put_before_class
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 

@@ -1,0 +1,119 @@
+"""Layers of a model that would compute with one rank's tokens alone, by their class or config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from cp_styles._compat import never_compile_alone
+from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.troubleshooting import see
+
+_POOLS = nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d
+_MIXING = (nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm, *_POOLS)
+
+
+def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
+    """Register a hook on each layer of torch in ``model`` whose class says that it carries values from token to token.
+
+    The hook refuses calls: the layer would end at this rank's part of the tokens. It allows layers in the modules
+    ``local``; calls by a mixer of this package, which has all the rows that it needs; and new tokens after a prompt,
+    which are whole on every rank.
+    """
+    allowed = {id(layer) for part in local for layer in part.modules()}
+    for path, layer in model.named_modules():
+        if isinstance(layer, _MIXING) and id(layer) not in allowed:
+            layer.register_forward_pre_hook(partial(_refuse_mixing, name, path or "the module itself"))
+
+
+def refuse_uneven_sequence_parallelism(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
+    """Register a hook on each layer of ``model`` with which torch's SequenceParallel has replicated the parameters.
+
+    The hook refuses a number of tokens that the tensor-parallel ranks do not divide: torch takes parts for equal, and
+    gloo ends the process at its next collective.
+    """
+    for path, layer in model.named_modules():
+        parameters = list(layer.parameters(recurse=False))
+        if parameters and all(isinstance(x, DTensor) and x.placements == (Replicate(),) for x in parameters):
+            layer.register_forward_pre_hook(partial(_refuse_uneven, name, path or "the module itself"))
+
+
+def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
+    """Raise if the rotary embedding of ``model`` is outside of it, and has frequencies of the longest position.
+
+    Inside, the mode sees how the longest position is asked for. :func:`cp_styles.verify.verify` sees no difference
+    where the batch is shorter than the length from which these frequencies change.
+    """
+    options = getattr(getattr(model, "config", None), "rope_parameters", None)
+    options = options if isinstance(options, dict) else {}
+    # Those of all layers, or of each kind of layers.
+    kinds = [str(each.get("rope_type")) for each in (options, *options.values()) if isinstance(each, dict)]
+    rope = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
+    if rope is not None and not any(hasattr(layer, "rope_type") for layer in model.modules()):
+        raise NotImplementedError(
+            f"{name}: the frequencies of its rotary embedding ({rope}) depend on the longest position of the sequence, "
+            "and the embedding is outside of the module, where it sees the positions of this rank alone: apply the "
+            "style to the whole model, which has the embedding in it"
+        )
+
+
+def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
+    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
+    x = args[0] if args else None
+    calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.entered()
+    if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
+        return
+    ranks, dim = x.device_mesh.size(), getattr(next(iter(x.placements), None), "dim", None)
+    of_rank = 0 if dim is None else x.shape[dim] // ranks  # torch has multiplied it by the number of ranks
+    # Candidates for this rank's number of tokens: the second sizes of the model's inputs.
+    lengths = [x.shape[1] for x in calls.inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1]
+    uneven = [n for n in lengths if n % ranks and of_rank in (n // ranks, -(-n // ranks))]
+    if not uneven:
+        return
+    raise ValueError(
+        f"{name}: {path} ({type(layer).__name__}, with SequenceParallel of torch) is given a part of "
+        f"{uneven[0]} tokens, which {ranks} tensor-parallel ranks do not divide, and torch takes their parts for "
+        "equal. Pad the sequence: BatchSharder(..., pad_to_multiple_of=2 * n), with n = the context-parallel ranks "
+        f"times the tensor-parallel ranks{see('A part that tensor parallelism does not divide')}"
+    )
+
+
+def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
+    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
+    if not _mixes(layer):
+        return
+    if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
+        calls = AttentionCalls.entered()
+        if calls is None or calls.tally.mixing:
+            return
+        past = cache_given(calls.inputs)
+        past = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
+        if isinstance(past, LayerCaches) and past.prefilled:
+            return
+    raise NotImplementedError(
+        f"{name}: {path} ({type(layer).__name__}) carries values from token to token, and would end at "
+        "this rank's part of them. Call it through context_causal_conv1d (a causal convolution) or "
+        "context_recurrence of cp_styles.mixers; or gather the tokens of all ranks before it "
+        "(cp_styles.collectives.gather) and cut its result. If its input is whole on each rank, as after a "
+        f"gather, or what it mixes stays within a row of its input: local=[{path!r}] of the style"
+        f"{see('A layer that mixes tokens')}"
+    )
+
+
+def _mixes(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv1d):
+        return layer.kernel_size[0] > 1
+    if isinstance(layer, nn.BatchNorm1d | nn.SyncBatchNorm):
+        return layer.training or layer.running_mean is None
+    return True
+
+
+# Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.
+never_compile_alone(_refuse_uneven, nor_what_it_calls=True)
+never_compile_alone(_refuse_mixing, nor_what_it_calls=True)
