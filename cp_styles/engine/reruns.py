@@ -67,6 +67,8 @@ class RerunMode(TorchFunctionMode):
         # A checkpoint may be under way: all of them hook saved tensors, or run without gradients.
         if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():
             return
+        if not self._entered:  # compiled code has entered it, without __enter__, and does so again
+            return
         depth, around = self._entered[-1]
         for owner, attribute in running_reruns():
             if id(owner) in around:

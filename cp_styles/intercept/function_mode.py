@@ -72,12 +72,10 @@ class AttentionCalls(RerunMode):
         sink: tuple[nn.Module, str] | None = None,
         tally: Tally | None = None,
         *,
-        inlined: bool = False,
         joint: JointLayout | None = None,
     ) -> None:
         """``sink``: a module and the name of its parameter with the logit of a sink for each query head. ``tally``:
-        counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
-        ``joint``: some tokens are whole on every rank; the binding's layout is then that of their shares.
+        counts the calls. ``joint``: some tokens are whole on every rank; the binding's layout cuts their shares.
         """
         super().__init__(name)
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
@@ -85,7 +83,6 @@ class AttentionCalls(RerunMode):
         # The tally of the binding, so that ranks can compare the number of their calls.
         self.tally = self.unscoped.tally if tally is None else tally
         self._in_graph = config_of(scoped)
-        self._inlined = inlined
         self._grad_at_entry: list[bool] = []
         self._nested: list[bool] = []  # whether it was entered already
         self._paths: list[str] = []
@@ -94,18 +91,13 @@ class AttentionCalls(RerunMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self.tally, memo)
-        options = {"tally": tally, "inlined": self._inlined, "joint": self._joint}
-        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, **options)
+        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=tally, joint=self._joint)
         twin._sink = copy.deepcopy(self._sink, memo)
         return twin
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
         return AttentionCalls(self._scoped, self._name, (module, parameter), self.tally, joint=self._joint)
-
-    def inlined(self) -> AttentionCalls:
-        """This mode for a module whose forward torch.compile traces. ``__enter__`` is then not run."""
-        return AttentionCalls(self._scoped, self._name, self._sink, self.tally, inlined=True, joint=self._joint)
 
     @staticmethod
     def entered() -> AttentionCalls | None:
@@ -340,7 +332,7 @@ class AttentionCalls(RerunMode):
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. A backward that repeats the call will enter this mode."""
-        if not self._inlined and not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
+        if not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
             self.remember()
 
     def _refuse_unknown(self, owner: Any) -> None:

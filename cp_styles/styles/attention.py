@@ -168,7 +168,6 @@ class CoreState:
         self._boundary, self._binding = boundary, binding
         self._scoped = ScopedBinding(binding, style.layout)
         self.calls = CoreCalls(self._scoped, binding.name)
-        self._traced_calls = CoreCalls(self._scoped, binding.name, inlined=True)
         # Of the forward that is under way: the form of its inputs on other axes, how many queries were declared to
         # DTensor, and the private mesh.
         self.entered: tuple[InputForm | None, int, DeviceMesh] | None = None
@@ -358,7 +357,7 @@ class CoreState:
                 )
 
     def _traced_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, boundary, calls = self._binding.name, self._boundary, self._traced_calls
+        name, boundary, calls = self._binding.name, self._boundary, self.calls
         if not self.style.use_local_output:
             raise NotImplementedError(
                 f"{name}: use_local_output=False is not supported under torch.compile, where the lengths of the ranks' "

@@ -162,8 +162,7 @@ class ModuleContextParallel(ContextParallelStyle):
         if binding.group.size() > 1:
             local = list(chain.from_iterable(named.values()))
             check_layers(module, binding.name, local, check_inputs=self.check_inputs)
-        state = _ObservedForward(calls, calls.inlined(), "")
-        self._enter(module, state, at_top=True)
+        self._enter(module, _ObservedForward(calls, ""), at_top=True)
         state = getattr(module, _STATE)
         before = module.register_forward_pre_hook(state.begin, with_kwargs=True)
         hooks_in_order(module, before, module.register_forward_hook(state.end, always_call=True))
@@ -176,7 +175,7 @@ class ModuleContextParallel(ContextParallelStyle):
         calls, path = state.calls, state.path
         if self.sink is not None and getattr(child, self.sink, None) is not None:
             calls = calls.with_sink(child, self.sink)
-            state = replace(state, calls=calls, traced=calls.inlined())
+            state = replace(state, calls=calls)
         if self.check_inputs and calls.unscoped.group.size() > 1 and (at_top or is_model(child)):
             state = replace(state, observers=observers_of(child))
         children = dict(child.named_children())
@@ -195,14 +194,12 @@ class _ObservedForward:
     """How the forward of one module runs.
 
     Attributes:
-        calls: the mode of an eager forward.
-        traced: the mode of a forward that torch.compile traces.
+        calls: the mode that is entered for it.
         path: of the module, below the one that has the style.
         observers: of the arguments of the module that has the style, and of models inside of it.
     """
 
     calls: AttentionCalls
-    traced: AttentionCalls
     path: str
     observers: Sequence[ForwardObserver] = ()
 
@@ -269,12 +266,12 @@ class _Entered(BoundToThisRun):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state: _ObservedForward = getattr(self, _STATE)
-        calls, compiling = state.calls, torch.compiler.is_dynamo_compiling()
-        if not compiling:
+        calls = state.calls
+        if not torch.compiler.is_dynamo_compiling():
             calls.next_path = state.path
             if not calls.tally.running and graph_task_id() < 0:  # the hooks have not run
                 return state.run(self, super().forward, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        with state.traced if compiling else calls:
+        with calls:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
