@@ -30,11 +30,11 @@ The page Migration has the names of other projects.
 from cp_styles.collectives.all_to_all import all_to_all
 from cp_styles.collectives.autograd import Pending
 from cp_styles.collectives.heads import head_ranges, heads_to_seq, seq_to_heads
-from cp_styles.collectives.layouts import nested_layout
 from cp_styles.collectives.peers import Group
 from cp_styles.collectives.rows import Layout, Padded
 from cp_styles.collectives.split_gather import GradScale, gather, reduce_scatter, split
 from cp_styles.collectives.sync import sync_inputs
+from cp_styles.layout import nested_layout
 
 __all__ = [
     "GradScale",

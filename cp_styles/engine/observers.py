@@ -8,8 +8,9 @@ a module is a ForwardObserver: see function_mode.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,10 @@ class RankCheck(Protocol):
 
 RANK_CHECKS: list[Callable[[], RankCheck]] = []
 """The classes, in the order of their numbers. Filled when the package is imported, and constant from then on."""
+
+
+attention_listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
+"""Called with the arguments of each strategy's forward in this context: see ``cp_styles.explain.explain_calls``."""
 
 
 class RankChecks(list[RankCheck]):

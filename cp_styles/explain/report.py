@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.engine.run import listener
+from cp_styles.engine.observers import attention_listener
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import RankRun, Shapes
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
@@ -264,11 +264,11 @@ class explain_calls:
     def __enter__(self) -> list[Explanation]:
         self._explanations: list[Explanation] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}
-        self._token = listener.set(self._note)
+        self._token = attention_listener.set(self._note)
         return self._explanations
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        listener.reset(self._token)
+        attention_listener.reset(self._token)
         if kind is not None:
             return
         for strategy, attention, shapes, sink in self._calls.values():

@@ -29,7 +29,7 @@ from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, break_off, collective
-from cp_styles.engine.run import listener
+from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
@@ -288,12 +288,12 @@ def attentions_noted() -> Iterator[list[Any]]:
             group, layouts = attention.group, (attention.q_layout, attention.kv_layout)
         noted.append(Ran(layouts, [] if group is None else dist.get_process_group_ranks(group)))
 
-    token = listener.set(listen)
+    token = attention_listener.set(listen)
     try:
         with OutsideOfStyles(noted):
             yield noted
     finally:
-        listener.reset(token)
+        attention_listener.reset(token)
 
 
 def run_step(

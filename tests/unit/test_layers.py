@@ -178,7 +178,7 @@ STATE = {
     "context variables": {
         "bounded_cache.py": "_current",
         "engine/reruns.py": "_modes",
-        "engine/run.py": "listener",
+        "engine/observers.py": "attention_listener",
         "engine/scope.py": "_open",
         "torch_api/context_block.py": "_open",
     },
@@ -361,7 +361,7 @@ def test_no_cycles_between_files():
 # What the code of a rule looks like, and the one place where it may stand.
 WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
-    r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/dry_run.py"},
+    r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/custom_ops.py", "explain/dry_run.py"},
     r"DTensor\.from_local\(": {"styles/dtensor_io.py"},
     r"\.__class__ = ": {"subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
