@@ -482,6 +482,8 @@ def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> 
     why = "return the mean over the tokens of all ranks, as global_loss does"
     if not all(map(math.isfinite, losses)):
         why = f"it is {shown}. The cause is not known"
+    elif _near(sum(losses), one, tolerance):
+        why = "each rank returns its share. Return the sum of the shares, by an all-reduce, or None"
     return [f"the loss that the step returns is another number than with one rank, and all gradients are right: {why}"]
 
 

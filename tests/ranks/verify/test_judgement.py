@@ -584,7 +584,11 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     ),
     "the loss of this rank": (
         Case(act=but(mean=lambda losses, labels, cp: losses / global_token_count(labels, cp))),
-        r"the loss that the step returns is another number",
+        r"the loss that the step returns is another number .*: each rank returns its share. Return the sum",
+    ),
+    "a loss that only ranks change": (
+        Case(act=but(returns=lambda loss, cp: loss * (1 if cp.size() == 1 else 3))),
+        r"the loss that the step returns is another number .*: return the mean over the tokens of all ranks",
     ),
     "a loss that is not a number": (
         Case(act=but(returns=lambda loss, cp: loss * (1 if cp.size() == 1 else float("nan")))),
