@@ -337,8 +337,8 @@ class BatchSharder:
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_group, ordered=False)[1]).the(Losses).number
         before, self._losses = self._losses, losses
-        unproved = state.proofs is None and not all(proof.verified for proof in state.training)
-        state.training.clear()
+        unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
+        state.trained.clear()
         if unproved and losses == before and not self._warned:
             self._warned = True
             start_status(self._warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
