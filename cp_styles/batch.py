@@ -409,15 +409,10 @@ def global_loss(
 
 @dataclass(eq=False)
 class Losses:
-    """The losses over a group.
+    """The losses over a group."""
 
-    Attributes:
-        number: of losses, and of counts of tokens and gathers, of which a loss may be made.
-        checked: the functions whose check the host has read.
-    """
-
-    number: int = 0
-    checked: set[str] = field(default_factory=set)
+    number: int = 0  # also of counts of tokens and of gathers: a loss may be made of them
+    checked: set[str] = field(default_factory=set)  # functions whose check was read on a device
 
 
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:

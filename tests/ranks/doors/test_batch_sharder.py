@@ -283,7 +283,10 @@ def test_other_samples_are_every_ranks_error():
 
 def test_batches_that_cannot_be_cut():
     good = {"input_ids": TOKENS}
-    refused("no input_ids", [good, {"pixel_values": TOKENS}])
+    refused(
+        r"the batch needs input_ids \[B, S\] or inputs_embeds, and has \['pixel_values'\]",
+        [good, {"pixel_values": TOKENS}],
+    )
     refused(r"labels of shape \(2,\) are not one for each of 13 tokens", [good | {"labels": TOKENS[:, 0]}] * 2)
     refused(r"which dim of \['weights'\] is the sequence", [good | {"weights": TOKENS}] * 2)
     parts = cut(good | {"weights": TOKENS}, seq_dims={"weights": 1})

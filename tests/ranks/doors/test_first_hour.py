@@ -41,6 +41,7 @@ from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -217,9 +218,7 @@ class TestAReducerThatAverages:
             assert "averaged_over=2" in str(found)
         assert max(run_ranks(partial(on, averaged_over=2), 2)) < EXACT
 
-    @pytest.mark.parametrize("given", ["the reducer", "the model", "a parameter"])
-    @pytest.mark.parametrize("loss", ["global", "own"])
-    @pytest.mark.parametrize("door", DOORS)
+    @sampled(1, door=DOORS, loss=["global", "own"], given=["the reducer", "the model", "a parameter"])
     def test_a_sum_after_ddp_is_refused(self, door, loss: str, given: str):
         """In the second step, after a right sum without DDP. A checkpoint runs the attention again outside of DDP."""
 
