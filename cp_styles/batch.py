@@ -30,11 +30,10 @@ effect if the backend supports it; gloo does not in float32.) With accumulation 
 
 from __future__ import annotations
 
-import gc
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -46,17 +45,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles._compat import meshes_of_fsdp
 from cp_styles.bounded_cache import known_about
-from cp_styles.checksum import device_checksum, fingerprint
+from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, is_of_this_world, meet_alike
 from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import captures_graph, read_later
+from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
 
@@ -246,9 +244,9 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
         ignore_index: the label of a token without a target, which does not count.
 
     Raises:
-        ValueError: on every rank, if a label of one is below 0 and not ``ignore_index``, as with labels whose
-            ``ignore_index`` is -1. On a GPU the count is 0 then, so that the loss is not finite, and a later call
-            raises the error, because the host does not wait.
+        ValueError: on every rank, if a label of one rank is below 0 and not ``ignore_index``, as with labels whose
+            ``ignore_index`` is -1. On a GPU the host waits for this check in the first call over the group alone. In a
+            later call the count is 0 then, so the loss is not finite.
 
     Communication: one all-reduce of two integers. If attention has run over ranks of the group, one all-gather of some
     integers over these before that.
@@ -258,7 +256,6 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
     _, group = axis_and_group("global_token_count", group, ordered=False)
     state_of(group).the(Losses).number += 1
     end_forwards(group)
-    _raise_unread(group)
     with collective(group, "global_token_count", ValueError):
         counted = (
             labels != ignore_index if holds(labels.dtype, ignore_index) else torch.ones_like(labels, dtype=torch.bool)
@@ -269,7 +266,8 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
         _refuse(
             negative,
             group,
-            f"global_token_count: there are labels below 0 that are not ignore_index={ignore_index}, and they would "
+            "global_token_count",
+            f"there are labels below 0 that are not ignore_index={ignore_index}, and they would "
             "count as classes: give global_token_count the ignore_index of the labels, or replace them "
             f"(labels.masked_fill(labels < 0, {ignore_index}))",
         )
@@ -373,10 +371,10 @@ def global_loss(
     :func:`global_token_count`. Backward none.
 
     Raises:
-        ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``; on a GPU the loss and its
-            gradient are nan then, and a later call raises the error, because the host does not wait. For a DTensor
-            that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1 or missing.
-            (Reducers are looked for in the calls number 1, 2, 4, 8, ....)
+        ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``. On a GPU the host waits for
+            this check in the first call over the group alone. In a later call the loss and its gradient are nan then.
+            For a DTensor that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1 or
+            missing. (Reducers are looked for in the calls number 1, 2, 4, 8, ....)
 
     Example::
 
@@ -404,7 +402,6 @@ def global_loss(
     _refuse_unnamed_average(group, averaged_over)
     averaged_over = averaged_over or 1
     end_forwards(group)
-    _raise_unread(group)
     with collective(group, "global_loss", ValueError):
         total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
         return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
@@ -412,9 +409,10 @@ def global_loss(
 
 @dataclass(eq=False)
 class Losses:
-    """How many losses were made over a group, and counts of tokens and gathers, of which a loss may be made."""
+    """The losses over a group."""
 
-    number: int = 0
+    number: int = 0  # also of counts of tokens and of gathers: a loss may be made of them
+    checked: set[str] = field(default_factory=set)  # functions whose check was read on a device
 
 
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
@@ -427,13 +425,17 @@ def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None)
                 proof.losses += 1
                 if not proof.losses & (proof.losses - 1):
                     models += filter(None, [proof.model()])
-                    reducers.append((proof.reducer[0], len(ranks.intersection(proof.reducer[1]))))
+                    ddp = proof.reducer and proof.reducer()
+                    if ddp is not None:
+                        both = ranks.intersection(dist.get_process_group_ranks(ddp.process_group))
+                        reducers.append((type(ddp).__name__, len(both)))
             state.training.clear()
     if averaged_over is not None or not models:
         return
     trained = [module for model in models for module in model.modules() if any(map(_TRAINED, module.parameters()))]
     meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
-    reducer, over = max([*reducers, *(("FSDP2", _common(mesh, ranks)) for mesh in meshes)], key=itemgetter(1))
+    averaging = [("", 0), *reducers, *(("FSDP2", _common(mesh, ranks)) for mesh in meshes)]
+    reducer, over = max(averaging, key=itemgetter(1))
     if over > 1:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
@@ -472,9 +474,10 @@ class _SumOverGroup(torch.autograd.Function):
         dist.all_reduce(numbers, group=group)
         apart = (same != same[:, :1]).any()
         _refuse(
-            apart.long(),
+            apart,
             group,
-            f"global_loss: the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
+            "global_loss",
+            f"the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
             f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is that of all "
             "ranks together, global_token_count(labels, group), over the same group",
         )
@@ -486,26 +489,16 @@ class _SumOverGroup(torch.autograd.Function):
         return grads[0] * ctx.factor.to(grads[0].dtype), None, None, None
 
 
-def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, text: str) -> None:
-    """Raise ValueError if ``problem``, the same on all ranks, is not 0. On a GPU a later call does."""
-    if problem.device.type == "cpu":
-        if problem.item():
-            raise ValueError(text)
-    elif not captures_graph():
-        state_of(group).unread.append((read_later(problem), text))
-
-
-def _raise_unread(group: dist.ProcessGroup) -> None:
-    """Raise for what :func:`_refuse` was given _DELAY calls before: the host does not wait for that any more."""
-    unread = state_of(group).unread
-    while len(unread) > _DELAY:
-        problem, text = unread.popleft()
-        if problem():
-            unread.clear()
-            raise ValueError(f"{text} (found {_DELAY} calls later, because the host does not wait for the GPU)")
-
-
-_DELAY = 8
+def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text: str) -> None:
+    """Raise ValueError if ``problem``, the same on all ranks, is not 0. On a GPU only in the first call of a function
+    over the group, where the host waits for it: the caller makes later results nan or infinite."""
+    checked = state_of(group).the(Losses).checked
+    if problem.device.type != "cpu":
+        if function in checked or captures_graph():
+            return
+        checked.add(function)
+    if any(on_host([problem])):
+        raise ValueError(f"{function}: {text}")
 
 
 @torch.no_grad()
@@ -540,13 +533,13 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
-            ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DDP,
-            DTensor (parameters on a mesh over these ranks), this function, or the backward of
-            :func:`~cp_styles.collectives.split`. The last two are known only as long as nothing but a backward has
-            changed the gradient. For DDP some gradients are compared between the ranks, in the calls number 1, 2, 4,
-            8, ..., for which the host waits. After the steps number 1, 2, 4, ... with the backward of a
-            :func:`~cp_styles.collectives.gather` with ``reduce_gradients=False``, all gradients are compared: behind
-            such a gather they are whole.
+            ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DTensor
+            (parameters on a mesh over these ranks), this function, the backward of
+            :func:`~cp_styles.collectives.split`, or DDP around a model with a style or in a block. This function and
+            split are known only as long as nothing but a backward has changed the gradient. DDP is not known around
+            models that call functions such as ``context_attention``: there :func:`~cp_styles.verify.verify` finds it.
+            After the steps number 1, 2, 4, ... with the backward of a :func:`~cp_styles.collectives.gather` with
+            ``reduce_gradients=False``, all gradients are compared: behind such a gather they are whole.
         NotImplementedError: on every rank, for sparse gradients.
         TransferError: a rank has ended, or has left this function half way. The gradients are None then.
 
@@ -557,6 +550,7 @@ def sum_gradients(
     def check() -> list[torch.Tensor]:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         trained = [parameter for parameter in dict.fromkeys(listed) if parameter.requires_grad]
+        _refuse_ddp(trained, group)
         _refuse_reduced(trained, group)
         return trained
 
@@ -577,37 +571,23 @@ def sum_gradients(
 
 
 def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    proofs = [proof for other, state in states() if is_of_this_world(other) for proof in state.trained]
+    reducers = [proof.reducer() for proof in proofs if proof.reducer is not None and proof.reduces]
+    if not reducers:
+        return
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
-    for module in gc.get_objects():
-        if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
-            if ids.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
-                continue
-            reduced = dist.get_process_group_ranks(module.process_group)
-            both = sorted(ranks.intersection(reduced))
-            if len(both) > 1:
-                raise ValueError(
-                    f"sum_gradients over ranks {sorted(ranks)}: they are parameters of DistributedDataParallel over "
-                    f"{both}, which has reduced their gradients there. Do not call sum_gradients, and call global_loss "
-                    f"with averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
-                )
-
-
-def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """A checksum of elements of some gradients: DDP makes them equal on all ranks. 0 if they say nothing, or are not
-    compared now."""
-    state = state_of(group)
-    state.sums += 1
-    gradients = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in parameters if x.grad is not None]
-    if state.sums & (state.sums - 1) or not gradients:
-        return 0
-    few = [x.reshape(-1) for x in gradients[:: -(-len(gradients) // _MOST_SAMPLED)]]
-    few = [x[:: max(1, x.numel() // _MOST_ELEMENTS)] for x in few]
-    numbers = [torch.stack((device_checksum(x), (x != 0).any(), x.isfinite().all())) for x in few]
-    sums, nonzero, finite = zip(*(x.tolist() for x in numbers), strict=True)
-    return fingerprint(sums) + 1 if any(nonzero) and all(finite) else 0
-
-
-_MOST_SAMPLED, _MOST_ELEMENTS = 8, 1024
+    for model in [proof.model() for proof in proofs if not proof.reduces]:  # it may have run without DDP since
+        ids.difference_update(map(id, model.parameters() if model is not None else ()))
+    for ddp in filter(None, reducers):
+        reduced = dist.get_process_group_ranks(ddp.process_group)
+        both = sorted(ranks.intersection(reduced))
+        names = {name for name, parameter in ddp.module.named_parameters() if id(parameter) in ids}
+        if len(both) > 1 and not names <= ddp.parameters_to_ignore:
+            raise ValueError(
+                f"sum_gradients over ranks {sorted(ranks)}: {type(ddp).__name__} averages the gradients of these "
+                f"parameters over {both} in the backward. Do not call sum_gradients, and call global_loss with "
+                f"averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
+            )
 
 
 def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -743,16 +723,12 @@ def _with_gradient_anywhere(
             "bucket_bytes": options[0],
             "reduce_dtype": options[1],
         }
-        sample = _sample_of_gradients(parameters, group)
-        return facts, StatusRow(q_length=zlib.crc32(present), numbers=(sample, gathers.compared))
+        return facts, StatusRow(q_length=zlib.crc32(present), numbers=(gathers.compared, 0))
 
     gathers = state_of(group).the(ReplicatedGathers)
     rows = meet_alike(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     gathers.summed = True
-    samples, compared = rows.columns.numbers
-    if len(set(samples)) == 1 and samples[0] and group.size() > 1:
-        _refuse_ddp(parameters, group)
-    if parameters and all(compared):
+    if parameters and all(rows.columns.numbers[0]):
         _refuse_whole(parameters, gathers.in_front, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")

@@ -138,8 +138,7 @@ class ShardedBatch(dict[str, Any]):
             raise ValueError(
                 f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "
                 f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
-                "logits of all of them, not of the last alone (as nanoGPT returns without targets), neither shifted "
-                "nor gathered (the labels are shifted already)"
+                "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
         if logits_BLV.dtype.itemsize < 4:
             logits_BLV = logits_BLV.float()
@@ -151,15 +150,10 @@ class ShardedBatch(dict[str, Any]):
 
     def _labels(self, ahead: int) -> torch.Tensor:
         labels = self.get(_name_of_labels(ahead), self.get("labels") if ahead == 1 else None)
-        if labels is None and ahead != 1:
-            raise ValueError(
-                f"{type(self).__name__}: the batch has no labels of the token {ahead} ahead: make it with "
-                f"BatchSharder(..., predicted={ahead}), which shifts them before the cut"
-            )
         if labels is None:
             raise ValueError(
-                f"{type(self).__name__}: the batch has no labels: give the sharder the tokens alone, or a batch with "
-                '"labels" (for a causal language model: the tokens themselves)'
+                f"{type(self).__name__}: the batch has no labels of the token {ahead} ahead: give BatchSharder the "
+                f'argument predicted={ahead}, and the tokens alone, or a batch with "labels"'
             )
         return labels.long()
 
@@ -279,19 +273,16 @@ class BatchSharder:
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._name} compares the ranks' batches, and was called in a worker process of a DataLoader, which "
-                "cannot communicate: let the workers make whole batches, and cut them in the training loop, "
-                f"sharder = {self._name}(mesh); part = sharder(batch)"
+                "cannot communicate: let the workers make whole batches, and cut them in the training loop"
                 f"{see('A collator in a worker process')}"
             )
-        whole: dict[str, Any] = {}
-        cut: dict[str, torch.Tensor] = {}
-        layouts: list[SequenceLayout] = []
-        document_ids: list[torch.Tensor | None] = []
+        parts: list[ShardedBatch] = []
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
-            whole.update(self._whole(batch))
+            whole = self._whole(batch)
+            facts = {f"the samples ({name})": _content(x) for name, x in whole.items()}
             ids = whole.pop("document_ids", None)  # read from the whole batch alone
-            cut.update({name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim})
+            cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
             unknown = [name for name in cut if name not in self._seq_dims]
             if unknown:
                 raise ValueError(
@@ -299,21 +290,19 @@ class BatchSharder:
                     "None for an entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
-            layouts.append(self._layout_for(_tokens(whole).shape[1]))
-            document_ids.append(ids)
-            given = whole | {"document_ids": ids}
-            return {f"the samples ({name})": _content(x) for name, x in given.items()}, StatusRow()
+            layout = self._layout_for(_tokens(whole).shape[1])
+            part = shard_batch(cut, layout, self._group.rank(), seq_dims=self._seq_dims)
+            contiguous = {name: x.contiguous() for name, x in part.items()}  # models view them
+            parts.append(ShardedBatch(whole | contiguous, self, layout, ids))
+            return facts, StatusRow()
 
         advice = (
-            ". The ranks of one sequence must be given the same whole batch, of which each gets its part: share the "
-            "data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
-            'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
-            f"ContextParallelTrainer{see('Ranks with other samples')}"
+            ". The ranks of one sequence must be given the same whole batch: share the data among the data-parallel "
+            'ranks alone (share_batches, or a DistributedSampler with num_replicas=mesh["dp"].size()), with one seed; '
+            f"for a Trainer of transformers use ContextParallelTrainer{see('Ranks with other samples')}"
         )
         meet_alike(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
-        part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
-        contiguous = {name: x.contiguous() for name, x in part.items()}  # models view them
-        return ShardedBatch(whole | contiguous, self, layouts[0], document_ids[0])
+        return parts[0]
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
         """Sum ``.grad`` over the ranks, once after the last backward of a step: :func:`~cp_styles.sum_gradients`.
@@ -337,8 +326,8 @@ class BatchSharder:
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_group, ordered=False)[1]).the(Losses).number
         before, self._losses = self._losses, losses
-        unproved = state.proofs is None and not all(proof.verified for proof in state.training)
-        state.training.clear()
+        unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
+        state.trained.clear()
         if unproved and losses == before and not self._warned:
             self._warned = True
             start_status(self._warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
@@ -348,69 +337,57 @@ class BatchSharder:
             warnings.warn(
                 f"{self._name}.sum_gradients: no batch.loss and no global_loss was made since the last call. If the "
                 "loss is a mean over the tokens of each rank, as of a model that is given labels, the gradients are "
-                f"{self._group.size()} times too large, and tokens are weighted by their rank: take "
-                "batch.loss(logits). If it is divided by the tokens of all ranks, all is well; verify(model, mesh, "
-                f"batch, step) proves it{see('A mean of means')}",
+                f"{self._group.size()} times too large: take batch.loss(logits). If the loss is divided by the tokens "
+                f"of all ranks, verify(model, mesh, batch, step) proves it{see('A mean of means')}",
                 MeanOfMeansWarning,
                 stacklevel=2,
             )
         return StatusRow()
 
     def _whole(self, given: torch.Tensor | Batch) -> dict[str, Any]:
-        """The whole batch with what it has to have, padded."""
+        """The whole batch: checked, completed and padded."""
         batch: dict[str, Any] = {"input_ids": given, "labels": given} if torch.is_tensor(given) else dict(given)
+        if batch.get("attention_mask") is None:
+            batch.pop("attention_mask", None)
+        self._check(batch)
+        padding = self._padding(_tokens(batch).shape[1])
+        self._complete(batch, padding)
+        if padding:
+            self._pad_entries(batch, padding)
+        return batch
+
+    def _check(self, batch: dict[str, Any]) -> None:
+        """Refuse entries of wrong types, shapes or contents. ``document_ids`` of one row become [B, S]."""
         for name, x in batch.items():
-            wanted = "a tensor or a dict of tensors" if name == "attention_mask" else "a tensor"
-            known = self._seq_dims.get(name) is not None or name == "attention_mask"
-            kinds = (torch.Tensor, Mapping) if name == "attention_mask" else torch.Tensor
-            if known and x is not None and not isinstance(x, kinds):
+            is_mask = name == "attention_mask"
+            known = is_mask or self._seq_dims.get(name) is not None
+            if known and x is not None and not isinstance(x, (torch.Tensor, Mapping) if is_mask else torch.Tensor):
                 raise ValueError(
-                    f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be {wanted}: torch.tensor(...), '
-                    "in the function that makes the batch"
+                    f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be a tensor'
+                    f"{' or a dict of tensors' if is_mask else ''}: torch.tensor(...), where the batch is made"
                 )
-        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        tokens, labels, ids = _tokens(batch), batch.get("labels"), batch.get("document_ids")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise ValueError(
-                f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}. Of a "
-                'pair x, y whose y are the next tokens: {"input_ids": x, "shift_labels": y}'
+                f"{self._name}: the batch needs input_ids [B, S] or inputs_embeds, and has {list(batch)}. For a pair "
+                '(x, y) of tokens and next tokens give {"input_ids": x, "shift_labels": y}'
             )
         rows, length = tokens.shape[:2]
-        mask, labels = batch.get("attention_mask"), batch.get("labels")
         if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
             raise ValueError(
                 f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. The two "
-                "sequences of an encoder and a decoder are a batch each: the decoder's has decoder_input_ids as its "
-                f"input_ids, and the labels, which are not shifted again: {self._name}(mesh, shift=False). A model "
-                "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
-                "pool them over all ranks (cp_styles.collectives.gather)"
+                "sequences of an encoder and a decoder are a batch each: give decoder_input_ids as input_ids, with the "
+                f"labels, to {self._name}(mesh, shift=False). For one label a sequence, gather the hidden states "
+                "(cp_styles.collectives.gather), and pool them over all ranks"
             )
-        shifted = not self._shifted or batch.get("shift_labels") is not None
-        if labels is not None and not shifted and tokens.ndim == labels.ndim == 2:
+        will_shift = self._shifted and batch.get("shift_labels") is None
+        if labels is not None and will_shift and tokens.ndim == labels.ndim == 2:
             kept = labels[:, :-1] >= 0  # other programs have -1 for no label
             if (labels[:, :-1] != tokens[:, :-1])[kept].any() and (labels[:, :-1] == tokens[:, 1:])[kept].all():
                 raise ValueError(
                     f"{self._name}: labels are the next tokens already, and would be shifted once more. Cut them as "
                     f'they are: {{"input_ids": x, "shift_labels": labels.masked_fill(labels < 0, {IGNORE_INDEX})}}'
                 )
-        padding, positions, ids = self._padding(length), batch.get("position_ids"), batch.get("document_ids")
-        if ids is not None:
-            if not isinstance(ids, torch.Tensor) or ids.shape not in ((length,), (1, length), (rows, length)):
-                shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-                raise ValueError(
-                    f"{self._name}: document_ids of {shape} are not one for each token of {tuple(tokens.shape)}: give "
-                    "[S] or [B, S]"
-                )
-            batch["document_ids"] = ids = ids.expand(rows, length)
-        if positions is None and mask is None and padding and ids is None:
-            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
-        elif positions is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not padding and mask.all():
-            mask = None
-        batch.pop("attention_mask", None)
-        if mask is not None:
-            batch["attention_mask"] = mask
-        for ahead, name in enumerate(self._shifted, 1):
-            if labels is not None and batch.get(name) is None:
-                batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)
         for name in ("labels", "shift_labels", *self._shifted[1:]):
             x = batch.get(name)
             if x is not None and not x.dtype.is_floating_point and bool(((x < 0) & (x != IGNORE_INDEX)).any()):
@@ -418,22 +395,46 @@ class BatchSharder:
                     f"{self._name}: {name} has values below 0 that are not {IGNORE_INDEX}, and they would count as "
                     f"classes: labels.masked_fill(labels < 0, {IGNORE_INDEX}) if they mean that there is no label"
                 )
-        if positions is None and ids is not None:
-            batch["position_ids"] = document_positions(ids, seq_dim=1)
-        elif positions is None and self._positions is None:
-            batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-        elif positions is None and batch.get("input_ids") is None:
-            raise ValueError(f"{self._name}: positions= needs input_ids, and the batch has none: give it position_ids")
-        elif positions is None and self._positions is not None:
-            batch["position_ids"] = self._positions(tokens)
-        return self._padded(batch, padding) if padding else batch
+        if ids is not None:
+            if not isinstance(ids, torch.Tensor) or ids.shape not in ((length,), (1, length), (rows, length)):
+                shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+                raise ValueError(
+                    f"{self._name}: document_ids of {shape} are not one for each token of {tuple(tokens.shape)}: give "
+                    "[S] or [B, S]"
+                )
+            batch["document_ids"] = ids.expand(rows, length)
+
+    def _complete(self, batch: dict[str, Any], padding: int) -> None:
+        """Add shifted labels, positions, and the mask of ``padding`` positions. Leave out a mask without a zero."""
+        tokens, labels, ids = _tokens(batch), batch.get("labels"), batch.get("document_ids")
+        rows, length = tokens.shape[:2]
+        mask = batch.get("attention_mask")
+        for ahead, name in enumerate(self._shifted, 1):
+            if labels is not None and batch.get(name) is None:
+                batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)
+        if batch.get("position_ids") is None:
+            if mask is None and padding and ids is None:
+                batch["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+            elif isinstance(mask, torch.Tensor) and mask.ndim == 2 and not padding and mask.all():
+                del batch["attention_mask"]
+            if ids is not None:
+                batch["position_ids"] = document_positions(ids, seq_dim=1)
+            elif self._positions is None:
+                batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+            elif batch.get("input_ids") is None:
+                raise ValueError(
+                    f"{self._name}: positions= needs input_ids, and the batch has none: give it position_ids"
+                )
+            else:
+                batch["position_ids"] = self._positions(tokens)
 
     def _padding(self, length: int) -> int:
         if isinstance(self._layout, SequenceLayout):
             return max(0, self._layout.length - length)
         return -length % self._multiple
 
-    def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
+    def _pad_entries(self, batch: dict[str, Any], padding: int) -> None:
+        """Pad the entries that are cut, the mask and ``document_ids`` at their end."""
         mask, ids = batch.get("attention_mask"), batch.get("document_ids")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             kind = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "that is a dict"
@@ -452,7 +453,6 @@ class BatchSharder:
             if name == "position_ids":  # a document of its own
                 tail = batch[name].narrow(dim, -padding, padding)
                 tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
-        return batch
 
     def _layout_for(self, length: int) -> SequenceLayout:
         if isinstance(self._layout, SequenceLayout):
@@ -491,5 +491,5 @@ def _content(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def _tokens(batch: Batch) -> torch.Tensor:
-    return batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+def _tokens(batch: Batch) -> Any:
+    return batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]

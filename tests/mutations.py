@@ -364,7 +364,7 @@ OTHERS = [
     Mistake(
         "trainers: samples are not compared",
         "BatchSharder.__call__",
-        '{f"the samples ({name})": _content(x) for name, x in given.items()}',
+        '{f"the samples ({name})": _content(x) for name, x in whole.items()}',
         "{}",
         "ranks/doors/test_batch_sharder.py",
     ),

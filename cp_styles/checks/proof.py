@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import callers
+from cp_styles._compat import callers, graph_task_id
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
 
@@ -29,25 +28,36 @@ class Proof:
         verified: a comparison has found no difference, or a user says that one was made elsewhere.
         missed: the warning was given.
         losses: how many losses were made of it.
-        reducer: the module around it that averages gradients (DDP), and the ranks over which it does.
+        reducer: the DDP module that ran the last forward, if there was one.
+        reduces: the backward of this forward reduces gradients, because it was not in ``no_sync``.
     """
 
     model: ref[nn.Module]
     verified: bool = False
     missed: bool = False
     losses: int = 0
-    reducer: tuple[str, Sequence[int]] = "", ()
+    reducer: ref[DistributedDataParallel] | None = None
+    reduces: bool = False
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward for a backward has begun over the group of ``state``: note who reduces its gradients."""
         state.training.add(self)
+        state.trained.add(self)
+        if graph_task_id() >= 0:  # a checkpoint computes again, outside of the DDP module
+            return
+        self.reducer, self.reduces = None, False
         for frame in callers():  # DDP registers nothing with the module that it wraps
             if frame.f_code is DistributedDataParallel.forward.__code__:
                 module = frame.f_locals["self"]
-                self.reducer = type(module).__name__, dist.get_process_group_ranks(module.process_group)
+                self.reducer, self.reduces = ref(module), module.require_backward_grad_sync
 
     def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
+        state.training.discard(self)  # so that the next forward is noted, also without a loss of this package
+        self.warn_if_unverified(state)
+
+    def warn_if_unverified(self, state: GroupState) -> None:
+        """Warn once, on rank 0, that the model trains and was not proved. :func:`verify` is told of it instead."""
         if state.proofs is not None:
             state.proofs.add(self)
         elif not (self.verified or self.missed):

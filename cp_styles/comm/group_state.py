@@ -13,7 +13,6 @@ The number of the operation is the tag of its messages. Gloo never takes a messa
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,8 +114,6 @@ class GroupState:
         phase: whether peers know of an error of this rank.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
-        unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
-        sums: number of calls of sum_gradients.
         modules: to how many modules each style was applied over this group.
         meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
         in_order: meshes whose ranks are known to be in the order of the group.
@@ -128,7 +125,8 @@ class GroupState:
         objects: of other layers, see :meth:`the`.
         stand_in: what takes the place of the group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, in place of the ranks of a sequence, in such a run.
-        training: proofs of the models whose attention has run, for a backward, since the last loss or sum of gradients.
+        training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
+        trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
         proofs: of the models that have a backward in such a run; None where training is no such run.
     """
 
@@ -136,8 +134,6 @@ class GroupState:
     phase: GroupPhase = GroupPhase.IDLE
     forward_open: bool = False
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
-    unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
-    sums: int = 0
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
     meshes: dict[Any, Any] = field(default_factory=dict)
     in_order: WeakSet[DeviceMesh] = field(default_factory=WeakSet)
@@ -149,6 +145,7 @@ class GroupState:
     stand_in: StandIn | None = None
     alone: bool = False
     training: WeakSet[Any] = field(default_factory=WeakSet)
+    trained: WeakSet[Any] = field(default_factory=WeakSet)
     proofs: set[Any] | None = None
 
     @contextmanager

@@ -26,7 +26,7 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
-from cp_styles.checks import observers_of, proof_of
+from cp_styles.checks import Proof, observers_of, proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
@@ -299,10 +299,12 @@ class _BlockCalls(AttentionCalls):
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
         self._checked: set[nn.Module] = set()  # models in it
+        self._trained: set[Proof] = set()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._checked.clear()
+        self._trained.clear()
         if exception[0] is not None:
             return
         if self._entry.parts and not self._again and not self.tally.calls and not self.unscoped.group_state.lengths:
@@ -322,10 +324,11 @@ class _BlockCalls(AttentionCalls):
         if not self._entry.verified and torch.is_grad_enabled():
             proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
             for proof in proofs[-1:]:
-                if proof not in self.unscoped.group_state.training:
+                if proof not in self._trained or proof not in self.unscoped.group_state.training:
+                    self._trained.add(proof)
                     proof.forward_begins(self.unscoped.group_state)
             if proofs and not any(proof.verified for proof in proofs):
-                proofs[-1].backward_begins(self.unscoped.group_state)
+                proofs[-1].warn_if_unverified(self.unscoped.group_state)
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._checked and (module is running[-1][0] or is_model(module)):

@@ -75,11 +75,12 @@ def test_what_a_batch_has_already_is_cut_as_it_is():
 @pytest.mark.parametrize("fixed", [False, True])
 def test_padding_on_request(fixed: bool):
     options: dict[str, Any] = {"layout": head_tail(16, 2)} if fixed else {"pad_to_multiple_of": 8}
-    parts = cut({"input_ids": TOKENS, "labels": LABELS}, 2, pad_token_id=1, **options)
-    assert torch.equal(whole(parts, "input_ids")[:, LENGTH:], torch.ones(ROWS, 3, dtype=torch.int64))
-    assert (whole(parts, "shift_labels")[:, LENGTH - 1 :] == -100).all()
     mask = torch.arange(16) < LENGTH
-    assert all(torch.equal(part["attention_mask"], mask.long().expand(ROWS, -1)) for part in parts)
+    for given in ({}, {"attention_mask": ONES}):
+        parts = cut({"input_ids": TOKENS, "labels": LABELS} | given, 2, pad_token_id=1, **options)
+        assert torch.equal(whole(parts, "input_ids")[:, LENGTH:], torch.ones(ROWS, 3, dtype=torch.int64))
+        assert (whole(parts, "shift_labels")[:, LENGTH - 1 :] == -100).all()
+        assert all(torch.equal(part["attention_mask"], mask.long().expand(ROWS, -1)) for part in parts)
     packed = torch.arange(LENGTH).expand(ROWS, -1)
     parts = cut({"input_ids": TOKENS, "position_ids": packed}, 2, **options)  # the padding is a document of its own
     assert whole(parts, "position_ids")[0, LENGTH:].tolist() == [0, 1, 2]
@@ -283,7 +284,10 @@ def test_other_samples_are_every_ranks_error():
 
 def test_batches_that_cannot_be_cut():
     good = {"input_ids": TOKENS}
-    refused("no input_ids", [good, {"pixel_values": TOKENS}])
+    refused(
+        r"the batch needs input_ids \[B, S\] or inputs_embeds, and has \['pixel_values'\]",
+        [good, {"pixel_values": TOKENS}],
+    )
     refused(r"labels of shape \(2,\) are not one for each of 13 tokens", [good | {"labels": TOKENS[:, 0]}] * 2)
     refused(r"which dim of \['weights'\] is the sequence", [good | {"weights": TOKENS}] * 2)
     parts = cut(good | {"weights": TOKENS}, seq_dims={"weights": 1})

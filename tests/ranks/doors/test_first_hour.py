@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
@@ -32,11 +34,14 @@ from cp_styles import (
     contiguous,
     global_loss,
     global_token_count,
+    head_tail,
     sum_gradients,
 )
 from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from cp_styles.verify import VerificationError, verify
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -212,6 +217,91 @@ class TestAReducerThatAverages:
             )
             assert "averaged_over=2" in str(found)
         assert max(run_ranks(partial(on, averaged_over=2), 2)) < EXACT
+
+    @sampled(1, door=DOORS, loss=["global", "own"], given=["the reducer", "the model", "a parameter"])
+    def test_a_sum_after_ddp_is_refused(self, door, loss: str, given: str):
+        """In the second step, after a right sum without DDP. A checkpoint runs the attention again outside of DDP."""
+
+        def on(rank: int) -> None:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+            both, model = mesh["dp", "cp"]._flatten("dp_cp"), GPT()
+            model.attention.forward = partial(checkpoint, model.attention.forward, use_reentrant=False)
+            a_step(model, mesh["cp"], door(model, mesh["cp"])).sum_gradients(model)
+            model.zero_grad()
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=both.get_group())
+            forward = ddp if door is not by_block else by_block(ddp, mesh["cp"])
+            if loss == "global":
+                a_step(model, mesh["cp"], forward, averaged_over=4)
+            else:
+                layout = head_tail(LENGTH, 2)
+                part, pos = layout.shard(INPUTS, 1, rank % 2), layout.positions(rank % 2)
+                forward(part, layout.shard(TARGETS, 1, rank % 2), pos=pos).backward()
+            sums = {"the reducer": ddp, "the model": model, "a parameter": [model.head.weight]}
+            sum_gradients(sums[given], mesh["cp"])
+
+        for found in run_ranks(on, 4, return_errors=True):
+            assert isinstance(found, ValueError)
+            assert "DistributedDataParallel averages the gradients of these parameters over [" in str(found)
+            assert "averaged_over=4" in str(found)
+
+    @pytest.mark.parametrize("case", ["no_sync", "without it since", "over dp", "a head outside of it", "ignored"])
+    @pytest.mark.parametrize("door", DOORS)
+    def test_a_sum_of_what_ddp_has_not_reduced_is_exact(self, door, case: str):
+        def on(rank: int) -> float:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+            cp, model, ddp_of = mesh["cp"], GPT(), nn.parallel.DistributedDataParallel
+            group = mesh["dp"].get_group() if case == "over dp" else cp.get_group()
+            alone = door(model, cp)
+            if case == "a head outside of it":
+                model.attention = ddp_of(model.attention, process_group=group)
+                forward = alone
+            else:
+                if case == "ignored":
+                    ignored = [name for name, _ in model.named_parameters() if not name.startswith("norm")]
+                    ddp_of._set_params_and_buffers_to_ignore_for_model(model, ignored)
+                ddp = ddp_of(model, process_group=group)
+                forward = ddp if door is not by_block else by_block(ddp, cp)
+            if case in ("no_sync", "without it since"):  # a step that DDP reduces, and whose loss is the user's
+                layout = head_tail(LENGTH, 2)
+                part, pos = layout.shard(INPUTS, 1, rank % 2), layout.positions(rank % 2)
+                forward(part, layout.shard(TARGETS, 1, rank % 2), pos=pos).backward()
+                model.zero_grad()
+            with ddp.no_sync() if case == "no_sync" else contextlib.nullcontext():
+                a_step(model, cp, alone if case == "without it since" else forward, averaged_over=1)
+            averaged = {"a head outside of it": "attention.", "ignored": "norm."}.get(case, "none")
+            sum_gradients([x for name, x in model.named_parameters() if not name.startswith(averaged)], cp)
+            for name, x in model.named_parameters():
+                x.grad = x.grad * 2 if name.startswith(averaged) else x.grad
+            found = {name.replace("module.", ""): x for name, x in gradients(model).items()}
+            right = expected()
+            assert found.keys() == right.keys()
+            return max(error(found[name], right[name]) for name in right if right[name].norm() > 1e-10)
+
+        assert max(run_ranks(on, 4)) < EXACT
+
+    def test_a_sum_after_ddp_around_functions_is_found_by_verify(self):
+        class Function(nn.Module):
+            def forward(self, query, key, value):
+                return context_attention(query, key, value, self.mesh)
+
+        def step(model, batch, mesh):
+            sharder = BatchSharder(mesh, averaged_over=mesh.size())
+            part = sharder(batch)
+            loss = part.loss(model(part.tokens, pos=part.positions))
+            loss.backward()
+            sum_gradients(model, mesh)
+            return loss
+
+        def on(rank: int) -> None:
+            mesh, model = cp_mesh(2), GPT()
+            model.attention.core = Function()
+            model.attention.core.mesh = mesh
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+            verify(ddp, mesh, {"input_ids": INPUTS, "shift_labels": TARGETS}, step)
+
+        for found in run_ranks(on, 2, return_errors=True):
+            assert isinstance(found, VerificationError)
+            assert "are 2 times those of one process" in str(found)
 
     def test_over_another_axis_is_no_matter(self):
         """FSDP2 over dp averages the losses of replicas: each is the mean over the tokens of one sequence."""

@@ -4,7 +4,7 @@ float64 throughout: sums over ranks differ from one device's by rounding order o
 room for the tens of terms here and none for a wrong weight.
 """
 
-import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -480,40 +480,31 @@ def test_labels_of_unsigned_dtypes_are_counted():
     assert [int(x) for x in run_ranks(lambda rank: global_token_count(labels, dist.group.WORLD), 2)] == [4, 4]
 
 
-def until_it_raises(call):
-    results = []
-    while True:
-        try:
-            results.append(call())
-        except ValueError as refused:
-            return results, str(refused)
+def test_on_a_gpu_the_host_waits_for_the_first_checks():
+    """Later results are not finite."""
 
-
-def test_errors_on_a_gpu_come_later():
-    """The host does not wait for the GPU. The loss is not finite at once, and a later call raises the error."""
-
-    def on(rank):
-        group, losses = dist.group.WORLD, []
+    def on(rank: int, right_first: bool) -> list[torch.Tensor]:
+        group = dist.group.WORLD
         labels = torch.tensor([3, -1, -100]).to("cuda", non_blocking=True)
         right = torch.tensor([3, 5, -100]).to("cuda", non_blocking=True)
         weight = torch.ones(3).to("cuda", non_blocking=True).requires_grad_()
-        losses.append(global_loss(weight * 1.0, 3 + rank, group))
-        losses[0].backward()
-        counts, text = until_it_raises(lambda: global_token_count(right, group))
-        assert "divide by different numbers" in text
-        assert "8 calls later" in text
-        counts.append(global_token_count(labels, group))
-        more, text = until_it_raises(lambda: global_loss(weight * 1.0, 3, group))
-        assert "labels below 0" in text
-        losses += more
+        if not right_first:
+            with pytest.raises(ValueError, match="global_token_count: there are labels below 0"):
+                global_token_count(labels, group)
+            with pytest.raises(ValueError, match=r"global_loss: the ranks of .* divide by different numbers"):
+                global_loss(weight * 1.0, 3 + rank, group)
+        counts = [global_token_count(right, group), global_token_count(labels, group)]
+        losses = [global_loss(weight * 1.0, 3, group), global_loss(weight * 1.0, 3 + rank, group)]
+        losses[1].backward()
         return [x.inner for x in (*counts, *losses, weight.grad)]
 
-    with gpus(waits=["cp_styles.batch._raise_unread"]):
-        for *found, grad in run_ranks(on, 2):
-            assert [x.item() for x in found[:9]] == [4] * 8 + [0]
-            assert found[9].isnan()
-            assert [x.item() for x in found[10:]] == [2.0] * 8
-            assert grad.isnan().all()
+    for right_first in (False, True):
+        with gpus(waits=["cp_styles.batch.on_host"]) as gpu:
+            for four, none, two, odd, grad in run_ranks(partial(on, right_first=right_first), 2):
+                assert (four.item(), none.item(), two.item()) == (4, 0, 2.0)
+                assert odd.isnan()
+                assert grad.isnan().all()
+        assert gpu.waits == 2 * 2  # of a count and a loss on each rank
 
 
 def test_ranks_that_reduce_otherwise():
@@ -525,46 +516,3 @@ def test_ranks_that_reduce_otherwise():
     for options in ({"bucket_bytes": 8}, {"reduce_dtype": torch.float64}):
         for text in failures(lambda rank, options=options: on(rank, **options), 2):
             assert f"disagree on {next(iter(options))}: ranks [1] differ from rank 0 (rank 0: " in text
-
-
-@pytest.mark.parametrize("given", ["ddp", "parameters", "inside", "one of them"])
-@pytest.mark.parametrize("over", ["cp", "dp_cp"])
-def test_gradients_that_ddp_has_reduced(given: str, over: str):
-    def on(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        group = mesh["cp"] if over == "cp" else mesh["dp", "cp"]._flatten("dp_cp")
-        model = nn.Linear(3, 2)
-        ddp = nn.parallel.DistributedDataParallel(model, process_group=group.get_group())
-        ddp(torch.full((1, 3), 1.0 + rank)).square().sum().backward()
-        kinds = {"ddp": ddp, "parameters": ddp.parameters(), "inside": model, "one of them": [model.weight]}
-        sum_gradients(kinds[given], mesh["cp"])
-
-    for text in failures(on, 4):
-        assert "DistributedDataParallel" in text
-        assert "has reduced their gradients there" in text
-
-
-@pytest.mark.parametrize("case", ["no_sync", "over dp", "of others", "zero", "infinite", "equal shares"])
-def test_gradients_that_ddp_has_not_reduced(case: str):
-    """Or that are equal on all ranks for another reason, without DDP."""
-
-    def on(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        model, x = nn.Linear(3, 2), torch.full((1, 3), 1.0 + rank)
-        own = nn.Linear(3, 2) if case == "of others" else model
-        if case == "equal shares":
-            model(torch.ones(1, 3)).sum().backward()
-        else:
-            over = mesh["dp"].get_group() if case == "over dp" else mesh["cp"].get_group()
-            ddp = nn.parallel.DistributedDataParallel(model, process_group=over)
-            with ddp.no_sync() if case == "no_sync" else contextlib.nullcontext():
-                (ddp(x).square().sum() * {"zero": 0.0, "infinite": torch.inf}.get(case, 1.0)).backward()
-            own(torch.ones(1, 3)).sum().backward() if own is not model else None
-        before = own.weight.grad.clone()
-        sum_gradients(own, mesh["cp"])
-        return before, own.weight.grad
-
-    ranks = run_ranks(on, 4)
-    for rank, (_, after) in enumerate(ranks):
-        expected = ranks[rank][0] + ranks[rank ^ 1][0]
-        assert torch.allclose(after, expected, equal_nan=True)

@@ -174,7 +174,7 @@ def flex_steps(problem: FlexProblem, attend, layout, rank: int) -> list[torch.Te
     return found
 
 
-SAMPLE = "cp_styles.batch._sample_of_gradients"
+LOSS = "cp_styles.batch.on_host"
 
 
 def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
@@ -222,7 +222,7 @@ def steps(model: nn.Module, cp: DeviceMesh, optimizer: torch.optim.Optimizer, *,
 )
 def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
     """Loss and gradients of the model; the search for parameters that nobody reduces may wait, six times, the
-    comparison of tokens three times, and the first two sums of gradients."""
+    comparison of tokens three times, and the checks of counts and losses once."""
 
     def on(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
         mesh = init_device_mesh("cuda", (cp, tp), mesh_dim_names=("cp", "tp"))
@@ -231,7 +231,7 @@ def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
         loss = steps(model, mesh["cp"], optimizer, sums=True)
         return read(loss).item(), {name: read(whole(x.grad)) for name, x in model.named_parameters()}
 
-    with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS, WATCH, SAMPLE]) as gpu:
+    with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS, WATCH, LOSS]) as gpu:
         found = run_ranks(on, cp * tp)
     single = alone(1)
     for loss, gradients in found:
@@ -252,5 +252,5 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
             steps(model, mesh["cp"], optimizer)
 
     examine = "cp_styles.checks.gradient_watch.ParameterWatch._examine"
-    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, SAMPLE, examine]):
+    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, LOSS, examine]):
         run_ranks(on, 2)

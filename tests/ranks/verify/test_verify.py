@@ -37,6 +37,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.__main__ import main
+from cp_styles.batch import Losses
 from cp_styles.comm.group_state import state_of
 from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -363,10 +364,9 @@ def test_nothing_is_left_behind(fails: bool):
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(module._forward_hooks and "_after" in str(module._forward_hooks) for module in [counted])
         state = state_of(mesh.get_group())
-        assert (state.stand_in, state.sums, state.operations.forwards) == (None, 0, 0)
+        assert (state.stand_in, state.the(Losses).number, state.operations.forwards) == (None, 0, 0)
         loss = step(model, {"tokens": TOKENS}, mesh)  # over the user's own group
-        sums = state.sums
-        return loss.item(), sums
+        return loss.item(), state.the(Losses).number
 
     whole = llama()
     whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Counted())
@@ -374,7 +374,7 @@ def test_nothing_is_left_behind(fails: bool):
     losses = run_ranks(on, 2)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert losses[0] == losses[1]
-    assert losses[0][1] == 1
+    assert losses[0][1] == 2  # a count and a loss
 
 
 class Hooked(nn.Module):
