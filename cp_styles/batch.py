@@ -50,7 +50,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._compat import meshes_of_fsdp
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, is_of_this_world, meet_alike
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world
 from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
@@ -726,7 +726,7 @@ def _with_gradient_anywhere(
         return facts, StatusRow(q_length=zlib.crc32(present), numbers=(gathers.compared, 0))
 
     gathers = state_of(group).the(ReplicatedGathers)
-    rows = meet_alike(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
+    rows = agree_on_facts(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     gathers.summed = True
     if parameters and all(rows.columns.numbers[0]):
         _refuse_whole(parameters, gathers.in_front, group)

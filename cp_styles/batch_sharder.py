@@ -30,7 +30,7 @@ from cp_styles.batch import (
 )
 from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.scope import SequenceScope
@@ -301,7 +301,7 @@ class BatchSharder:
             'ranks alone (share_batches, or a DistributedSampler with num_replicas=mesh["dp"].size()), with one seed; '
             f"for a Trainer of transformers use ContextParallelTrainer{see('Ranks with other samples')}"
         )
-        meet_alike(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
+        agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
         return parts[0]
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, plain
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, report_failure
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
@@ -238,7 +238,7 @@ class KVCache(_OverOneGroup):
         return first, torch.maximum(first, stop)
 
     def _refuse(self, problem: Exception) -> None:
-        offer_refusal("KVCache", self.group)
+        report_failure("KVCache", self.group)
         raise problem
 
 
@@ -438,7 +438,7 @@ def _agree(
     state_of(cache.group).phase = GroupPhase.TOGETHER
     ranks = cache.group.size()
     options: dict[str, Any] = {"agrees": call.checks.agreement, "assumed": lambda mine: [mine] * ranks}
-    meet_alike(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)
+    agree_on_facts(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)
 
 
 def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:

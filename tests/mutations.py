@@ -300,7 +300,7 @@ OTHERS = [
     ),
     Mistake(
         "kernels: a window that no kernel is told of",
-        "_documents",
+        "_run",
         "window or",
         "None or",
         "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
@@ -336,7 +336,7 @@ OTHERS = [
     Mistake(
         "mixers: layouts of balancers are not compared",
         "agreed_layouts",
-        "meet_alike(made, Meeting.LAYOUT, where) if of_a_user else made()",
+        "agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()",
         "made()",
         "ranks/mixers/test_recurrence.py -k balancers",
     ),
@@ -371,7 +371,7 @@ OTHERS = [
     Mistake(
         "transformers: a mask that is dropped is not missed",
         "_attention.refuse",
-        "attention_mask is None and is_causal and calls.tally.made_mask is not None",
+        "attention_mask is None and is_causal and calls.forward_state.made_mask is not None",
         "False",
         "clients/test_transformers.py -k dropped",
     ),
@@ -426,7 +426,7 @@ OTHERS = [
     ),
     Mistake(
         "engine: a rank leaves an operation, and nobody hears of it",
-        "break_off",
+        "abort_group",
         "            end_connections(gloo)",
         "            pass",
         "ranks/engine/test_half_way.py -k 'stand_still or goes_on'",
@@ -441,8 +441,8 @@ OTHERS = [
     Mistake(
         "mixing layers: the layer that a mixer calls is refused",
         "mixing",
-        "tally.mixing = True",
-        "tally.mixing = False",
+        "forward_state.mixing = True",
+        "forward_state.mixing = False",
         "ranks/doors/test_guards.py -k mixers_call",
     ),
     Mistake(

@@ -90,7 +90,7 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
         return
     if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
         calls = AttentionCalls.entered()
-        if calls is None or calls.tally.mixing:
+        if calls is None or calls.forward_state.mixing:
             return
         past = cache_given(calls.inputs)
         past = getattr(past, "self_attention_cache", past)  # beside keys of an encoder

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, short
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, short
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.layout import SequenceLayout
@@ -86,7 +86,7 @@ def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: b
 
     group = resolve_group(peers.name)
     where = "cp_styles.collectives", state_of(group).operations.axis, group
-    return meet_alike(facts, Meeting.COLLECTIVE, where, path=call)
+    return agree_on_facts(facts, Meeting.COLLECTIVE, where, path=call)
 
 
 def _short(value: Any) -> str:

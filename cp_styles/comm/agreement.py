@@ -30,7 +30,7 @@ from cp_styles._compat import graph_task_id, named_range, resolve_group, without
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
-from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
+from cp_styles.comm.point_to_point import abort_group, check_not_aborted, gather_numbers, offer_numbers, start_numbers
 from cp_styles.troubleshooting import see
 
 
@@ -152,9 +152,9 @@ def start_status(
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
-    operations = (state or unbroken(group, name)).operations
+    operations = (state or check_not_aborted(group, name)).operations
     if operations.broken:
-        unbroken(group, name)  # raises
+        check_not_aborted(group, name)  # raises
     operations.check = None  # of an attention that has failed
     problem: Exception | None = None
     row = StatusRow(status=RankStatus.BAD_INPUTS)
@@ -164,13 +164,13 @@ def start_status(
     except Exception as error:
         problem = error
     except BaseException as error:  # an interrupt. A program that goes on after it is not where the others are
-        break_off(group, error)
+        abort_group(group, error)
         raise
     operations.user, operations.axis = name, axis
     mine = _of_meeting(row, meeting, name)
     if not agrees:
         if problem is not None:
-            break_off(group, problem)  # the others take part, and wait for this rank's messages
+            abort_group(group, problem)  # the others take part, and wait for this rank's messages
             raise problem
         if assumed is None:
             raise ValueError(
@@ -186,7 +186,7 @@ def start_status(
     try:
         started.gathered = start_numbers(numbers, group)
     except BaseException as error:  # the others wait for this rank's row
-        break_off(group, error)
+        abort_group(group, error)
         raise
     return started
 
@@ -213,7 +213,7 @@ class _StartedMeeting:
             with named_range("agreement:", self.name):
                 rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
         except BaseException as error:  # the others may have this rank's row, and count on it
-            break_off(self.group, error)
+            abort_group(self.group, error)
             if isinstance(error, RuntimeError):
                 error.add_note(
                     f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks "
@@ -239,7 +239,7 @@ class _StartedMeeting:
         return "".join(f"; rank {rank}: {texts[rank]}" for rank in refused[:_MOST_SHOWN])
 
 
-def offer_refusal(name: str, group: dist.ProcessGroup) -> None:
+def report_failure(name: str, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
     It does nothing inside a backward, or if the others know already or cannot learn of it: see
@@ -322,7 +322,7 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     """
     if group is None or group.size() == 1:
         return
-    state = unbroken(group)
+    state = check_not_aborted(group)
     state.phase = GroupPhase.BACKWARD
     if agrees:
         state.forward_open = False
@@ -361,7 +361,7 @@ Where: TypeAlias = tuple[str, str, dist.ProcessGroup]
 """Who meets: the name of the module or function, the name of the mesh axis, and the group."""
 
 
-def meet_alike(
+def agree_on_facts(
     describe: Callable[[], tuple[Mapping[str, Any], StatusRow]],
     meeting: Meeting,
     where: Where,
@@ -418,7 +418,7 @@ def _texts(text: str, group: dist.ProcessGroup) -> list[str]:
     try:
         return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
     except BaseException as error:  # the others wait for this text
-        break_off(group, error)
+        abort_group(group, error)
         raise
 
 

@@ -81,7 +81,7 @@ class GroupPhase(enum.Enum):
     """The state of a rank in the attentions over a group: whether its peers know of an error of this rank."""
 
     IDLE = enum.auto()
-    """Peers do not know, and may wait for this rank: :func:`~cp_styles.comm.agreement.offer_refusal` tells them."""
+    """Peers do not know, and may wait for this rank: :func:`~cp_styles.comm.agreement.report_failure` tells them."""
     TOGETHER = enum.auto()
     """Every rank raises, as after an agreement, or peers wait for messages and cannot be told."""
     BACKWARD = enum.auto()

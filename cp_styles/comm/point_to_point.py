@@ -70,8 +70,8 @@ class PendingTransfers:
 class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
-    ``state``: that of the group if it is known to be :func:`unbroken`. ``backward_of``: the number of the forward of a
-    backward; 0 for a forward. ``common``: errors that the other ranks raise too.
+    ``state``: the state of the group, if the caller has checked that it is not aborted. ``backward_of``: the number of
+    the forward of a backward; 0 for a forward. ``common``: errors that the other ranks raise too.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Operation:
         backward_of: int = 0,
         common: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._group, self._operations = group, (state or unbroken(group)).operations
+        self._group, self._operations = group, (state or check_not_aborted(group)).operations
         self._backward_of, self._common = backward_of, common
 
     def __enter__(self) -> None:
@@ -99,10 +99,10 @@ class Operation:
             operations.check = None  # it holds the group, whose connections end with it
         operations.settle()  # what the ranks disagree on may be the cause
         if interrupted or (operations.agreed and not isinstance(error, self._common)):
-            break_off(self._group, error)
+            abort_group(self._group, error)
 
 
-def unbroken(group: dist.ProcessGroup, user: str = "") -> GroupState:
+def check_not_aborted(group: dist.ProcessGroup, user: str = "") -> GroupState:
     """The state of a group. Raises TransferError if this rank has left an operation over it half way."""
     state = state_of(group)
     operations = state.operations
@@ -117,7 +117,7 @@ def unbroken(group: dist.ProcessGroup, user: str = "") -> GroupState:
     return state
 
 
-def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
+def abort_group(group: dist.ProcessGroup, error: BaseException) -> None:
     """End the connections of a group and its parts: all ranks that wait for this one get an error at once."""
     state = state_of(group)
     if state.operations.broken or group.size() == 1:
@@ -155,13 +155,13 @@ def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) ->
     Raises:
         TransferError: for an error of the transport.
     """
-    unbroken(group, user).operations.settle()
+    check_not_aborted(group, user).operations.settle()
     try:
         yield
     except common:
         raise
     except BaseException as error:
-        break_off(group, error)
+        abort_group(group, error)
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
             raise transfer_error(error, range(group.size()), group, user) from error
         raise
@@ -279,13 +279,13 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
     first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
     [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
     """
-    unbroken(group)
+    check_not_aborted(group)
     return start_numbers(numbers, group)()
 
 
 def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
-    """Start :func:`gather_numbers` over a group that is :func:`unbroken`. The result waits for the other ranks, and
-    returns the rows.
+    """Start :func:`gather_numbers` over a group that is not aborted. The result waits for the other ranks, and returns
+    the rows.
 
     Raises:
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.

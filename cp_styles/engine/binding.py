@@ -21,11 +21,11 @@ from cp_styles.comm.agreement import (
     StatusRow,
     StatusRows,
     Where,
+    agree_on_facts,
     compare,
-    meet_alike,
-    offer_refusal,
     place_of,
     plain,
+    report_failure,
     start_status,
 )
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
@@ -53,7 +53,7 @@ Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 
 
 @dataclass
-class Tally:
+class ForwardState:
     """State of one module forward.
 
     Attributes:
@@ -92,7 +92,7 @@ class Binding:
             kernel of the call.
         heads: which query heads the tensors of a call are, if these are a share of more heads.
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
-        tally: state of the module's forward. An error is raised if its attention was not reached.
+        forward_state: state of the module's forward. An error is raised if its attention was not reached.
         checks: what the ranks check of each other.
         model: observes the model whose attention it is; None for functions.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
@@ -109,12 +109,12 @@ class Binding:
     kernel: Kernel | None = None
     heads: tuple[int, int] | None = None
     whole: tuple[int, int] | None = None
-    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    forward_state: ForwardState = field(default_factory=ForwardState, compare=False, repr=False)
     checks: Checks = field(default=CHECKS, compare=False, repr=False)
     model: ModelObserver | None = field(default=None, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     in_graphs: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
+    _calls: LatestEntries[Cuts | tuple[int, int], ResolvedCall] = field(
         init=False, default_factory=LatestEntries, compare=False, repr=False
     )
     _hashes: LatestEntries[Any, int] = field(init=False, default_factory=LatestEntries, compare=False, repr=False)
@@ -165,9 +165,9 @@ class Binding:
         """As :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`: no scope applies."""
         return self, None
 
-    def keeping_nothing(self) -> Binding:
+    def without_kept_keys(self) -> Binding:
         """This binding with a strategy that keeps no received keys for the backward. Cached."""
-        lean = self.strategy.keeping_nothing()
+        lean = self.strategy.without_kept_keys()
         return self._variants.get(lean) or self._variants.put(lean, replace(self, strategy=lean))
 
     def of_heads(self, heads: tuple[int, int], whole: tuple[int, int]) -> Binding:
@@ -193,7 +193,7 @@ class Binding:
         call: Mapping[str, Any],
         keep: bool,
         attn_mask: torch.Tensor | None = None,
-    ) -> AgreedCall:
+    ) -> ResolvedCall:
         """One call, with its layouts, once all ranks know that their inputs fit together.
 
         A balancer is called here only, and not again in the backward of the call. ``problem`` is an error that
@@ -213,7 +213,7 @@ class Binding:
         fixed = layout if isinstance(layout, SequenceLayout) else None
         where = self.name, self.axis, self.group
         given = where, self.checks, tensors, self.model, keep
-        asked = _Call(*given, binding=self, problem=problem, attn_mask=attn_mask, call=call)
+        asked = _AttentionAgreement(*given, binding=self, problem=problem, attn_mask=attn_mask, call=call)
         self.group_state.phase = GroupPhase.TOGETHER
         meeting = start_status(
             asked.row,
@@ -221,7 +221,7 @@ class Binding:
             *where,
             agrees=self.checks.agreement,
             assumed=None if fixed is None else partial(_as_cut_by, fixed, rank),
-            path=self.tally.path,
+            path=self.forward_state.path,
             state=self.group_state,
         )
         q, k, v = tensors
@@ -237,13 +237,13 @@ class Binding:
         first = self.layout_for(lengths[0])
         return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
 
-    def agreed_on(self, cuts: Cuts) -> AgreedCall:
+    def agreed_on(self, cuts: Cuts) -> ResolvedCall:
         """The call of this configuration with these layouts. Cached."""
         # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
-        return self._calls.get(cuts) or self._calls.put(cuts, AgreedCall(replace(self), cuts))
+        return self._calls.get(cuts) or self._calls.put(cuts, ResolvedCall(replace(self), cuts))
 
     @cached_property
-    def as_given(self) -> AgreedCall:
+    def as_given(self) -> ResolvedCall:
         """The call with the layout of this binding, which is a SequenceLayout."""
         assert isinstance(self.layout, SequenceLayout)
         return self.agreed_on((self.layout, self.layout))
@@ -256,7 +256,7 @@ class Binding:
     @uncompiled
     def refuse_call(self) -> None:
         """Tell the ranks that have called their attention, or will call it, that this rank will not."""
-        offer_refusal(self.name, self.group)
+        report_failure(self.name, self.group)
 
     def refuse_other_cut(
         self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None
@@ -307,7 +307,7 @@ class Binding:
 
 
 @dataclass(eq=False)
-class AgreedCall:
+class ResolvedCall:
     """A configuration, and the layouts of queries and of keys on which the ranks have agreed for it."""
 
     binding: Binding
@@ -383,7 +383,7 @@ class AgreedCall:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Call(CheckedCall):
+class _AttentionAgreement(CheckedCall):
     """One attention on which the ranks agree: this rank's row, and what follows from the rows of all ranks.
 
     See :meth:`Binding.agree` for the fields. It holds no function of its own making, as _StartedMeeting in
@@ -401,20 +401,20 @@ class _Call(CheckedCall):
         if self.problem is not None:
             raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
-        tally = binding.tally
+        forward_state = binding.forward_state
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
-        if tally.cuts:
-            of_other_ranks = [cut for cut in tally.cuts if cut[1].ranks != binding.group.size()]
+        if forward_state.cuts:
+            of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
-        elif tally.calls == 1 and call.get("is_causal"):
+        elif forward_state.calls == 1 and call.get("is_causal"):
             self.orders = graph_task_id() < 0
         if v.shape[dim] != k.shape[dim]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
-        which = zlib.crc32(f"{binding.site} {tally.path}".encode()) if binding.site else 0
+        which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
             *(contents, binding._print, *call, *call.values(), self.trains),
@@ -423,12 +423,12 @@ class _Call(CheckedCall):
         return StatusRow(
             q.shape[dim],
             k.shape[dim],
-            place=place_of(which, tally.calls),
+            place=place_of(which, forward_state.calls),
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
             numbers=binding.rank_checks.numbers(self) if binding.checks.agreement else (0, 0),
         )
 
-    def finish(self, meeting: Callable[[], StatusRows]) -> AgreedCall:
+    def finish(self, meeting: Callable[[], StatusRows]) -> ResolvedCall:
         """Wait for the rows of the remaining ranks in ``meeting``, and compare."""
         binding = self.binding
         rows = meeting()
@@ -450,7 +450,7 @@ class _Call(CheckedCall):
             binding.model.forward_begins(state)
         return agreed
 
-    def _compared(self, rows: StatusRows, whole: tuple[int, int]) -> AgreedCall:
+    def _compared(self, rows: StatusRows, whole: tuple[int, int]) -> ResolvedCall:
         """The call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
         problem = "" if attn_mask is None else _of_a_part(attn_mask, rows)
@@ -502,7 +502,7 @@ def agreed_layouts(
         return {"layout": tuple(cut.chunks for cut in cuts)} if of_a_user else {}, StatusRow()
 
     of_a_user = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
-    meet_alike(made, Meeting.LAYOUT, where) if of_a_user else made()
+    agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()
     assert cuts
     return cuts
 
@@ -552,7 +552,7 @@ def binding_of_call(
     try:
         binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
     except Exception:  # this rank's argument may be the only wrong one
-        offer_refusal(name, group)
+        report_failure(name, group)
         raise
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
         bindings_of(group).put(key, binding)

@@ -29,7 +29,7 @@ from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
-from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
+from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindings_of
 from cp_styles.engine.checks import Checks
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
 from cp_styles.engine.observers import attention_listener
@@ -54,7 +54,7 @@ _DENSE = torch.strided
 
 # The eager calls whose backward may come, by the number in ``call``. A recomputation whose results a checkpoint kept
 # has nothing else of the forward. Weak: a call lives as long as the node of autograd.
-_agreed_calls: WeakValueDictionary[int, AgreedCall] = WeakValueDictionary()
+_resolved_calls: WeakValueDictionary[int, ResolvedCall] = WeakValueDictionary()
 
 
 class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
@@ -74,7 +74,7 @@ def config_of(scoped: ScopedBinding) -> ConfigInGraph:
             problem = f"under torch.compile {error}"
             in_graph = ConfigInGraph(where[0], AttentionConfig(*where, (), True, False, True, named, problem), None)
         # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
-        runs = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
+        runs = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.named, scoped.history)
         same = binding.group_state.the(BindingsInGraphs)
         binding.in_graphs[named] = in_graph, same.setdefault(in_graph.config, runs)
     return binding.in_graphs[named][0]
@@ -182,7 +182,7 @@ def _attention(
     if in_graph:
         remember_in_all()
     binding, scope = (source_of(config, dense) if in_graph else config).resolve()
-    binding = binding.keeping_nothing() if lean else binding
+    binding = binding.without_kept_keys() if lean else binding
     cut, refusal = b"", None
     try:
         if problem:
@@ -214,7 +214,7 @@ def _attention(
             cut = pickle.dumps((agreed.cuts, Full()))  # the balancer may return other layouts in the backward
         data = bytearray(pickle.dumps((*agreed.lengths, cut))) if keep else data
     else:
-        _agreed_calls[agreed.serial] = agreed
+        _resolved_calls[agreed.serial] = agreed
         data += agreed.serial.to_bytes(_NUMBER, "little")
     if data:
         data[:0] = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
@@ -238,7 +238,7 @@ def _save(ctx, inputs, output) -> None:
     reads_inputs = True
     if keep and not isinstance(config, AttentionConfig):
         ctx.call = call
-        ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
+        ctx.agreed = resolved_call(call)  # alive for as long as its backward may come
         reads_inputs = ctx.agreed.binding.strategy.reads_inputs
     elif keep and not config.problem:
         with contextlib.suppress(ValueError):  # a strategy that cannot run raises when the graph does, on all ranks
@@ -417,12 +417,12 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 _NUMBER = 8  # bytes: the number of the forward. Then follows the serial number of the call, or in a graph a pickle.
 
 
-def agreed_call(call: torch.Tensor) -> AgreedCall:
+def resolved_call(call: torch.Tensor) -> ResolvedCall:
     """The eager call of the op that returned ``call``. Also in a recomputation whose results were kept."""
-    return _agreed_calls[int.from_bytes(_bytes_of(call)[_NUMBER:], "little")]
+    return _resolved_calls[int.from_bytes(_bytes_of(call)[_NUMBER:], "little")]
 
 
-def _agreed_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
+def _agreed_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> ResolvedCall:
     """The call of a compiled graph, for its backward."""
     *lengths, pickled = pickle.loads(_bytes_of(call)[_NUMBER:])  # the scope's layout and mask, the cuts, or nothing
     source = source_of(config, dense)

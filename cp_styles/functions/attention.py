@@ -146,7 +146,7 @@ def attend(
     """:func:`context_attention` for a binding (a ``ConfigInGraph`` under torch.compile, and only there).
 
     Returns the output, the logsumexp (empty unless ``wants_lse``), and what
-    :func:`~cp_styles.engine.custom_ops.agreed_call` takes. ``refuse`` raises for errors that only this rank may see.
+    :func:`~cp_styles.engine.custom_ops.resolved_call` takes. ``refuse`` raises for errors that only this rank may see.
     ``bind``, of functions that autocast does not know, does so too, and returns the binding of this call and the
     tensors that its kernel learns.
     """

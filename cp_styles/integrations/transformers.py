@@ -29,7 +29,7 @@ from cp_styles.checks.positions import padding_position
 from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
@@ -90,11 +90,11 @@ def _attention(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
-        if attention_mask is None and is_causal and calls.tally.made_mask is not None:
+        if attention_mask is None and is_causal and calls.forward_state.made_mask is not None:
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} attends without a mask, but the model made {calls.tally.made_mask} "
-                "for its layers: something drops it on its way, as accelerate does with cp_size in a "
-                "ParallelismConfig. Leave that out, or give the model neither padding nor packed documents"
+                f"{name}: {type(module).__name__} attends without a mask, but the model made "
+                f"{calls.forward_state.made_mask} for its layers: something drops it on its way, as accelerate "
+                "does with cp_size in a ParallelismConfig. Leave that out, or give the model neither padding nor packed documents"
                 f"{see('A mask that is dropped')}"
             )
         if cache is not None:
@@ -146,7 +146,7 @@ def _decode(
         number: Any = module.layer_idx
         cache, expanded = past.layers[number], (key, value)
     elif cache is None or cache_of(value) is not cache:
-        offer_refusal(name, calls.binding.group)
+        report_failure(name, calls.binding.group)
         raise NotImplementedError(
             f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
             "attends to others. It cannot decode with a cache that is cut over the ranks: generate without context "
@@ -155,7 +155,7 @@ def _decode(
         )
     assert cache is not None
     alike = 0  # a number for the state of the generator from which tokens will be drawn
-    samples = frame_of("_sample") if calls.tally.calls == 0 else None
+    samples = frame_of("_sample") if calls.forward_state.calls == 0 else None
     if samples is not None and samples.f_locals.get("do_sample"):
         on_gpu = query.device.type == "cuda"
         alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
@@ -237,7 +237,7 @@ def _mask(
         mask, padding, length = _mask_of_prompt(calls, *of_call)
     whole_mask = _WholeMask(mask, padding, batch_size, length)
     if padding is not None or not isinstance(mask, Full | Causal):
-        calls.tally.made_mask = whole_mask
+        calls.forward_state.made_mask = whole_mask
     return whole_mask
 
 
@@ -429,7 +429,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
     outputs = encoder(layout.shard(input_ids, 1, binding.group.rank()), **inputs)
-    if not calls.tally.calls:
+    if not calls.forward_state.calls:
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
         )
@@ -482,7 +482,7 @@ def _agree_on_prompt(
         return {what: None if x is None else (_shape(x), digest(x)) for what, x in compared.items()}, StatusRow()
 
     with binding.group_state.together():
-        meet_alike(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
+        agree_on_facts(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
 
 
 def _shape(x: Any) -> Any:
@@ -842,8 +842,8 @@ def _mask_of(
         present = attention_mask.cpu()
         first = present.int().argmax(1).tolist()
         ranges = [(low, low + count) for low, count in zip(first, present.sum(1).tolist(), strict=True)]
-        unbroken = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
-        if unbroken and not isinstance(common, Full):
+        check_not_aborted = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
+        if check_not_aborted and not isinstance(common, Full):
             # As one mask for any length where nothing is hidden on the right, so that each new token has the same.
             rows = [KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in ranges]
         else:

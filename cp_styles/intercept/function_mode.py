@@ -29,7 +29,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
-from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import check_plain, config_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
@@ -70,18 +70,19 @@ class AttentionCalls(RerunMode):
         scoped: ScopedBinding,
         name: str,
         sink: tuple[nn.Module, str] | None = None,
-        tally: Tally | None = None,
+        forward_state: ForwardState | None = None,
         *,
         joint: JointLayout | None = None,
     ) -> None:
-        """``sink``: a module and the name of its parameter with the logit of a sink for each query head. ``tally``:
-        counts the calls. ``joint``: some tokens are whole on every rank; the binding's layout cuts their shares.
+        """``sink``: a module and the name of its parameter with the logit of a sink for each query head.
+        ``forward_state``: counts the calls. ``joint``: some tokens are whole on every rank; the binding's layout cuts
+        their shares.
         """
         super().__init__(name)
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
-        # The tally of the binding, so that ranks can compare the number of their calls.
-        self.tally = self.unscoped.tally if tally is None else tally
+        # The state of the binding, so that ranks can compare the number of their calls.
+        self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
         self._in_graph = config_of(scoped)
         self._grad_at_entry: list[bool] = []
         self._nested: list[bool] = []  # whether it was entered already
@@ -90,14 +91,14 @@ class AttentionCalls(RerunMode):
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        tally = copy.deepcopy(self.tally, memo)
-        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=tally, joint=self._joint)
+        forward_state = copy.deepcopy(self.forward_state, memo)
+        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, forward_state=forward_state, joint=self._joint)
         twin._sink = copy.deepcopy(self._sink, memo)
         return twin
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), self.tally, joint=self._joint)
+        return AttentionCalls(self._scoped, self._name, (module, parameter), self.forward_state, joint=self._joint)
 
     @staticmethod
     def entered() -> AttentionCalls | None:
@@ -115,15 +116,15 @@ class AttentionCalls(RerunMode):
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
         nested = bool(self._entered) and self.entered() is self
         self._grad_at_entry.append(torch.is_grad_enabled())
-        self._paths.append(self.tally.path)
+        self._paths.append(self.forward_state.path)
         if self.next_path is not None:
-            self.tally.path, self.next_path = self.next_path, None
+            self.forward_state.path, self.next_path = self.next_path, None
         self._nested.append(nested)
         return self if nested else super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
-        self.tally.path = self._paths.pop()
+        self.forward_state.path = self._paths.pop()
         if not self._nested.pop():
             super().__exit__(*exception)
             # torch's function raises before its operator is reached: for a BlockMask of the whole sequence, and for
@@ -171,7 +172,7 @@ class AttentionCalls(RerunMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        self.tally.calls += 1
+        self.forward_state.calls += 1
         compiling = torch.compiler.is_dynamo_compiling()
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
@@ -215,7 +216,7 @@ class AttentionCalls(RerunMode):
             return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
-        self.tally.calls += 1
+        self.forward_state.calls += 1
         return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._check_plain))
 
     @property
@@ -231,10 +232,10 @@ class AttentionCalls(RerunMode):
     @property
     def inputs(self) -> Mapping[str, Any]:
         """What the context-parallel module was called with, by the names of its forward's parameters."""
-        inputs = self.tally.inputs
+        inputs = self.forward_state.inputs
         if inputs is None:
-            module, args, kwargs = self.tally.given
-            inputs = self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+            module, args, kwargs = self.forward_state.given
+            inputs = self.forward_state.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
         return inputs
 
     @uncompiled
@@ -256,7 +257,7 @@ class AttentionCalls(RerunMode):
         errors that only this rank may see. Communication and errors are those of
         :func:`~cp_styles.functions.attention.context_attention`.
         """
-        self.tally.calls += 1
+        self.forward_state.calls += 1
 
         def check() -> None:
             if refuse is not None:
@@ -288,7 +289,7 @@ class AttentionCalls(RerunMode):
 
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and checks are the module's.
         """
-        self.tally.calls += 1
+        self.forward_state.calls += 1
         binding = self._scoped.resolve()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
@@ -299,7 +300,7 @@ class AttentionCalls(RerunMode):
 
         ``refuse`` raises for errors that only this rank may see.
         """
-        self.tally.calls += 1
+        self.forward_state.calls += 1
 
         def refuse() -> None:
             self.check_call()
@@ -310,7 +311,7 @@ class AttentionCalls(RerunMode):
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
-        self.tally.calls += 1
+        self.forward_state.calls += 1
         return varlen_operator(self._scoped.resolve()[0], self._check_plain, *args, **kwargs)
 
     def _check_plain(self, *, sink: bool = False) -> None:
@@ -341,19 +342,19 @@ class AttentionCalls(RerunMode):
 
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The module's forward begins. See :class:`~cp_styles.styles.ModuleContextParallel` for what calls it."""
-        self.tally.calls, self.tally.made_mask = 0, None
+        self.forward_state.calls, self.forward_state.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
-            self.tally.running = True
+            self.forward_state.running = True
             self.unscoped.group_state.phase = GroupPhase.IDLE
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
-            self.tally.given, self.tally.inputs = (module, args, kwargs), None
+            self.forward_state.given, self.forward_state.inputs = (module, args, kwargs), None
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
-            self.tally.cuts = cuts_of((*args, *kwargs.values()))
-            if self.tally.cuts and graph_task_id() < 0 and self._joint is None:
+            self.forward_state.cuts = cuts_of((*args, *kwargs.values()))
+            if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
                 binding = self._scoped.resolve()[0]
                 try:
-                    binding.refuse_other_cut(self.tally.cuts)
+                    binding.refuse_other_cut(self.forward_state.cuts)
                 except Exception as error:  # of any kind: the other ranks must raise too
                     binding.refuse(error)
 
@@ -368,16 +369,16 @@ class AttentionCalls(RerunMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """The forward ends, after an exception too. ``attends``: it must have called attention."""
-        self.tally.inputs, self.tally.given = {}, ()
-        self.tally.cuts, self.next_path = (), None
+        self.forward_state.inputs, self.forward_state.given = {}, ()
+        self.forward_state.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
-            self.tally.running = False
+            self.forward_state.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
-            if isinstance(error, AssertionError) and not error.args and not self.tally.calls:
+            if isinstance(error, AssertionError) and not error.args and not self.forward_state.calls:
                 error.args = (f"{self._name}{_BEFORE_ATTENTION}{see('No attention was called')}",)
             self.unscoped.refuse_call()
             return
-        if attends and not self.tally.calls:
+        if attends and not self.forward_state.calls:
             if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
                 self.unscoped.refuse_call()
             raise NotImplementedError(

@@ -133,7 +133,7 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
 
     def cut(refuse: Callable[[], None]) -> Any:
         where = binding.axis, binding.group, binding.layout
-        name_of_call = f"{binding.name}: {name} of {calls.tally.path or 'the module itself'}"
+        name_of_call = f"{binding.name}: {name} of {calls.forward_state.path or 'the module itself'}"
         documents = documents_in(binding.mask)
         sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
         return run(sequence.packed_by(kwargs))
@@ -177,7 +177,7 @@ def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, 
 
 
 def _refused(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    name = f"{calls.binding.name}: {getattr(function, '__name__', 'a function')} of {calls.tally.path}"
+    name = f"{calls.binding.name}: {getattr(function, '__name__', 'a function')} of {calls.forward_state.path}"
     raise NotImplementedError(f"{name} is not supported: {remedy}")
 
 
@@ -224,8 +224,8 @@ def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> 
     layer, x_BLC, position_ids = bound.args[:3]
     if cache_given(calls.inputs) is not None:
         raise NotImplementedError(
-            f"{calls.binding.name}: {calls.tally.path} keeps its states in itself, where no cache finds them: generate "
-            "without context parallelism, with a copy of the model that has no style"
+            f"{calls.binding.name}: {calls.forward_state.path} keeps its states in itself, where no cache finds them: "
+            "generate without context parallelism, with a copy of the model that has no style"
         )
     x_BCL = layer.linear_x(x_BLC).mT
 
@@ -298,9 +298,9 @@ def _unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     if calls.unscoped.group.size() == 1:
         return plain(*bound.args, **bound.kwargs)
     raise NotImplementedError(
-        f"{calls.binding.name}: {calls.tally.path} carries values from token to token by {plain.__qualname__}, whose "
-        "code in this version of the library is not known: use transformers 5.23 or 5.24, or keep the layer out of the "
-        "model"
+        f"{calls.binding.name}: {calls.forward_state.path} carries values from token to token by {plain.__qualname__}, "
+        "whose code in this version of the library is not known: use transformers 5.23 or 5.24, or keep the layer out "
+        "of the model"
     )
 
 

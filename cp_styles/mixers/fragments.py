@@ -76,16 +76,16 @@ class Cut(NamedTuple):
 
 @contextmanager
 def mixing() -> Iterator[None]:
-    """While a mixer calls its kernel, with all rows that it needs: the modules around it know, by their tallies."""
-    tallies = [mode.unscoped.tally for mode in function_modes() if isinstance(mode, RerunMode)]
-    before = [tally.mixing for tally in tallies]
-    for tally in tallies:
-        tally.mixing = True
+    """A context in which a mixer calls its kernel, with all rows that it needs. The modules around it are told."""
+    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, RerunMode)]
+    before = [forward_state.mixing for forward_state in states_of_modes]
+    for forward_state in states_of_modes:
+        forward_state.mixing = True
     try:
         yield
     finally:
-        for tally, mixing_before in zip(tallies, before, strict=True):
-            tally.mixing = mixing_before
+        for forward_state, mixing_before in zip(states_of_modes, before, strict=True):
+            forward_state.mixing = mixing_before
 
 
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:

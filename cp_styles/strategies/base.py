@@ -99,7 +99,7 @@ class Strategy(ABC):
         """What runs on this number of ranks. Raises ValueError if the strategy cannot."""
         return self
 
-    def keeping_nothing(self) -> Strategy:
+    def without_kept_keys(self) -> Strategy:
         """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
         return self
 

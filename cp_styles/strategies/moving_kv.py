@@ -74,7 +74,7 @@ class MovingKV(Strategy):
         """Every distance from 1 to ``ranks - 1`` once, in groups that arrive together. The sources of rank r are the
         ranks r - distance."""
 
-    def keeping_nothing(self):
+    def without_kept_keys(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
     def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):

@@ -21,8 +21,8 @@ class PerRowStrategy(Strategy):
 
     inner: Strategy
 
-    def keeping_nothing(self):
-        return replace(self, inner=self.inner.keeping_nothing())
+    def without_kept_keys(self):
+        return replace(self, inner=self.inner.without_kept_keys())
 
     @property
     def reads_inputs(self):

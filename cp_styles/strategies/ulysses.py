@@ -76,8 +76,8 @@ class Ulysses(Strategy):
                 "and the bytes are the same"
             )
 
-    def keeping_nothing(self):
-        return replace(self, inner=self.inner.keeping_nothing())
+    def without_kept_keys(self):
+        return replace(self, inner=self.inner.without_kept_keys())
 
     def on(self, ranks):
         size = self.size_on(ranks)

@@ -237,7 +237,7 @@ class CoreState:
         if (tracer := graph_tracer()) is not None:
             self.calls.refuse_tracer(tracer)
         install_handlers()
-        self.entered, self.calls.tally.calls = None, 0
+        self.entered, self.calls.forward_state.calls = None, 0
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
         binding.group_state.phase = GroupPhase.IDLE
         by_place = len(args) == 3 and not kwargs and self._first
@@ -282,7 +282,7 @@ class CoreState:
         assert self.entered is not None
         (form, declared, private), self.entered = self.entered, None
         # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
-        if not self.calls.tally.calls and graph_task_id() < 0:
+        if not self.calls.forward_state.calls and graph_task_id() < 0:
             self._scoped.unscoped.refuse_call()
             raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
         on_sequence = not self.style.use_local_output if form is None else form.seq_axis is not None
@@ -305,7 +305,7 @@ class CoreState:
     def _fail(self, failure: BaseException) -> None:
         """After an error in the forward, which is under way: explain it, and tell the other ranks."""
         entered, self.entered = self.entered, None
-        reached = entered is not None and self.calls.tally.calls
+        reached = entered is not None and self.calls.forward_state.calls
         if entered is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
         if isinstance(failure, Exception) and not reached:
@@ -318,7 +318,7 @@ class CoreState:
                 "torch.compile inside the module is not supported, because its tensors are DTensors: compile the "
                 "module itself, or a model around it, and do not compile functions inside it"
             )
-        if not self.calls.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
+        if not self.calls.forward_state.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             return _NOT_REACHED
         if NO_COMMUNICATION in str(failure):
             return "the module gathers or reduces the sequence after its attention. Do that outside of the module"
@@ -376,10 +376,10 @@ class CoreState:
         tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
         private = tensors[0].device_mesh
         args, kwargs = self._replaced(args, kwargs, tensors)
-        calls.tally.calls = 0
+        calls.forward_state.calls = 0
         with calls:
             output = forward(*args, **kwargs)
-        if not calls.tally.calls:
+        if not calls.forward_state.calls:
             raise NotImplementedError(f"{name}: {_NOT_REACHED}")
         return tree_map_only(DTensor, lambda value: boundary.leave(name, private, form, (0, 0), value), output)
 

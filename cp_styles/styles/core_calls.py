@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import never_compile_alone
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import Source, agreed_call
+from cp_styles.engine.custom_ops import Source, resolved_call
 from cp_styles.functions.attention import attend
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
@@ -55,7 +55,7 @@ class CoreCalls(AttentionCalls):
     @property
     def latest_layout(self) -> SequenceLayout:
         """The layout of the queries of the latest call."""
-        return agreed_call(self._latest).cuts[0]
+        return resolved_call(self._latest).cuts[0]
 
     _latest: torch.Tensor
 
@@ -75,7 +75,7 @@ class CoreCalls(AttentionCalls):
         if private is None:
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(*tensors, attn_mask, **options)
-        self.tally.calls += 1
+        self.forward_state.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
         heads, kv_heads = query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]

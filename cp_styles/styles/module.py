@@ -269,7 +269,7 @@ class _Entered(BoundToThisRun):
         calls = state.calls
         if not torch.compiler.is_dynamo_compiling():
             calls.next_path = state.path
-            if not calls.tally.running and graph_task_id() < 0:  # the hooks have not run
+            if not calls.forward_state.running and graph_task_id() < 0:  # the hooks have not run
                 return state.run(self, super().forward, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         with calls:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from cp_styles._compat import is_traced
-from cp_styles.comm.agreement import offer_refusal
+from cp_styles.comm.agreement import report_failure
 from cp_styles.styles.axis_adapter import AxisAdapter
 from cp_styles.troubleshooting import see
 
@@ -101,7 +101,7 @@ class OnMeshAxis(ParallelStyle):
         )
         if not is_traced():
             for group in self._others:
-                offer_refusal(f"{type(self).__name__} on {where}", group)
+                report_failure(f"{type(self).__name__} on {where}", group)
         raise problem
 
     def __repr__(self) -> str:

@@ -27,10 +27,10 @@ from cp_styles._compat import (
     without_dispatch_modes,
 )
 from cp_styles.checks import Proof, observers_of, proof_of
-from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding, Tally, binding_of_call
+from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
@@ -154,7 +154,7 @@ class context_parallel(contextlib.ContextDecorator):
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
         if isinstance(exception[1], Exception) and state_of(self._group).phase is not GroupPhase.BACKWARD:
-            offer_refusal(entry.name, self._group)  # others may be at a call that this rank does not come to
+            report_failure(entry.name, self._group)  # others may be at a call that this rank does not come to
         parts = entry.parts.values()
         computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
@@ -186,7 +186,7 @@ class context_parallel(contextlib.ContextDecorator):
             with without_dispatch_modes():
                 return self._entry()
         except Exception:  # of any kind: the others, which may attend already, must raise too
-            offer_refusal("context_parallel", self._group)
+            report_failure("context_parallel", self._group)
             raise
 
     def _entry(self) -> _BlockEntry:
@@ -281,9 +281,9 @@ class _BlockEntry(Opening):
             if put_back:
                 stack.enter_context(Aliases())
             # The binding may be that of an earlier entry, or of a block around this one.
-            tally = vars(self.scoped.unscoped.tally)
-            stack.callback(tally.update, dict(tally))
-            tally.update(vars(Tally()))
+            forward_state = vars(self.scoped.unscoped.forward_state)
+            stack.callback(forward_state.update, dict(forward_state))
+            forward_state.update(vars(ForwardState()))
             stack.enter_context(_BlockCalls(self, again=again))
             yield
 
@@ -307,7 +307,12 @@ class _BlockCalls(AttentionCalls):
         self._trained.clear()
         if exception[0] is not None:
             return
-        if self._entry.parts and not self._again and not self.tally.calls and not self.unscoped.group_state.lengths:
+        if (
+            self._entry.parts
+            and not self._again
+            and not self.forward_state.calls
+            and not self.unscoped.group_state.lengths
+        ):
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
                 "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
@@ -341,8 +346,8 @@ class _BlockCalls(AttentionCalls):
     @property
     def inputs(self) -> Mapping[str, Any]:
         """Those of the outermost model that runs: a block has no hook on it."""
-        if self.tally.inputs:
-            return self.tally.inputs
+        if self.forward_state.inputs:
+            return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
         return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
@@ -382,7 +387,7 @@ def agree_on(
         results.append(check())
         return {"the buffers, their shapes, dtypes and sequence dims": facts(results[0])}, StatusRow()
 
-    meet_alike(describe, Meeting.BLOCK, (name, axis, group))
+    agree_on_facts(describe, Meeting.BLOCK, (name, axis, group))
     return results[0]
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles.checks.proof import Proof, proof_of
-from cp_styles.comm.point_to_point import break_off
+from cp_styles.comm.point_to_point import abort_group
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, Places, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, some
@@ -311,7 +311,7 @@ class _Verification:
             if communicates(self._model, self._mesh) and not own.all_have_left():
                 # Ranks wait for this one in FSDP2 or DDP, whose groups are the user's.
                 for at in range(self._mesh.ndim):
-                    break_off(self._mesh.get_group(at), RuntimeError(ran.text))
+                    abort_group(self._mesh.get_group(at), RuntimeError(ran.text))
                 raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {ran.text}",)))
             failures = self._everyone(ran)
         self._refuse(_failed(failures), same=True)

@@ -28,7 +28,7 @@ from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
-from cp_styles.comm.point_to_point import TransferError, break_off, collective
+from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
@@ -95,7 +95,7 @@ def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
         raise
     except BaseException as error:
         for axis in range(mesh.ndim):
-            break_off(mesh.get_group(axis), error)
+            abort_group(mesh.get_group(axis), error)
         raise
 
 
@@ -206,7 +206,7 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
             yield own
     except BaseException as error:
         for group in groups:
-            break_off(group, error)
+            abort_group(group, error)
         raise
     finally:
         for group in groups:

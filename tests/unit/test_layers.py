@@ -173,7 +173,7 @@ STATE = {
         "engine/observers.py": "RANK_CHECKS",
     },
     "numbers of live objects, weak": {
-        "engine/custom_ops.py": "_agreed_calls",
+        "engine/custom_ops.py": "_resolved_calls",
     },
     "context variables": {
         "bounded_cache.py": "_current",

@@ -75,7 +75,7 @@ def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) 
 @on_every_rank(RANKS)
 def test_a_recomputation_that_communicates_nothing(mesh, rank: int, name: str, strategy):
     """Exactly the events of no checkpoint where nothing is kept; a plain one agrees and sends the keys once more."""
-    own, lean = (layer(name, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
+    own, lean = (layer(name, mesh, strategy=chosen) for chosen in (strategy, strategy.without_kept_keys()))
     events_of(own, rank)  # from here on every rank knows the global length by its own
     for _ in range(2):  # the second time everything that is remembered is there
         without = events_of(lean, rank)
@@ -100,7 +100,7 @@ def test_no_received_keys_outlive_the_layer(mesh, rank: int, name: str, strategy
     live = []
     for chosen, context_fn in (
         (strategy, save_attention()),
-        (strategy.keeping_nothing(), save_attention()),
+        (strategy.without_kept_keys(), save_attention()),
         (strategy, None),
     ):
         attend = layer(name, mesh, strategy=chosen)

@@ -204,7 +204,7 @@ def test_equal_blocks_share_a_binding_and_count_their_own_calls():
             F.scaled_dot_product_attention(x, x, x, is_causal=True)
             mode = AttentionCalls.entered()
             assert mode is not None
-            seen.append((mode.tally.calls, mode.binding))
+            seen.append((mode.forward_state.calls, mode.binding))
 
         for _ in range(2):
             with context_parallel(mesh, layout=contiguous):
