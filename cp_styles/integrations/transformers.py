@@ -94,8 +94,8 @@ def _attention(
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends without a mask, but the model made "
                 f"{calls.forward_state.made_mask} for its layers: something drops it on its way, as accelerate "
-                "does with cp_size in a ParallelismConfig. Leave that out, or give the model neither padding nor packed "
-                "documents"
+                "does with cp_size in a ParallelismConfig. Leave that out, or give the model neither padding nor "
+                "packed documents"
                 f"{see('A mask that is dropped')}"
             )
         if cache is not None:
