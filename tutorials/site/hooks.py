@@ -13,7 +13,7 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ def source_page(path: str) -> str:
     text = (ROOT / path).read_text()
     language = "python" if path.endswith(".py") else "bash"
     starts = {1: ""}
-    for node in ast.parse(text).body if language == "python" else ():
+    top = ast.parse(text).body if language == "python" else []
+    for node in chain.from_iterable(node.body if isinstance(node, ast.ClassDef) else [node] for node in top):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             starts[min(part.lineno for part in (node, *node.decorator_list))] = f'<a id="{node.name}"></a>\n\n'
     lines = text.splitlines()
