@@ -52,7 +52,7 @@ def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
     """
     options = getattr(getattr(model, "config", None), "rope_parameters", None)
     options = options if isinstance(options, dict) else {}
-    # Those of all layers, or of each kind of layers.
+    # Options of all layers, or of each kind of layers.
     kinds = [str(each.get("rope_type")) for each in (options, *options.values()) if isinstance(each, dict)]
     rope = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
     if rope is not None and not any(hasattr(layer, "rope_type") for layer in model.modules()):

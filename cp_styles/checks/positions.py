@@ -40,7 +40,7 @@ class PositionCheck(ForwardObserver):
 
     @classmethod
     def of(cls, module: nn.Module) -> PositionCheck | None:
-        """Of a forward without such an argument there is nothing to check."""
+        """A check of a forward with such an argument; None for other forwards."""
         names = [name for name in parameters_of(module) if any(word in name for word in _WORDS)]
         return cls(module, names) if names else None
 

@@ -34,7 +34,7 @@ class TransformersCheck(ForwardObserver):
 
     @classmethod
     def of(cls, module: nn.Module) -> TransformersCheck | None:
-        """Of a forward that takes no tokens, labels or caches by these names there is nothing to check."""
+        """A check of a forward that takes tokens, labels or caches by these names; None for other forwards."""
         words = {*_TOKENS, *WORDS_FOR_CACHES, "labels", "pixel_values"}
         return cls(module) if words.intersection(parameters_of(module)) else None
 

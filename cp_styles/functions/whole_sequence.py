@@ -17,7 +17,7 @@ MAXIMUM = {torch.max, torch.Tensor.max}
 
 @never_compiled
 def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, a maximum; over all ranks if it is that of the module's position ids.
+    """``function(*args, **kwargs)``, a maximum; over all ranks if the tensor is the module's position ids.
 
     "dynamic" and "longrope" rotary embeddings choose their frequencies by ``torch.max(position_ids)``, in whose place a
     rank has those of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are whole.
@@ -40,7 +40,9 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
 
 def _is_view(x: torch.Tensor, given: Any) -> bool:
     """Whether ``x`` is a tensor that was given, or all of it under another shape."""
-    if type(given) is not torch.Tensor or not x.numel() or x.shape[-1] != given.shape[-1]:
+    if not type(x) is type(given) is torch.Tensor:  # a DTensor has no memory of its own
+        return False
+    if not x.numel() or x.shape[-1:] != given.shape[-1:]:
         return False
     return x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 

@@ -168,10 +168,10 @@ class CoreState:
         self._boundary, self._binding = boundary, binding
         self._scoped = ScopedBinding(binding, style.layout)
         self.calls = CoreCalls(self._scoped, binding.name)
-        # Of the forward that is under way: the form of its inputs on other axes, how many queries were declared to
+        # The forward that is under way: the form of its inputs on other axes, how many queries were declared to
         # DTensor, and the private mesh.
         self.entered: tuple[InputForm | None, int, DeviceMesh] | None = None
-        # Of a module with parameters: the axes that cut its inputs, and the form of the latest ones.
+        # A module with parameters: the axes that cut its inputs, and the form of the latest ones.
         self._hooked = WeakIdKeyDictionary()  # parameters with a hook
         self._form_of_parameters: tuple[tuple[str, ...], InputForm | None] | None = None
         self._traced = False  # torch.compile has traced the forward
