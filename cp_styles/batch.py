@@ -52,7 +52,7 @@ from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world
 from cp_styles.comm.group_state import state_of, states
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
@@ -233,14 +233,14 @@ def pad_at_end(name: str, x: torch.Tensor, dim: int, padding: int, fill: float) 
     return torch.cat((x, x.new_full(shape, fill)), dim)
 
 
-def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
 
     With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
 
     Args:
         labels: this rank's labels: integers of any shape.
-        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        mesh: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         ignore_index: the label of a token without a target, which does not count.
 
     Raises:
@@ -253,7 +253,7 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
 
     Example: see :func:`global_loss`.
     """
-    _, group = axis_and_group("global_token_count", group, ordered=False)
+    _, group = axis_and_group("global_token_count", mesh, ordered=False)
     state_of(group).the(Losses).number += 1
     end_forwards(group)
     with collective(group, "global_token_count", ValueError):
@@ -347,18 +347,18 @@ def chunked_token_losses(
 
 
 def global_loss(
-    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: GroupOrMesh, *, averaged_over: int | None = None
+    token_losses: torch.Tensor, token_count: torch.Tensor | int, mesh: MeshOrGroup, *, averaged_over: int | None = None
 ) -> torch.Tensor:
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
-    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over ``group``
+    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over these ranks
     (:func:`sum_gradients`) are those of one device. (A mean of the ranks' means would weight tokens differently.)
 
     Args:
         token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
             for ignored tokens; any shape. A DTensor must be replicated.
         token_count: from :func:`global_token_count`, one number, the same on all ranks. 0 gives nan, as on one device.
-        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        mesh: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
             by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
             ranks for FSDP2 and DDP, see the top of this file. None is 1, and an error if FSDP2 or DDP is seen to
@@ -392,7 +392,7 @@ def global_loss(
                 "otherwise the sum would be wrong"
             )
         token_losses = token_losses.to_local()
-    _, group = axis_and_group("global_loss", group, ordered=False)
+    _, group = axis_and_group("global_loss", mesh, ordered=False)
     if isinstance(token_count, torch.Tensor) and token_count.numel() != 1:
         raise ValueError(
             f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
@@ -504,12 +504,12 @@ def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text
 @torch.no_grad()
 def sum_gradients(
     parameters: nn.Module | Iterable[torch.Tensor],
-    group: GroupOrMesh,
+    mesh: MeshOrGroup,
     *,
     bucket_bytes: int = 25 * 2**20,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Sum ``.grad`` over the ranks of ``group``, in place. Call it once after the last backward of a step.
+    """Sum ``.grad`` over the ranks of ``mesh``, in place. Call it once after the last backward of a step.
 
     Under context parallelism each rank has the gradients of its own tokens. This makes them the gradients of the whole
     sequence. It is not for parameters that FSDP2 or DDP already reduce over the same ranks.
@@ -521,7 +521,7 @@ def sum_gradients(
 
     Args:
         parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
-        group: the cp ranks.
+        mesh: the cp ranks: a 1-D mesh, (mesh, axis name), or a process group.
         bucket_bytes: gradients of one dtype are sent together, as many as take at most this, or one that is larger.
             The extra memory is one such bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
@@ -533,7 +533,7 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
-            ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DTensor
+            ``reduce_dtype``, or if gradients are already reduced over these ranks. The reducer may be DTensor
             (parameters on a mesh over these ranks), this function, the backward of
             :func:`~cp_styles.collectives.split`, or DDP around a model with a style or in a block. This function and
             split are known only as long as nothing but a backward has changed the gradient. DDP is not known around
@@ -545,7 +545,7 @@ def sum_gradients(
 
     Example: see :func:`global_loss`.
     """
-    axis, group = axis_and_group("sum_gradients", group, ordered=False)
+    axis, group = axis_and_group("sum_gradients", mesh, ordered=False)
 
     def check() -> list[torch.Tensor]:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters

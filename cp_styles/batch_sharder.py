@@ -32,7 +32,7 @@ from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents
@@ -105,7 +105,7 @@ class ShardedBatch(dict[str, Any]):
 
     def token_count(self, *, ahead: int = 1) -> torch.Tensor:
         """The number of tokens of all ranks that have a label, see :func:`~cp_styles.global_token_count`."""
-        return global_token_count(self._labels(ahead), self._sharder.loss_group)
+        return global_token_count(self._labels(ahead), self._sharder.loss_mesh)
 
     def loss(
         self, logits_BLV: torch.Tensor, *, ahead: int = 1, token_count: torch.Tensor | int | None = None
@@ -146,7 +146,7 @@ class ShardedBatch(dict[str, Any]):
             logits_BLV.flatten(0, -2), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
         count = self.token_count(ahead=ahead) if token_count is None else token_count
-        return global_loss(losses, count, self._sharder.loss_group, averaged_over=self._sharder.averaged_over)
+        return global_loss(losses, count, self._sharder.loss_mesh, averaged_over=self._sharder.averaged_over)
 
     def _labels(self, ahead: int) -> torch.Tensor:
         labels = self.get(_name_of_labels(ahead), self.get("labels") if ahead == 1 else None)
@@ -208,7 +208,7 @@ class BatchSharder:
         positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
             family, ESM): ``partial(position_ids_of, model)``, with
             :func:`~cp_styles.integrations.transformers.position_ids_of`.
-        loss_group: the ranks over whose tokens the loss is the mean, and gradients are summed. None: those of ``mesh``.
+        loss_mesh: the ranks over whose tokens the loss is the mean, and gradients are summed. None: those of ``mesh``.
             With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
         averaged_over: the number by which DDP or FSDP2, if one of them reduces the gradients, divides them: the number
             of ranks that it reduces over. None: as :func:`~cp_styles.global_loss` has it. See the top of
@@ -226,7 +226,7 @@ class BatchSharder:
 
     def __init__(
         self,
-        mesh: GroupOrMesh,
+        mesh: MeshOrGroup,
         *,
         layout: SequenceLayout | Balancer = head_tail,
         seq_dims: Mapping[str, int | None] | None = None,
@@ -235,11 +235,11 @@ class BatchSharder:
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        loss_group: GroupOrMesh | None = None,
+        loss_mesh: MeshOrGroup | None = None,
         averaged_over: int | None = None,
     ) -> None:
         self._name = type(self).__name__
-        self._mesh, self._loss_group = mesh, loss_group
+        self._mesh, self._loss_mesh = mesh, loss_mesh
         self.mesh_axis = axis_and_group(self._name, mesh)[0]
         self.averaged_over = averaged_over
         if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
@@ -265,9 +265,9 @@ class BatchSharder:
         return axis_and_group(self._name, self._mesh)[1]
 
     @property
-    def loss_group(self) -> GroupOrMesh:
+    def loss_mesh(self) -> MeshOrGroup:
         """The ranks over whose tokens the loss is the mean."""
-        return self._group if self._loss_group is None else self._loss_group
+        return self._group if self._loss_mesh is None else self._loss_mesh
 
     def __call__(self, batch: torch.Tensor | Batch) -> ShardedBatch:
         if get_worker_info() is not None:
@@ -322,9 +322,9 @@ class BatchSharder:
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
-        sum_gradients(parameters, self.loss_group)
+        sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
-        losses = state_of(axis_and_group(self._name, self.loss_group, ordered=False)[1]).the(Losses).number
+        losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).the(Losses).number
         before, self._losses = self._losses, losses
         unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
         state.trained.clear()

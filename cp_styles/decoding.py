@@ -23,23 +23,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, report_failure
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
-from cp_styles.comm.groups import axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
-from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
+from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import as_attended
+from cp_styles.kernels.base import Where
+from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
 from cp_styles.layout import SequenceLayout, refuse_other_cut
-from cp_styles.mask import Causal, Full, Mask, PerRow, check_plain_mask
+from cp_styles.mask import Causal, Full, Mask, PerRow
+from cp_styles.mask.dense import check_plain_mask
 from cp_styles.troubleshooting import see
 
 __all__ = ["KVCache", "context_decode"]
@@ -65,7 +67,7 @@ class KVCache(_OverOneGroup):
     what, so this class never communicates. ``copy.deepcopy(cache)`` goes on by itself from there.
 
     Args:
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         layout: the layout with which the prompt was cut; a layout of 0 positions if there is no prompt.
         k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
         v_BGME: this rank's values of the prompt.
@@ -85,12 +87,12 @@ class KVCache(_OverOneGroup):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh,
+        mesh: MeshOrGroup,
         layout: SequenceLayout,
         k_BGMD: torch.Tensor,
         v_BGME: torch.Tensor,
     ) -> None:
-        self.axis, self.group = axis_and_group("KVCache", group)
+        self.axis, self.group = axis_and_group("KVCache", mesh)
         self._rank, self._ranks = self.group.rank(), self.group.size()
         if not isinstance(layout, SequenceLayout):
             self._refuse(TypeError(f"KVCache: layout must be the SequenceLayout of the prompt, got {layout!r}"))

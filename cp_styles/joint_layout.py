@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import is_traced
 from cp_styles.collectives import gather
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
@@ -100,7 +101,7 @@ class JointLayout:
         layout = SequenceLayout.from_chunks(
             (_share(self.prefix, each, ranks), _share(self.suffix, each, ranks, self.prefix)) for each in range(ranks)
         )
-        text = gather(own, 2, group, reduce_gradients=True, layout=layout, check=False)
+        text = gather(own, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
 
 

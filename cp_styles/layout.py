@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.mask import Mask, work_from
+from cp_styles.mask import Mask
+from cp_styles.mask.linear_pieces import work_from
 from cp_styles.troubleshooting import see
 
 Chunk: TypeAlias = tuple[int, int]

@@ -50,10 +50,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
-from cp_styles.engine.checks import Checks
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
@@ -112,7 +112,7 @@ class ParameterWatch(RankCheck):
         self._looked_at: list[_LookedAt] = []
 
     def learn(self, checks: Checks) -> None:
-        """Leave out what is meant to differ, see :class:`~cp_styles.engine.checks.Checks`."""
+        """Leave out what is meant to differ, see :class:`~cp_styles.comm.checks.Checks`."""
         if checks.local:
             self._local.update((id(item), ref(item)) for item in checks.local)
 

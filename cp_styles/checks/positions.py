@@ -89,8 +89,8 @@ class PositionCheck(ForwardObserver):
                 f"{who} takes {name} and was given none: it would count this rank's tokens from "
                 f"{self._first}. Pass {name}={advice}, as **batch.inputs of BatchSharder does (in a context_parallel "
                 "block those of the whole sequence, as one of its buffers; in a Trainer of transformers "
-                "ContextParallelTrainer does it); or apply the style with check_inputs=False if the model does not use "
-                f"them{see('Positions that count from 0')}"
+                "ContextParallelTrainer does it); or apply the style with checks=Checks(inputs=False) if the model "
+                f"does not use them{see('Positions that count from 0')}"
             )
 
     def _refuse_positions_of_padding(
@@ -103,7 +103,7 @@ class PositionCheck(ForwardObserver):
             raise ValueError(
                 f"{who} counts tokens from position {padding + 1}, because {padding} is the position of "
                 f"padding, but {POSITIONS} give that or a smaller one to a token. Pass {POSITIONS}={_OF_TOKENS}; or "
-                "apply the style with check_inputs=False if the model was trained with positions from 0"
+                "apply the style with checks=Checks(inputs=False) if the model was trained with positions from 0"
                 f"{see('Positions after that of padding')}"
             )
 

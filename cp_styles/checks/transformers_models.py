@@ -18,7 +18,8 @@ from cp_styles._compat import callers
 from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given, word_for_cache
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
-from cp_styles.mask import All, Chunked, SlidingWindow
+from cp_styles.mask import Chunked, SlidingWindow
+from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 _TOKENS = "input_ids", "inputs_embeds", "hidden_states"

@@ -30,6 +30,7 @@ from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
@@ -722,7 +723,9 @@ def _mask_of_prompt(
                 f"{name}: the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut "
                 "the inputs with the layout that the attention uses"
             )
-        positions_BS = gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
+        positions_BS = gather(
+            positions_BL, 1, group, reduce_gradients=False, layout=layout, checks=Checks(agreement=False)
+        ).cpu()
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _documents(name, positions_BS, alone, packed, jumps)

@@ -16,12 +16,12 @@ from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agreed_layouts
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, RankChecks
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopeHistory
@@ -36,7 +36,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import All, Documents, Mask, PerRow
+from cp_styles.mask import Documents, Mask, PerRow
+from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
@@ -209,14 +210,14 @@ class CutSequence:
     def of_call(
         cls,
         name: str,
-        group: GroupOrMesh,
+        mesh: MeshOrGroup,
         layout: SequenceLayout | Balancer | None,
         documents: Packed,
         checks: Checks,
     ) -> CutSequence:
         """That of a function's arguments, or of the scope around its call."""
-        _, process_group = axis_and_group(name, group)
-        state, scope, problem = state_of(process_group), None, None
+        _, group = axis_and_group(name, mesh)
+        state, scope, problem = state_of(group), None, None
         axis = state.operations.axis  # of a group too, once its mesh was seen
         try:
             if layout is None or documents is None:
@@ -230,11 +231,11 @@ class CutSequence:
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         around = [mode.unscoped for mode in function_modes() if isinstance(mode, RerunMode)]
-        default = around[-1].layout if around and around[-1].group == process_group else head_tail
+        default = around[-1].layout if around and around[-1].group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
         state.the(RankChecks).learn(checks)
-        return cls(name, axis, process_group, layout, packed, checks, refuse)
+        return cls(name, axis, group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""

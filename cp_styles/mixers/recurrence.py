@@ -18,8 +18,8 @@ import torch
 
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import tied
-from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchanged
@@ -71,7 +71,7 @@ _SSD = Recurrence(
 _SELECTIVE_SCAN = Channels(
     cut=("u", "delta", "hidden_states", "dt", "z"), shared=("B", "C"), parameters=("A", "D", "delta_bias")
 )
-WKV = Channels(cut=("value", "key"), parameters=("time_decay", "time_first"), tokens=1, left_out=("state",))
+WKV = Channels(cut=("value", "key"), parameters=("time_decay", "time_first"), seq_dim=1, left_out=("state",))
 KNOWN: dict[str, Recurrence | Channels] = {
     # Of flash-linear-attention, and the plain functions of transformers in their place.
     **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), _DELTA_RULE),
@@ -91,7 +91,7 @@ KNOWN: dict[str, Recurrence | Channels] = {
 
 def context_recurrence(
     kernel: Callable[..., Any],
-    group: GroupOrMesh,
+    mesh: MeshOrGroup,
     *,
     recurrence: Recurrence | Channels | None = None,
     layout: SequenceLayout | Balancer | None = None,
@@ -114,7 +114,7 @@ def context_recurrence(
 
     Args:
         kernel: the function, such as FLA's ``chunk_gated_delta_rule``. It must be differentiable in its initial state.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         recurrence: how it takes its arguments. Default: that of its name, if it is known.
         layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``. Contiguous parts have the fewest
@@ -152,7 +152,7 @@ def context_recurrence(
 
     def scan(*args: Any, **kwargs: Any) -> Any:
         called = f"context_recurrence({name})"
-        sequence = CutSequence.of_call(called, group, layout, documents, checks)
+        sequence = CutSequence.of_call(called, mesh, layout, documents, checks)
         return recurred(sequence, kernel, how, *args, **kwargs)
 
     return uncompiled(scan)

@@ -1,6 +1,7 @@
 """Band masks in the coordinates of ranks: which rank holds which position, and which of its rows attend to which rows.
 
-Everything is one record, :class:`~cp_styles.mask.Pieces`, in tables that a plan looks up and cuts in a few operations.
+Everything is one record, :class:`~cp_styles.mask.linear_pieces.Pieces`, in tables that a plan looks up and cuts in a
+few operations.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, Stripes
-from cp_styles.mask import Pieces
+from cp_styles.mask.linear_pieces import Pieces
 
 RowRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""

@@ -24,9 +24,9 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.kernels import Kernel
@@ -64,7 +64,8 @@ class AttentionContextParallel(ContextParallelStyle):
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
-            tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+            tiles with an explicit mask go to another kernel, see
+            :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
             without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).

@@ -20,7 +20,7 @@ from cp_styles.engine.custom_ops import Source, resolved_call
 from cp_styles.functions.attention import attend
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import causal_bias
+from cp_styles.mask.dense import causal_bias
 from cp_styles.styles.boundary import InputForm
 from cp_styles.styles.dtensor_io import local_tensors, placed_as, placed_in_graph, spec_of
 from cp_styles.styles.private_mesh import is_private

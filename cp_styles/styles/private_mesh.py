@@ -23,7 +23,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
-from cp_styles.kernels import SDPA_KERNELS
+from cp_styles.kernels.sdpa import SDPA_KERNELS
 from cp_styles.troubleshooting import see
 
 _PREFIX = "cp_styles:"

@@ -28,12 +28,12 @@ from cp_styles._compat import (
 )
 from cp_styles.checks import Proof, observers_of, proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.engine.openings import Opening, innermost
-from cp_styles.engine.scope import ScopedBinding
+from cp_styles.engine.scope import ScopedBinding, binding_of_call
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
@@ -76,10 +76,7 @@ class context_parallel(contextlib.ContextDecorator):
             which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
-        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
-        check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
-            :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
-            after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
+        checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
         verified: a step of the models inside is compared with one device elsewhere, in a test for example. Without it,
             and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
             (``UnverifiedModelWarning``).
@@ -118,10 +115,9 @@ class context_parallel(contextlib.ContextDecorator):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
-        check_inputs: bool = True,
         verified: bool = False,
     ) -> None:
-        self._check_inputs, self._verified = check_inputs, verified
+        self._verified = verified
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._mesh = mesh
         self._buffers = [] if buffers is None else buffers
@@ -215,8 +211,7 @@ class context_parallel(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        flags = {"check_inputs": self._check_inputs, "verified": self._verified}
-        return _BlockEntry(binding, named, parts, innermost(_open.get()), **flags)
+        return _BlockEntry(binding, named, parts, innermost(_open.get()), verified=self._verified)
 
     def _facts(self, entry: _BlockEntry) -> list[Any]:
         pairs = pairs_of(self._buffers, self._seq_dims)
@@ -256,11 +251,10 @@ class _BlockEntry(Opening):
         parts: dict[int, CutBuffer],
         outer: _BlockEntry | None,
         *,
-        check_inputs: bool,
         verified: bool,
     ) -> None:
         self.verified = verified or binding.group.size() == 1
-        self.check_inputs = check_inputs and binding.group.size() > 1
+        self.check_inputs = binding.checks.inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
