@@ -13,17 +13,24 @@
 R: the tensor is the same on every rank. S(dim): each rank has its part of ``dim``. P(sum): each rank has a summand.
 Every backward is the adjoint and communicates, so all ranks must run it.
 
-``mesh`` is a 1-D DeviceMesh, (mesh, axis name), a ProcessGroup, or None. With None, or in a group of one rank, each
-function is the identity.
+Arguments of all functions:
 
-``layout`` says how a dim is cut. None cuts it into contiguous parts that are as equal as possible; the first ranks get
-the remainder. Otherwise pass the sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout` (head_tail,
-striped, :func:`nested_layout` for ring x Ulysses, per_document_head_tail for packed documents).
+    mesh: a 1-D DeviceMesh, (mesh, axis name), a ProcessGroup, or None. With None, or in a group of one rank, each
+        function is the identity.
+    layout: how a dim is cut. None: contiguous parts that are as equal as possible; the first ranks get the remainder.
+        Otherwise the sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout` (head_tail, striped,
+        :func:`nested_layout` for ring x Ulysses, per_document_head_tail for packed documents). A function that gathers
+        takes None for the sizes that the ranks have; without agreement, and under torch.compile, every rank must then
+        have the size of this rank.
+    checks: by default the ranks first compare their calls, so that every rank raises if one is wrong: one agreement of
+        the ranks (:class:`~cp_styles.Checks`). Pass ``Checks(agreement=False)`` only if the ranks are known to agree.
+        Otherwise they may hang, crash or exchange wrong data. The other fields concern attention. Under torch.compile
+        there is no comparison.
+    async_op: return a :class:`Pending` at once; its ``.wait()`` gives the result. The backward overlaps too.
 
-By default the ranks first compare their calls, in one all-gather of integers, and so a mistake on one rank raises on
-all ranks. ``checks=Checks(agreement=False)`` leaves the comparison out; the other fields of
-:class:`~cp_styles.Checks` concern attention. Under torch.compile there is no comparison; where sizes are not given, all
-ranks must have equal sizes. All functions but sync_inputs compile with fullgraph.
+Errors of all functions: ValueError for a bad dim, a layout for another length or number of ranks, ranks that disagree
+(on every rank, with the agreement); TypeError for a DTensor (pass its ``to_local()``), and for a ``mesh`` or ``layout``
+of a wrong type. All functions but sync_inputs compile with fullgraph.
 
 The page Migration has the names of other projects.
 """

@@ -38,16 +38,10 @@ def all_to_all(
             ``gather_dim``. The other sizes are the same on all ranks.
         scatter_dim: the dim to cut. Dims may be negative.
         gather_dim: the dim to gather, in rank order.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
         scatter_sizes: the size of each rank's part of ``scatter_dim``; the sum is ``x.shape[scatter_dim]``. None: as
             equal as possible, the first ranks get the remainder.
-        gather_sizes: the size of each rank's part of ``gather_dim``. None: the sizes that the ranks have. Without
-            agreement, and under torch.compile, every rank must then have the size of this one.
-        checks: by default the ranks compare their arguments first, so that every rank raises if one is wrong. Pass
-            ``Checks(agreement=False)`` only if the ranks are known to agree. Otherwise they may hang, crash or exchange
-            wrong data.
-        async_op: return at once; ``.wait()`` gives the result. The backward overlaps in the same way: see
-            :class:`Pending`.
+        gather_sizes: the size of each rank's part of ``gather_dim``. None: the sizes that the ranks have.
+        mesh, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
         The tensor, or with ``async_op`` a :class:`Pending` of it. It is contiguous, with this rank's part of
@@ -56,13 +50,11 @@ def all_to_all(
 
     Communication: one all-to-all. A rank sends ``x`` without its own part. It makes at most one contiguous copy before
     (none if ``scatter_dim`` is the outermost dim of a contiguous ``x``) and one after (none if ``gather_dim`` comes
-    before ``scatter_dim``, and only dims of size one come before it). ``checks`` adds one agreement of
-    the ranks (:class:`~cp_styles.Checks`). The backward sends the same, and every rank must run it, in the same
-    order.
+    before ``scatter_dim``, and only dims of size one come before it). The backward sends the same, and every rank must
+    run it, in the same order.
 
     Raises:
-        ValueError: bad or equal dims, sizes with a wrong sum, ranks that disagree; on every rank, with the agreement.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``mesh`` is none of these.
+        ValueError: equal dims, sizes with a wrong sum; and as all functions of this package.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
     """

@@ -191,12 +191,12 @@ def start(op: Exchange, *tensors: torch.Tensor, check: bool) -> Pending[Tensors]
     if op.peers.size == 1 or is_traced():  # the compiler schedules the waits itself
         result = differentiable(op, *tensors, check=check)
         return Pending(lambda: result)
-    journey = _Journey(op, check)
-    token = _Send.apply(journey, *tensors)
-    return Pending(lambda: _Receive.apply(journey, token))
+    running = _AsyncExchange(op, check)
+    token = _Send.apply(running, *tensors)
+    return Pending(lambda: _Receive.apply(running, token))
 
 
-class _Journey:
+class _AsyncExchange:
     """State that the two halves share. A token tensor without elements connects their nodes in the autograd graph."""
 
     def __init__(self, op: Exchange, check: bool) -> None:
@@ -208,34 +208,34 @@ class _Journey:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.journey = journey
-        journey.forward = _whole(journey.op, journey.op.start, *tensors)
+    def forward(ctx: Any, running: _AsyncExchange, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.running = running
+        running.forward = _whole(running.op, running.op.start, *tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
-        started, ctx.journey.backward = ctx.journey.backward, None
-        adjoint = ctx.journey.op.adjoint()
+        started, ctx.running.backward = ctx.running.backward, None
+        adjoint = ctx.running.op.adjoint()
         return None, *_whole(adjoint, adjoint.finish, started)
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, token: torch.Tensor) -> Tensors:
-        ctx.journey = journey
-        started, journey.forward = journey.forward, None
+    def forward(ctx: Any, running: _AsyncExchange, token: torch.Tensor) -> Tensors:
+        ctx.running = running
+        started, running.forward = running.forward, None
         assert started is not None
-        return _whole(journey.op, journey.op.finish, started)
+        return _whole(running.op, running.op.finish, started)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        journey, adjoint = ctx.journey, ctx.journey.op.adjoint()
-        if journey.check:
-            _begin_backward(adjoint.peers, journey.number)
-        journey.backward = _whole(adjoint, adjoint.start, *grads)
+        running, adjoint = ctx.running, ctx.running.op.adjoint()
+        if running.check:
+            _begin_backward(adjoint.peers, running.number)
+        running.backward = _whole(adjoint, adjoint.start, *grads)
         return None, grads[0].new_empty(0)
 
 

@@ -79,31 +79,24 @@ def seq_to_heads(
         tensors: a tensor, or several of one dtype, queries first. The order of dims may be ``[B, H, S, D]``, as in
             torch's attention, or any other. The number of heads, and the sizes after the head dim (except the
             sequence), may differ between tensors. The number of query heads is a multiple of the other numbers.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
         seq_dim: the dim of the sequence; this rank's part of it.
         heads_dim: the dim of the heads; all of them.
-        layout: how the sequence is cut, see :data:`Layout`. The result is in global order. The padding of
-            :class:`Padded` is dropped and not sent. None: contiguous parts of the sizes that the ranks have. Without
-            agreement, and under torch.compile, every rank must then have the size of this one.
-        checks: see :func:`all_to_all`.
-        async_op: see :func:`all_to_all`.
+        mesh, layout, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
-        The tensor, or a tuple of tensors. The first has the whole sequence of this rank's query heads. These are cut as
-        evenly as possible: the first ranks get the remainder, ranks beyond the number of heads get none. The others
-        have the KV heads that these queries attend to, once each, so that ``enable_gqa=True`` pairs them correctly. If
-        the pairing on this rank is not regular (3 query heads to 2 KV heads, for example), KV heads are repeated after
-        the exchange, one for each query head. The tensors are views of one buffer, the sequence outermost. Do not
-        change them in place.
+        The tensor, or a tuple of tensors, in global order, without padding. The first has the whole sequence of this
+        rank's query heads. These are cut as evenly as possible: the first ranks get the remainder, ranks beyond the
+        number of heads get none. The others have the KV heads that these queries attend to, once each, so that
+        ``enable_gqa=True`` pairs them correctly. If the pairing on this rank is not regular (3 query heads to 2 KV
+        heads, for example), KV heads are repeated after the exchange, one for each query head. The tensors are views of
+        one buffer, the sequence outermost. Do not change them in place.
 
     Communication: one all-to-all. A rank sends its part of the sequence of each head to every other rank that needs
-    it. One copy before; none after, or one if the layout is not contiguous. The agreement costs what it costs in
-    :func:`all_to_all`.
+    it. One copy before; none after, or one if the layout is not contiguous.
 
     Raises:
-        ValueError: bad dims, head counts that do not divide, tensors that do not fit together, a layout that does not
-            fit the tensor, ranks that disagree; on every rank, with the agreement.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``mesh`` has a wrong type.
+        ValueError: head counts that do not divide, tensors that do not fit together; and as all functions of this
+            package.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023). The single message for q, k and v, and fewer KV heads than ranks,
         are not in it.
@@ -175,18 +168,14 @@ def heads_to_seq(
 
     Args:
         x: the whole sequence, in global order, of this rank's heads: ``[B, H, S, D]``, or any other order of dims.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
         seq_dim: the dim of the sequence; all of it.
         heads_dim: the dim of the heads; this rank's heads.
         heads: the total number of heads, cut as :func:`seq_to_heads` cuts them. None: the numbers that the ranks have.
-            Without agreement, and under torch.compile, every rank must then have as many as this one.
-        layout: how the sequence is to be cut, see :data:`Layout`. With :class:`Padded`, shards are padded with zeros.
-            None: contiguous parts, as equal as possible; the first ranks get the remainder.
-        checks: see :func:`all_to_all`.
-        async_op: see :func:`all_to_all`.
+        mesh, layout, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
-        This rank's part of the sequence with all heads; contiguous. With ``async_op`` a :class:`Pending` of it.
+        This rank's part of the sequence with all heads; contiguous, padded with zeros with :class:`Padded`. With
+        ``async_op`` a :class:`Pending` of it.
 
     Communication: one all-to-all. A rank sends ``x`` without its own part of the sequence. One copy before, one after,
     and one more on ranks that pad. The first is not needed if the sequence is the outermost dim in memory. Attention on

@@ -62,26 +62,20 @@ def split(
     Args:
         x: a tensor of any dtype and number of dims. The caller must ensure that its values are the same on every rank.
         dim: the dim to cut.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
-        layout: how it is cut, see :data:`Layout`: head-tail, hybrid (:func:`nested_layout`), packed documents
-            (``per_document_head_tail``), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
-            as possible.
         fill: the value of the padding, with :class:`Padded`.
         grad_scale: how the gradient is scaled: see :class:`GradScale`. The gradients of parameters that ``x`` was
             computed from are whole on every rank. ``sum_gradients`` refuses them, but for GradScale.DOWN, with which
             each rank has 1/P of them.
-        checks: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
         This rank's part, in the order of the layout, contiguous on every rank: at most one copy.
 
-    Communication: in the forward only the all-gather of ``checks``. In the backward one all-gather (an all-to-all for
-    uneven sizes): a rank sends the gradient of its part, without padding, to the P - 1 others.
+    Communication: nothing in the forward. In the backward one all-gather (an all-to-all for uneven sizes): a rank sends
+    the gradient of its part, without padding, to the P - 1 others.
 
     Raises:
-        ValueError: a bad dim, a layout for another length or number of ranks, ``fill`` that the dtype cannot hold,
-            ranks that disagree; on every rank, with the agreement.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``mesh`` has a wrong type.
+        ValueError: ``fill`` that the dtype cannot hold; and as all functions of this package.
     """
     peers, at, rows = _resolve_whole("split", x, dim, mesh, layout, grad_scale, checks, fill)
     part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, checks)
@@ -111,24 +105,20 @@ def gather(
     Args:
         x: this rank's part. Only its size in ``dim`` may differ between ranks.
         dim: the dim to gather.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
         reduce_gradients: False if all ranks compute the same thing with the result. Each rank then has the whole
             gradient, and L is counted once. Parameters behind the gather get whole gradients, which ``sum_gradients``
             refuses: with parameters there use True, and divide the loss by P. True if ranks compute different things
             (other heads, rows or targets), or each 1/P of the same, and L is the sum of their losses. A wrong value
             gives wrong gradients without an error, so there is no default.
-        layout: how it is cut, see :func:`split`. The result is in global order, without padding. None: contiguous parts
-            of the sizes that the ranks have. Without agreement, and under torch.compile, every rank must then have the
-            size of this one.
         grad_scale: how the gradient is scaled: see :class:`GradScale`.
-        checks: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
-        The whole tensor. It may be a view of the receive buffer: do not change it in place.
+        The whole tensor in global order, without padding. It may be a view of the receive buffer: do not change it in
+        place.
 
     Communication: one all-gather (an all-to-all for uneven sizes, so that padding is not sent): a rank sends its part
-    to the P - 1 others. In the backward nothing, or that of :func:`reduce_scatter`. ``checks`` as in
-    :func:`all_to_all`.
+    to the P - 1 others. In the backward nothing, or one reduce-scatter.
 
     Raises:
         ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
@@ -164,13 +154,11 @@ def reduce_scatter(
     Args:
         x: this rank's summand, of the same shape on every rank.
         dim: the dim to cut.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None.
-        layout: how it is cut, see :func:`split`; padding is zero.
-        checks: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
-        This rank's part. The summands are added in rank order, in float32 or wider. So every run gives the same bits,
-        for even and uneven sizes.
+        This rank's part; padding is zero. The summands are added in rank order, in float32 or wider. So every run gives
+        the same bits, for even and uneven sizes.
 
     Communication: one all-to-all; the sum is local. A rank sends ``x`` without its own part, as in any reduce-scatter,
     and holds P blocks of its part for a short time. The backward is one all-gather, as in :func:`split`.

@@ -31,7 +31,7 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
     Args:
         sample: nested dicts, lists and tuples of tensors and plain values. Structure, values, shapes and dtypes may
             differ between ranks. The tensors that are returned have no gradients.
-        mesh: 1-D DeviceMesh, (mesh, axis name), ProcessGroup, or None. With None it yields ``sample`` itself.
+        mesh: see :mod:`cp_styles.collectives`. With None it yields ``sample`` itself.
         device: tensors are moved there before they are sent, and arrive there. The group must have a backend for it
             (``"cuda"`` for NCCL). None: the kind of device that each tensor is on.
 
