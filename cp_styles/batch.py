@@ -173,9 +173,9 @@ def shard_batch(
             document.
 
     Returns:
-        The same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No communication.
-        ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this layout,
-        puts results together again, with the padding at the end.
+        A dict with the same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No
+        communication. ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this
+        layout, puts results together again, with the padding at the end.
 
     Raises:
         TypeError: an entry with a dim that is no tensor.
@@ -288,10 +288,10 @@ def chunked_token_losses(
 ) -> torch.Tensor:
     """The sum of the losses of this rank's tokens, for :func:`global_loss`, from hidden states before the last layer.
 
-    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one after the other, and
+    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one by one, and
     once more in the backward (one more product of hidden states and weight). Every token has its own loss, so with
-    :func:`global_loss` the result is that of the whole sequence on one device, however it is split. On a rank without
-    tokens the sum is 0, and its backward runs as that of the others does.
+    :func:`global_loss` the result equals the result of the whole sequence on one device, however it is split. On a rank
+    without tokens the sum is 0, and its backward runs as on the remaining ranks.
 
     Args:
         hidden_BLD: hidden states of this rank's tokens; any number of dims before the last.
@@ -309,7 +309,7 @@ def chunked_token_losses(
         0-dim, in float32 or wider. No communication.
 
     Raises:
-        ValueError: labels or weights whose shape is not that of the tokens.
+        ValueError: labels or weights that do not have the shape of the tokens.
 
     Example::
 
@@ -352,7 +352,8 @@ def global_loss(
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
     Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over these ranks
-    (:func:`sum_gradients`) are those of one device. (A mean of the ranks' means would weight tokens differently.)
+    (:func:`sum_gradients`) equal the gradients on one device. (A mean of the ranks' means would weight tokens
+    differently.)
 
     Args:
         token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
@@ -478,7 +479,7 @@ class _SumOverGroup(torch.autograd.Function):
             group,
             "global_loss",
             f"the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
-            f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is that of all "
+            f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is of all "
             "ranks together, global_token_count(labels, group), over the same group",
         )
         ctx.factor = torch.where(apart, torch.nan, float(averaged_over))
@@ -516,8 +517,8 @@ def sum_gradients(
 
     A parameter that has a gradient on some ranks only gets one on all ranks. A parameter without a gradient on all
     ranks keeps None. For a DTensor parameter the local tensors are summed. If the placements of a gradient differ from
-    those of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel norms as
-    partial sums.)
+    the placements of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel
+    norms as partial sums.)
 
     Args:
         parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
@@ -525,7 +526,7 @@ def sum_gradients(
         bucket_bytes: gradients of one dtype are sent together, as many as take at most this, or one that is larger.
             The extra memory is one such bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
-            dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
+            dtype; gradients of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), one all-reduce for each bucket, and one
     of a byte for each parameter if ranks differ in which gradients they have. Where gradients are compared behind a
@@ -707,7 +708,7 @@ def _keep_note_if_more_is_added(parameter: torch.Tensor) -> None:
 def _with_gradient_anywhere(
     check: Callable[[], list[torch.Tensor]], axis: str, group: dist.ProcessGroup, options: tuple[int, str]
 ) -> list[torch.Tensor]:
-    # The same on every rank. ``options`` are bucket_bytes and reduce_dtype.
+    # Equal on every rank. ``options`` are bucket_bytes and reduce_dtype.
     parameters: list[torch.Tensor] = []
     present = b""
 

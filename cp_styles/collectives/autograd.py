@@ -110,7 +110,7 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
     state, behind = state_of(resolve_group(peers.name)), part.grad_fn
-    state.the(Losses).number += 1  # of whole sequences, as those of preferences are
+    state.the(Losses).number += 1  # losses of whole sequences, as in preference training
     gathers = state.the(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
@@ -156,7 +156,7 @@ def _nodes(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
             waiting.extend(following)
 
 
-# Parts of the names of autograd's nodes: those of this file, our ops, and DTensor's way in and out.
+# Parts of the names of autograd's nodes: of this file, of our ops, and of DTensor's way in and out.
 _COMMUNICATES = ("_ApplyBackward", "_SendBackward", "_ReceiveBackward", "cp_styles", "TorchTensor", "Redistribute")
 
 
@@ -283,7 +283,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """forward: x; its backward runs those of the others too, with zeros. For exchanges that a rank uses nothing of.
+    """Identity on x. Its backward also runs the backward of the remaining tensors, with zero gradients, for exchanges
+    of which a rank uses nothing.
 
     A checkpoint ends a recomputation where it has all saved tensors, and begins none where nothing is saved. So this
     saves one: then every rank recomputes, and the exchanges before are run again on all ranks.

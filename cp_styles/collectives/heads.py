@@ -23,9 +23,9 @@ def head_exchange(
 ) -> Exchange:
     """The exchange of :func:`seq_to_heads` for tensors of ``heads`` heads, queries first. Autograd does not record it.
 
-    ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums those of
-    KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for the output
-    of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
+    ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums the
+    gradients of KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for
+    the output of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
     """
     ranges = tuple(head_ranges(count, heads[0], peers.size) for count in heads)
     return Exchange(peers, seq_dim, heads_dim, Rows(layout), ranges)
@@ -78,7 +78,7 @@ def seq_to_heads(
     Args:
         tensors: a tensor, or several of one dtype, queries first. The order of dims may be ``[B, H, S, D]``, as in
             torch's attention, or any other. The number of heads, and the sizes after the head dim (except the
-            sequence), may differ between tensors. The number of query heads is a multiple of the other numbers.
+            sequence), may differ between tensors. The number of query heads is a multiple of the remaining numbers.
         seq_dim: the dim of the sequence; this rank's part of it.
         heads_dim: the dim of the heads; all of them.
         mesh, layout, checks, async_op: see :mod:`cp_styles.collectives`.

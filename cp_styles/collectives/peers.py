@@ -41,7 +41,7 @@ def peers_of(mesh: Group | Peers) -> Peers:
 
 
 Facts: TypeAlias = tuple[Mapping[str, Any], StatusRow]
-"""What a rank reports before it communicates: values that must be the same on all ranks, and numbers of its own."""
+"""The report of a rank before it communicates: values that must be the same on all ranks, and numbers of its own."""
 
 
 def facts_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> Facts:
@@ -61,7 +61,8 @@ def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     """Compare the calls of all ranks; the row of each.
 
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
-    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
+    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the remaining ranks would hang in
+    ``call``.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`).
     """

@@ -1,4 +1,4 @@
-"""Send the samples of all ranks to all ranks of a group, one after the other."""
+"""Send the samples of all ranks to all ranks of a group, one by one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def context_causal_conv1d(
     documents: Packed = None,
     checks: Checks = CHECKS,
 ) -> torch.Tensor:
-    """A causal convolution over a sequence of which this rank holds a part. The result equals that of one device.
+    """A causal convolution over a sequence of which this rank holds a part. The result equals the result on one device.
 
     ``y_t = f(x_{t-W+1}, ..., x_t)``, with zeros before the first token of a document. ``conv`` computes this for a
     whole sequence, with bias, activation and what else it has. It is called once, with the W - 1 rows before each
@@ -52,10 +52,10 @@ def context_causal_conv1d(
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         width: W, the number of taps.
         seq_dim: the dim of the sequence in ``x`` and in the output.
-        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``.
-        documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
-            of the scope's mask; without one, one document.
+        documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: the
+            documents of the scope's mask; without one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -99,7 +99,7 @@ def convolved(
     if out.shape[along] != rows.shape[along]:
         raise ValueError(
             f"{sequence.name}: conv returned {out.shape[along]} tokens for {rows.shape[along]}: it must return an "
-            "output for each token, without those of its padding"
+            "output for each token, without its padding"
         )
     if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
         return out.narrow(along, width - 1, sizes[0])
@@ -121,7 +121,7 @@ def rows_from_end(layout: SequenceLayout, count: int, rank: int) -> RowExchange:
 
 
 def exchanged(peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int, *, check: bool) -> torch.Tensor:
-    """The slots of ``plan``, filled. Those that no row goes to are zeros."""
+    """The slots of ``plan``, filled. Slots that no row goes to are zeros."""
     rows = RowsOfOthers(peers, dim, plan, x.shape[dim])
     (slots,) = rows(x) if peers.size == 1 else differentiable(rows, x, check=check and plan.crosses)
     return slots

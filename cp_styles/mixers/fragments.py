@@ -41,7 +41,8 @@ from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
-"""The lengths of the documents of the whole sequence. None: those of the SequenceScope around the call, or one."""
+"""The lengths of the documents of the whole sequence. None: the documents of the SequenceScope around the call, or
+one."""
 
 
 class Fragment(NamedTuple):
@@ -90,7 +91,7 @@ def mixing() -> Iterator[None]:
 
 
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
-    """Those of all ranks, in the order of positions."""
+    """The fragments of all ranks, in the order of positions."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
     for rank, rank_chunks in enumerate(layout.chunks):
@@ -215,7 +216,7 @@ class CutSequence:
         documents: Packed,
         checks: Checks,
     ) -> CutSequence:
-        """That of a function's arguments, or of the scope around its call."""
+        """The cut sequence of a function's arguments, or of the scope around its call."""
         _, group = axis_and_group(name, mesh)
         state, scope, problem = state_of(group), None, None
         axis = state.operations.axis  # of a group too, once its mesh was seen
@@ -240,7 +241,7 @@ class CutSequence:
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
-        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which are those of cu_seqlens
+        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which say what cu_seqlens says
         edges = next((edges for edges in ends if edges is not None), None)
         return self if edges is None and ids is None else replace(self, packed=(edges, ids))
 

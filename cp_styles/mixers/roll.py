@@ -37,11 +37,11 @@ def context_roll(
         shifts: by how many positions values move towards higher positions.
         seq_dim: the dim of the sequence in ``x``.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
-        fill: what stands where a value would come from the other end of the document. None: that value.
-        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+        fill: what stands where a value would come from the far end of the document. None: that value.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``.
-        documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
-            one, one document.
+        documents: lengths of the packed documents of the whole sequence. Default: the documents of the scope's mask;
+            without one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:

@@ -11,7 +11,7 @@ rows that it sends. No rank makes the plan of another.
 In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.linear`): from a
 row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
 source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
-are attended to alike. These are planned once.
+are attended to in equal ways. These are planned once.
 
 Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.algebra.BlockGrid`. Forward and
 backward use the same tiles. The functions are pure: no process group, no device.

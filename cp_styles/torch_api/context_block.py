@@ -1,7 +1,7 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
 A checkpoint that runs a function again, possibly after the block, enters the block again: see reruns.py. Here a call
-that gets a cut buffer has this effect, beside attention.
+that gets a cut buffer has this effect, as well as attention.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _uncompiled = partial(
 class context_parallel(contextlib.ContextDecorator):
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
-    The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
-    supported than by torch:
+    The first four arguments are the arguments of torch's ``context_parallel``, with the same effect on the buffers.
+    More is supported than by torch:
 
     - any length and number of ranks; parts may then differ by one token;
-    - buffers of one dim, buffers that require grad (``.grad`` is that of the part), views, no buffers;
+    - buffers of one dim, buffers that require grad (``.grad`` is the gradient of the part), views, no buffers;
     - causal and full attention, any float dtype;
     - nested blocks, of which the innermost counts, and exceptions;
     - a backward inside the block, after it, or while other blocks are open.
@@ -72,8 +72,8 @@ class context_parallel(contextlib.ContextDecorator):
         strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
         layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers, or ``contiguous`` where
             torch's ``_cp_options.enable_load_balance`` is False; attention over another length is then refused. A
-            function takes any length. Without buffers, the parts that you cut yourself must be those of this layout,
-            which cannot be checked.
+            function takes any length. Without buffers, the parts that you cut yourself must be the parts of this
+            layout, which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
         checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
@@ -81,7 +81,7 @@ class context_parallel(contextlib.ContextDecorator):
             and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
             (``UnverifiedModelWarning``).
 
-    It may be entered any number of times, one after the other.
+    It may be entered again after it has ended.
 
     Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.Checks` says.
     Cutting and restoring send nothing.
@@ -181,7 +181,7 @@ class context_parallel(contextlib.ContextDecorator):
         try:
             with without_dispatch_modes():
                 return self._entry()
-        except Exception:  # of any kind: the others, which may attend already, must raise too
+        except Exception:  # of any kind: the remaining ranks, which may attend already, must raise too
             report_failure("context_parallel", self._group)
             raise
 
@@ -274,7 +274,7 @@ class _BlockEntry(Opening):
                     stack.callback(part.follow_gradient)
             if put_back:
                 stack.enter_context(Aliases())
-            # The binding may be that of an earlier entry, or of a block around this one.
+            # The binding may belong to an earlier entry, or to a block around this one.
             forward_state = vars(self.scoped.unscoped.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
             forward_state.update(vars(ForwardState()))
@@ -339,7 +339,7 @@ class _BlockCalls(AttentionCalls):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """Those of the outermost model that runs: a block has no hook on it."""
+        """The inputs of the outermost model that runs: a block has no hook on it."""
         if self.forward_state.inputs:
             return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]
