@@ -336,7 +336,12 @@ def run_forward(
     if (listens := attention_listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
-        shape, dtype = strategy.residual_places(attention, *tensors).spec if filled else ((0,), torch.uint8)
+        shape, dtype = (0,), torch.uint8
+        if filled:
+            places = attention.known.get("residual")  # which fixes the shapes of its tensors
+            if places is None:
+                places = attention.known["residual"] = strategy.residual_places(attention, *tensors)
+            shape, dtype = places.spec
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
         lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)

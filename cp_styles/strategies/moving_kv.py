@@ -97,7 +97,8 @@ class MovingKV(Strategy):
             for first in range(0, heads, at_once):
                 keys, queries = slice(first, first + at_once), slice(first * share, (first + at_once) * share)
                 of_mask = before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
-                part = attention.once(of_mask, partial(replace, attention, heads=of_mask))
+                known = attention.known
+                part = known.get(of_mask) or known.setdefault(of_mask, replace(attention, heads=of_mask))
                 sink = None if sink_H is None else sink_H[queries]
                 tensors = q_BHLD[:, queries], k_BGMD[:, keys], v_BGME[:, keys]
                 outs.append(self.forward(part, *tensors, sink).transpose(1, 2))
@@ -143,7 +144,8 @@ class MovingKV(Strategy):
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
-        return attention.once(key, partial(_setup, self, attention, q, k, v))
+        known = attention.known
+        return known.get(key) or known.setdefault(key, _setup(self, attention, q, k, v))
 
 
 class _Setup(NamedTuple):
@@ -226,7 +228,8 @@ class _PlanRun:
         self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
         self.by_index = q.device.type != "cpu"  # a GPU takes as long to be given a range as for a copy of it
-        open_group(attention.group, q.device)
+        if self.by_index:
+            open_group(attention.group, q.device)
         self._start_next()
 
     def arrived(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -334,7 +337,8 @@ class _PlanRun:
         """The rows of a block, if they are many ranges."""
         if len(block.rows) <= _FEW_RANGES:
             return None
-        return self.attention.once((block, self.q.device), partial(row_index, block.rows, self.q.device))
+        key, known = (block, self.q.device), self.attention.known
+        return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
 
     def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
@@ -383,8 +387,8 @@ class _PlanRun:
         """The documents of a pack, and which rows of queries and of keys it has."""
         if isinstance(call, Tile):
             return None, None, None
-        batch, device = self.q.shape[0], self.q.device
-        return self.attention.once((call, batch, device), partial(call.on, batch, device))
+        key, known = (call, self.q.shape[0], self.q.device), self.attention.known
+        return known.get(key) or known.setdefault(key, call.on(*key[1:]))
 
     def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
