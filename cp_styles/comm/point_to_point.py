@@ -283,9 +283,11 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
     return start_numbers(numbers, group)()
 
 
-def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
+def start_numbers(
+    numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState | None = None
+) -> Callable[[], Sequence[Sequence[int]]]:
     """Start :func:`gather_numbers` over a group that is not aborted. The result waits for the other ranks, and returns
-    the rows.
+    the rows. ``state`` is the state of the group, if the caller has it.
 
     Raises:
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
@@ -296,7 +298,7 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if not dispatch_modes_entered():
-            return partial(_arrived, *_gather(mine, group))
+            return partial(_arrived, *_gather(mine, group, state or state_of(group)))
         # As an op, so that a selective checkpoint can keep its result, and the recomputation does not communicate.
         rows = torch.ops.cp_styles.gather_numbers.default(mine, group.group_name)
         return partial(_arrived, rows, vars(rows).pop(_STARTED, None))
@@ -304,20 +306,33 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> Sequence[Sequence[int]]:
     """The rows, when they have arrived. A result that a checkpoint has kept is there."""
-    if started is not None:
+    if isinstance(started, _StartedGather):
+        group, mailbox = started.group(), started.mailbox()
+        assert mailbox is not None  # who waits for rows has the group
+        missing = mailbox.wait(started.number)
+        del mailbox  # the traceback of the error would keep it, and so the connections
+        if missing is not None:
+            peer, error = missing
+            raise transfer_error(error, (peer,), group) from error
+    elif started is not None:
         started.wait()
     return rows.tolist()
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    if state_of(group).operations.broken:  # the others know
+    state, patience = state_of(group), timedelta(seconds=seconds)
+    if state.operations.broken:  # the others know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
-        patience = timedelta(seconds=seconds)
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        _, started = _gather(mine, group, patience)
-        if started is not None:
+        _, started = _gather(mine, group, state, patience)
+        if isinstance(started, _StartedGather):
+            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
+            waiting = threading.Thread(target=state.mailbox.wait, args=(started.number,), daemon=True)
+            waiting.start()
+            waiting.join(seconds)
+        elif started is not None:
             started.wait(patience)
 
 
@@ -338,7 +353,7 @@ def _current_gpu() -> torch.device:
 
 
 class _StartedGather(NamedTuple):
-    """A gather of a mailbox that has started. It waits as a ``dist.Work`` does.
+    """A gather of a mailbox that has started, where another gather has a ``dist.Work``.
 
     The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group or the mailbox alive.
     """
@@ -347,31 +362,14 @@ class _StartedGather(NamedTuple):
     group: ref[dist.ProcessGroup]
     mailbox: ref[Mailbox]
 
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Wait for the rows. With ``patience`` no longer than that, and without a word if they do not come."""
-        group, mailbox = self.group(), self.mailbox()
-        assert mailbox is not None  # who waits for rows has the group
-        if patience is not None:
-            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
-            waiting = threading.Thread(target=mailbox.wait, args=(self.number,), daemon=True)
-            waiting.start()
-            waiting.join(patience.total_seconds())
-            return
-        missing = mailbox.wait(self.number)
-        del mailbox  # the traceback of the error would keep it, and so the connections
-        if missing is not None:
-            peer, error = missing
-            raise transfer_error(error, (peer,), group) from error
-
 
 def _gather(
-    mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
+    mine: torch.Tensor, group: dist.ProcessGroup, state: GroupState, patience: timedelta | None = None
 ) -> tuple[torch.Tensor, dist.Work | _StartedGather | None]:
     """Start an all-gather of a row of int64 on the host: the rows, and what to wait for before they are read.
 
     ``patience`` limits the time to open connections.
     """
-    state = state_of(group)
     if state.mailbox == "new":
         gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, state, patience)
         state.mailbox = Mailbox(gloo) if gloo else None
@@ -456,7 +454,7 @@ torch.library.define(
 @torch.library.impl("cp_styles::gather_numbers", "CompositeExplicitAutograd")
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
-    rows, started = _gather(mine, group)
+    rows, started = _gather(mine, group, state_of(group))
     setattr(rows, _STARTED, started)
     return rows
 

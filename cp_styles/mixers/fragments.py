@@ -233,7 +233,8 @@ class CutSequence:
         default = around[-1].layout if around and around[-1].group == process_group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
-        state.the(RankChecks).learn(checks)
+        for check in state.the(RankChecks):
+            check.learn(checks)
         return cls(name, axis, process_group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
@@ -320,12 +321,13 @@ class CutSequence:
                 "documents": documents,
             }
             asked.tensors = tensors
-            numbers = rank_checks.numbers(asked) if self.checks.agreement else (0, 0)
+            numbers = tuple([check.number(asked) for check in rank_checks]) if self.checks.agreement else (0, 0)
             return call | same, StatusRow(q_length=length, numbers=numbers)
 
         rows = agreed_rows(peers, name, facts, self.checks.agreement)
         if isinstance(rows, StatusRows):
-            rank_checks.judge(rows, asked)
+            for check, numbers in zip(rank_checks, rows.columns.numbers, strict=True):
+                check.judge(numbers, asked)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         cut, _ = agreed_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
