@@ -17,8 +17,9 @@ import contextlib
 import ctypes
 import pickle
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,7 +34,6 @@ from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindin
 from cp_styles.engine.checks import Checks
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
 from cp_styles.engine.observers import attention_listener
-from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.scope import ScopedBinding, SequenceScope
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.autocast import attended_dtypes
@@ -55,6 +55,10 @@ _DENSE = torch.strided
 # The eager calls whose backward may come, by the number in ``call``. A recomputation whose results a checkpoint kept
 # has nothing else of the forward. Weak: a call lives as long as the node of autograd.
 _resolved_calls: WeakValueDictionary[int, ResolvedCall] = WeakValueDictionary()
+
+# The function modes of styles and blocks that are entered in this context, innermost last. While compiled code runs,
+# torch's own list is empty.
+modes_entered: ContextVar[tuple[Any, ...]] = ContextVar("modes_entered", default=())
 
 
 class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
@@ -180,7 +184,9 @@ def _attention(
     ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone. ``lean``: no received keys are kept."""
     in_graph = isinstance(config, AttentionConfig)
     if in_graph:
-        remember_in_all()
+        for mode in modes_entered.get():  # which see no call in compiled code
+            if mode.is_around():
+                mode.remember()
     binding, scope = (source_of(config, dense) if in_graph else config).resolve()
     binding = binding.without_kept_keys() if lean else binding
     cut, refusal = b"", None

@@ -23,8 +23,8 @@ from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agreed_layouts
 from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, RankChecks
-from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopeHistory
+from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import (
     Balancer,
     Chunk,
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
 @contextmanager
 def mixing() -> Iterator[None]:
     """A context in which a mixer calls its kernel, with all rows that it needs. The modules around it are told."""
-    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, RerunMode)]
+    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, AttentionCalls)]
     before = [forward_state.mixing for forward_state in states_of_modes]
     for forward_state in states_of_modes:
         forward_state.mixing = True
@@ -229,7 +229,7 @@ class CutSequence:
                 raise problem
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
-        around = [mode.unscoped for mode in function_modes() if isinstance(mode, RerunMode)]
+        around = [mode.unscoped for mode in function_modes() if isinstance(mode, AttentionCalls)]
         default = around[-1].layout if around and around[-1].group == process_group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout

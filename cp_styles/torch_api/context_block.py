@@ -1,7 +1,7 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
-A checkpoint that runs a function again, possibly after the block, enters the block again: see reruns.py. Here a call
-that gets a cut buffer has this effect, beside attention.
+A checkpoint that runs a function again, possibly after the block, enters the block again: see [Note: reruns] in
+function_mode.py. Here a call that gets a cut buffer has this effect, beside attention.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ STATE = {
     },
     "context variables": {
         "bounded_cache.py": "_current",
-        "engine/reruns.py": "_modes",
+        "engine/custom_ops.py": "modes_entered",
         "engine/observers.py": "attention_listener",
         "engine/scope.py": "_open",
         "torch_api/context_block.py": "_open",
