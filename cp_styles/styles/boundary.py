@@ -187,7 +187,7 @@ class SequenceBoundary:
                 shape[dim] = declared_size(layout, rank, ranks, shape[dim])
                 specs.append(spec_of(tensor, mesh, (Shard(dim),), shape))
             self._specs.put(key, specs)
-        return placed_as(tensors, specs)
+        return placed_as(specs, *tensors)
 
     def leave(
         self, name: str, private: DeviceMesh, form: InputForm | None, scale: tuple[int, int], output: DTensor

@@ -100,7 +100,7 @@ class CoreCalls(AttentionCalls):
             self.unscoped.refuse(error)
         out, _, self._latest = attend(binding, local_tensors(*tensors), **options)
         spec = spec_of(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
-        return placed_as((out,), (spec,))[0]
+        return placed_as((spec,), out)[0]
 
     def _of_own_heads(
         self, binding: Binding, form: InputForm, query: DTensor, attn_mask: torch.Tensor | None

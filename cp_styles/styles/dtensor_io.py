@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from cp_styles.styles.mesh_axes import Placements, chunk_sizes
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The local tensor as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    return placed_as((local,), (spec_of(local, mesh, placements, shape),))[0]
+    spec = spec_of(local, mesh, placements, shape)
+    if mesh.ndim == 1:
+        return placed_as((spec,), local)[0]
+    global_shape = {"shape": spec.tensor_meta.shape, "stride": spec.stride}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **global_shape)
 
 
 def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -42,32 +47,15 @@ def spec_of(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape
 _specs: LatestEntries[Any, Any] = LatestEntries(256)
 
 
-def placed_as(tensors: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
-    """:func:`placed` for several tensors, by their specs. They share a node of autograd, if there is one axis and all
-    require grad."""
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
-    if specs[0].mesh.ndim == 1 and all(map(_REQUIRES_GRAD, tensors)):
-        return _Placed.apply(specs, *tensors)
-    return [
-        DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.stride
-        )
-        for local, spec in zip(tensors, specs, strict=True)
-    ]
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
 class _Placed(torch.autograd.Function):
     """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes four DTensors."""
 
     @staticmethod
     def forward(ctx, specs, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.specs = specs
-        return tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.specs, made = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.mark_non_differentiable(*itertools.compress(made, map(operator.not_, ctx.needs_input_grad[1:])))
+        return made
 
     @staticmethod
     def backward(ctx, *grads):
@@ -77,6 +65,11 @@ class _Placed(torch.autograd.Function):
                 grad = grad.redistribute(placements=spec.placements)
             local_grads.append(None if grad is None else grad.to_local())
         return None, *local_grads
+
+
+# ``placed_as(specs, *tensors)``: :func:`placed` on one axis for several tensors, by their specs. They share a node of
+# autograd.
+placed_as: Callable[..., tuple[DTensor, ...]] = _Placed.apply
 
 
 class _Local(torch.autograd.Function):
