@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import (
-    DETACH_IN_PLACE_HAS_NO_RULE,
     IS_ANY_TRUE,
     default_dispatch,
     sdpa_handlers,
@@ -96,5 +95,3 @@ _HANDLED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     **{kernel.forward_op: _refuse for kernel in SDPA_KERNELS},
     IS_ANY_TRUE: _of_part,
 }
-if DETACH_IN_PLACE_HAS_NO_RULE:  # from_local needs it in inference mode
-    _HANDLED[torch.ops.aten.detach_.default] = lambda op, tensor: tensor
