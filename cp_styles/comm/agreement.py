@@ -29,8 +29,14 @@ import torch.distributed as dist
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of, states
-from cp_styles.comm.mailbox import WIDTH
-from cp_styles.comm.point_to_point import abort_group, check_not_aborted, gather_numbers, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import (
+    WIDTH,
+    abort_group,
+    check_not_aborted,
+    gather_numbers,
+    offer_numbers,
+    start_numbers,
+)
 from cp_styles.troubleshooting import see
 
 

@@ -22,7 +22,7 @@ from cp_styles._compat import never_compiled
 from cp_styles.checksum import version_of
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.functions.attention import attend
+from cp_styles.engine.custom_ops import attend
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod

@@ -17,8 +17,7 @@ from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import version_of
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.custom_ops import check_plain
-from cp_styles.functions.attention import attend
+from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy

@@ -40,9 +40,8 @@ from cp_styles._compat import (
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import check_plain, config_of, modes_entered
+from cp_styles.engine.custom_ops import attend, check_plain, config_of, modes_entered
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator

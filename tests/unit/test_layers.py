@@ -191,7 +191,7 @@ STATE = {
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
         "strategies/moving_kv.py": "_have_levels",
-        "styles/dtensor_io.py": "_specs",
+        "styles/dtensors.py": "_specs",
     },
     "caches of what grows with the batch": {
         "device_copies.py": "_table_of",
@@ -223,7 +223,7 @@ STATE = {
 REGISTERED = {
     "comm/point_to_point.py": "gather_numbers",
     "engine/custom_ops.py": "attention attention_backward",
-    "styles/private_mesh.py": "sdpa_handlers",
+    "styles/dtensors.py": "sdpa_handlers",
     "checks/gradient_watch.py": "register_optimizer_step_post_hook",
     "integrations/transformers.py": "AttentionInterface AttentionMaskInterface",
 }
@@ -362,7 +362,7 @@ def test_no_cycles_between_files():
 WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
     r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/custom_ops.py", "explain/dry_run.py"},
-    r"DTensor\.from_local\(": {"styles/dtensor_io.py"},
+    r"DTensor\.from_local\(": {"styles/dtensors.py"},
     r"\.__class__ = ": {"subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
