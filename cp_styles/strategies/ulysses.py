@@ -324,7 +324,6 @@ _Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.T
 """Buffers for the received query, key and value; for their output; the inner residual."""
 
 
-@remembered(64)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     if isinstance(held := layout.held, Stripes):

@@ -163,7 +163,6 @@ STATE = {
     },
     "by an object, weak": {
         "bounded_cache.py": "_about",
-        "checks/proof.py": "_proofs",
     },
     "what a rank does in any thread": {
         "checks/gradient_watch.py": "_stepped follow_optimizers",
@@ -204,7 +203,7 @@ STATE = {
         "plan/linear.py": "chunks_of",
         "plan/plan.py": "_make_plan",
         "strategies/schedule.py": "make_schedule",
-        "strategies/ulysses.py": "_geometry joined",
+        "strategies/ulysses.py": "_geometry",
     },
     "one in a process": {
         "_compat.py": "_gloo_on_one_device",
