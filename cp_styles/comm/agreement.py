@@ -332,7 +332,7 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     if agrees:
         state.forward_open = False
         row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
-        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where)
+        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
 
 
 def end_forwards(caller: dist.ProcessGroup) -> None:

@@ -203,6 +203,9 @@ def _read(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
     return found or (make() if key is None else _have_levels.put(key, make()))
 
 
+_PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
+
+
 class _PlanRun:
     """One rank's run of its schedule: sends messages in order, and computes with what has arrived.
 
@@ -268,9 +271,10 @@ class _PlanRun:
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for keys, (k, v) in zip(step.keys, arrived, strict=True):
                 for call in keys.calls:
+                    packed = self._packed_rows(call)
                     for heads in self._heads(keys):
-                        out, lse = self._computed(self.attention.kernel.forward, keys, call, heads, k, v, (q,))
-                        merged.add(heads[0], call.q, out, lse, self._packed_rows(call)[1])
+                        out, lse = self._computed(self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,))
+                        merged.add(heads[0], call.q, out, lse, packed[1])
                         del out, lse  # before the next tile's result is made
 
     def gradients(
@@ -286,12 +290,14 @@ class _PlanRun:
 
         ``before`` and ``after`` are the arguments of the kernel before and after k and v, with the query heads of keys.
         """
-        dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
+        k, v = arrived
+        dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
         with named_range("step", self.number, "gradients with keys of", keys.source):
             for heads in self._heads(keys):
                 for call in keys.calls:
-                    _, q_index, kv_index = self._packed_rows(call)
-                    gradients = self._computed(kernel.backward, keys, call, heads, *arrived, before, after)
+                    packed = self._packed_rows(call)
+                    _, q_index, kv_index = packed
+                    gradients = self._computed(kernel.backward, keys, call, packed, heads, k, v, before, after)
                     tile_dq, tile_dk, tile_dv = gradients
                     del gradients
                     dq.add(heads[0], call.q, tile_dq, q_index)
@@ -351,6 +357,7 @@ class _PlanRun:
         how: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
         call: Call,
+        packed: _PackedRows,
         heads: tuple[Span, Span],
         k: torch.Tensor,
         v: torch.Tensor,
@@ -359,10 +366,10 @@ class _PlanRun:
     ) -> tuple[torch.Tensor, ...]:
         """What ``how`` makes of a call's ``heads`` and rows of ``before``, of k and v, and of ``after``.
 
-        ``before`` and ``after`` have the query heads of ``keys``. Other arguments of the kernel are alive only here: an
-        explicit mask is as large as its tile, and so are copies.
+        ``before`` and ``after`` have the query heads of ``keys``; ``packed`` are the call's :meth:`_packed_rows`. Other
+        arguments of the kernel are alive only here: an explicit mask is as large as its tile, and so are copies.
         """
-        pack, q_index, kv_index = self._packed_rows(call)
+        pack, q_index, kv_index = packed
         first, (_, count, length, *_) = keys.q_heads[0], before[0].shape
         q_heads = heads[0][0] - first, heads[0][1] - first
         if q_index is not None or (q_heads, call.q) != ((0, count), (0, length)):
@@ -383,7 +390,7 @@ class _PlanRun:
             options["where"] = Where(*self._positions(keys, call), first + heads[0][0])
         return how(*tensors, **options)
 
-    def _packed_rows(self, call: Call) -> tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]:
+    def _packed_rows(self, call: Call) -> _PackedRows:
         """The documents of a pack, and which rows of queries and of keys it has."""
         if isinstance(call, Tile):
             return None, None, None
