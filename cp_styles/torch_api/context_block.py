@@ -32,8 +32,7 @@ from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
 from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.openings import Opening, innermost
-from cp_styles.engine.scope import ScopedBinding
+from cp_styles.engine.scope import Opening, ScopedBinding, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
