@@ -40,11 +40,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-# DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
-DETACH_IN_PLACE_HAS_NO_RULE = _RELEASE < (2, 13)
-
-
 # What every call asks torch is read without a function of ours in between.
 #
 # sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15.

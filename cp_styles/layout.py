@@ -686,9 +686,10 @@ def joined_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
 
 def rows_in(tensor: torch.Tensor, dim: int, ranges: Sequence[Chunk]) -> torch.Tensor:
     """The rows of ``tensor`` along ``dim`` that are in ``ranges``. A view if there is one range, else one copy."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return tensor.narrow(dim, start, stop - start)
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
-    if len(parts) == 1:
-        return parts[0]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 

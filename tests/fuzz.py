@@ -55,8 +55,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles._compat import cpu_backend_of
-from cp_styles.comm.mailbox import end_connections
-from cp_styles.comm.point_to_point import TransferError
+from cp_styles.comm.point_to_point import TransferError, end_connections
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Mask

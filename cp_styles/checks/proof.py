@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import callers, graph_task_id
+from cp_styles.bounded_cache import known_about
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
 
@@ -24,7 +25,7 @@ class Proof:
     """Whether a step of a model was compared with one device by :func:`cp_styles.verify.verify`.
 
     Attributes:
-        model: the model. (It holds its proof, by the table below.)
+        model: the model. Its proof is among what is known about it.
         verified: a comparison has found no difference, or a user says that one was made elsewhere.
         missed: the warning was given.
         losses: how many losses were made of it.
@@ -75,8 +76,5 @@ class Proof:
 
 def proof_of(model: nn.Module) -> Proof:
     """The proof of a model: one for all styles in it."""
-    proof = _proofs.get(model)
-    return _proofs.setdefault(model, Proof(ref(model))) if proof is None else proof
-
-
-_proofs: WeakKeyDictionary[nn.Module, Proof] = WeakKeyDictionary()
+    known = known_about(model)
+    return known.get(Proof) or known.setdefault(Proof, Proof(ref(model)))

@@ -29,8 +29,14 @@ import torch.distributed as dist
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of, states
-from cp_styles.comm.mailbox import WIDTH
-from cp_styles.comm.point_to_point import abort_group, check_not_aborted, gather_numbers, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import (
+    WIDTH,
+    abort_group,
+    check_not_aborted,
+    gather_numbers,
+    offer_numbers,
+    start_numbers,
+)
 from cp_styles.troubleshooting import see
 
 
@@ -120,7 +126,9 @@ class StatusRows(list[StatusRow]):
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         """``rows`` have WIDTH numbers each."""
-        super().__init__([StatusRow._make((*row[:_OWN], tuple(row[_OWN:]))) for row in rows])
+        super().__init__()
+        for row in rows:
+            self.append(StatusRow._make((*row[:_OWN], tuple(row[_OWN:]))))
         fields = tuple(zip(*rows, strict=True))
         self.columns: Any = StatusRow._make((*fields[:_OWN], fields[_OWN:]))
         self.alike = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
@@ -152,7 +160,8 @@ def start_status(
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
-    operations = (state or check_not_aborted(group, name)).operations
+    state = state or check_not_aborted(group, name)
+    operations = state.operations
     if operations.broken:
         check_not_aborted(group, name)  # raises
     operations.check = None  # of an attention that has failed
@@ -167,7 +176,8 @@ def start_status(
         abort_group(group, error)
         raise
     operations.user, operations.axis = name, axis
-    mine = _of_meeting(row, meeting, name)
+    again = _AGAIN if meeting not in _OF_BACKWARDS and graph_task_id() >= 0 else 0
+    mine = row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
     if not agrees:
         if problem is not None:
             abort_group(group, problem)  # the others take part, and wait for this rank's messages
@@ -184,7 +194,7 @@ def start_status(
     if problem is not None:
         started()
     try:
-        started.gathered = start_numbers(numbers, group)
+        started.gathered = start_numbers(numbers, group, state)
     except BaseException as error:  # the others wait for this rank's row
         abort_group(group, error)
         raise
@@ -249,17 +259,12 @@ def report_failure(name: str, group: dist.ProcessGroup) -> None:
     state = state_of(group)
     if group.size() > 1 and graph_task_id() < 0 and state.phase is not GroupPhase.TOGETHER:
         state.phase = GroupPhase.TOGETHER
-        row = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
+        row = StatusRow(status=RankStatus.NO_CALL, meeting=Meeting.ATTENTION, who=zlib.crc32(name.encode()))
         numbers: Any = *row[:_OWN], *row.numbers
         offer_numbers(numbers, group, _PATIENCE_SECONDS)
 
 
 _PATIENCE_SECONDS = 30.0
-
-
-def _of_meeting(row: StatusRow, meeting: Meeting, name: str) -> StatusRow:
-    again = _AGAIN if meeting not in _OF_BACKWARDS and graph_task_id() >= 0 else 0
-    return row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 
 def _raise_if_refused(rows: StatusRows, name: str, axis: str, reasons: str) -> None:
@@ -327,7 +332,7 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     if agrees:
         state.forward_open = False
         row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
-        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where)
+        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
 
 
 def end_forwards(caller: dist.ProcessGroup) -> None:

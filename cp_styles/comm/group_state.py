@@ -115,7 +115,7 @@ class GroupState:
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
         modules: to how many modules each style was applied over this group.
-        meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
+        meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.dtensors`.
         in_order: meshes whose ranks are known to be in the order of the group.
         opened: there was a collective on a device.
         host: gloo beside a group without a CPU backend, for agreement; False if it does not connect the ranks.

@@ -1,4 +1,16 @@
-"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group."""
+"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group.
+
+[Note: direct messages] An all-gather of gloo is run by a thread of its own, in 2 (P - 1) messages one after the other.
+These messages are posted by the calling thread, all at once. The messages alone take 0.10 ms instead of 0.23 ms on 2
+ranks, 0.8 instead of 3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, which share 2 processor cores. The
+receives of the next gather are posted together with a gather. So a row arrives without waiting for its receiver to ask
+for it, and a rank that comes last does not wait at all.
+
+[Note: numbered gathers] All ranks count the gathers over a group alike, also those that they leave unread. The number
+is in the tag of each message, so a row that was left unread is never taken for one of a later gather. Two ranks
+exchange messages in the order in which they posted them. So when a gather is complete, all earlier ones are. Until then
+their buffers are kept here: gloo stops reading from a rank whose message has lost its buffer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -20,13 +32,13 @@ from cp_styles._compat import (
     cpu_backend_of,
     dispatch_modes_entered,
     gloo_beside,
+    let_profilers_record,
     part_of_group,
     resolve_group,
     texts_of_ranks,
     without_torch_func,
 )
 from cp_styles.comm.group_state import GroupState, Operations, note_part, state_of
-from cp_styles.comm.mailbox import WIDTH, Mailbox, end_connections
 from cp_styles.troubleshooting import see
 
 
@@ -271,21 +283,135 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     state_of(group).opened = True
 
 
+# -- a row of numbers from every rank to every other one --
+
+# How many numbers a row has: those of the agreement.
+WIDTH = 9
+# Tags from here on belong to these messages. Those of keys, values and gradients have tags from 2**29 on. Users count
+# from 0.
+_FIRST_TAG, _TAGS = 2**30, 2**30
+
+
+def end_connections(gloo: Any) -> None:
+    """End all connections of a gloo backend. What other ranks wait for raises on them at once.
+
+    Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``. Such a wait needs a connection
+    that still stands. A peer that has ended its own leaves none to it, but others may wait for this rank: so every peer
+    is tried.
+    """
+    never, rank = torch.empty(1, device="cpu"), gloo.rank()
+    for distance in range(1, gloo.size()):
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([never], (rank + distance) % gloo.size(), _FIRST_TAG + _TAGS - 1).wait(timedelta(milliseconds=1))
+
+
+Posted: TypeAlias = dist.Work | RuntimeError
+"""A message that is under way, or the error of posting it. It concerns one rank, and the others get their messages."""
+
+
+class _Gather(NamedTuple):
+    """The messages of one gather. ``receives`` are by rank, and may be posted before the gather starts."""
+
+    rows: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    sends: list[Posted]
+    receives: dict[int, Posted]
+
+
+class Mailbox:
+    """The gathers of a group. ``gloo`` is a backend between its ranks."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+        self._shape = gloo.size(), WIDTH
+        self._rank = gloo.rank()
+        self._peers = [(self._rank + distance) % gloo.size() for distance in range(1, gloo.size())]
+        self._gathers: dict[int, _Gather] = {}
+        self._started = 0
+
+    def start(self, mine: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Send ``mine`` to all others. The number of the gather, and the rows of all ranks, to be read after ``wait``.
+
+        It never fails: :meth:`wait` says which rank cannot be reached.
+        """
+        number = self._started
+        before = self._gathers.get(number - 1)
+        now = self._gathers.get(number) or self._new_gather(number)
+        now.parts[self._rank].copy_(mine)
+        self._started = number + 1
+        let_profilers_record(False)  # requests for the next row may outlive a profiler
+        try:
+            if before is not None and len(before.sends) < len(self._peers):
+                self._post(number - 1, before)  # the rest, because that was interrupted: the others wait for it
+            self._post(number, now)
+        finally:
+            let_profilers_record(True)
+        return number, now.rows
+
+    def wait(self, number: int) -> tuple[int, RuntimeError] | None:
+        """Wait until all rows of the gather have arrived. If one cannot arrive: its rank and why.
+
+        Errors are returned, not raised, and without their tracebacks: these would keep the connections open.
+        """
+        gather = self._gathers.get(number)
+        if gather is None:  # a later one is complete
+            return None
+        for peer in reversed(self._peers):
+            posted = gather.receives[peer]
+            if isinstance(posted, RuntimeError):
+                return peer, posted
+            try:
+                posted.wait()
+            except RuntimeError as error:
+                return peer, error.with_traceback(None)
+        # A rank that has sent its row had asked for this one's before: it is written, or will be. The sends are kept
+        # and not waited for, because such a wait of gloo may not end if the rank has ended since.
+        for old in list(self._gathers):
+            if old < number:
+                self._gathers.pop(old, None)
+        return None
+
+    def _new_gather(self, number: int) -> _Gather:
+        with torch.inference_mode(False):  # a result for a checkpoint, which needs its version
+            rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
+        gather = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
+        return gather
+
+    def _post(self, number: int, now: _Gather) -> None:
+        """Post what is not posted yet: the messages of a gather that has started, and the receives of the next one."""
+        mine, gloo = now.parts[self._rank], self._gloo
+        then = self._gathers.get(number + 1) or self._new_gather(number + 1)
+        # Message and request for the next one go to a rank together: it is woken once for both.
+        for peer in self._peers[len(now.sends) :]:
+            for gather, its_number in ((now, number), (then, number + 1)):
+                if peer not in gather.receives:
+                    try:
+                        gather.receives[peer] = gloo.recv([gather.parts[peer]], peer, _FIRST_TAG + its_number % _TAGS)
+                    except RuntimeError as error:
+                        gather.receives[peer] = error.with_traceback(None)
+            try:
+                now.sends.append(gloo.send([mine], peer, _FIRST_TAG + number % _TAGS))
+            except RuntimeError as error:
+                now.sends.append(error.with_traceback(None))
+
+
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     """The rows of int64 numbers of all ranks, on every rank, in group order.
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
     from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
     first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
-    [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
+    [Note: direct messages]. Without gloo it runs on the device, and the host waits.
     """
     check_not_aborted(group)
     return start_numbers(numbers, group)()
 
 
-def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
+def start_numbers(
+    numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState | None = None
+) -> Callable[[], Sequence[Sequence[int]]]:
     """Start :func:`gather_numbers` over a group that is not aborted. The result waits for the other ranks, and returns
-    the rows.
+    the rows. ``state`` is the state of the group, if the caller has it.
 
     Raises:
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
@@ -296,7 +422,7 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if not dispatch_modes_entered():
-            return partial(_arrived, *_gather(mine, group))
+            return partial(_arrived, *_gather(mine, group, state or state_of(group)))
         # As an op, so that a selective checkpoint can keep its result, and the recomputation does not communicate.
         rows = torch.ops.cp_styles.gather_numbers.default(mine, group.group_name)
         return partial(_arrived, rows, vars(rows).pop(_STARTED, None))
@@ -304,20 +430,33 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> Sequence[Sequence[int]]:
     """The rows, when they have arrived. A result that a checkpoint has kept is there."""
-    if started is not None:
+    if isinstance(started, _StartedGather):
+        group, mailbox = started.group(), started.mailbox()
+        assert mailbox is not None  # who waits for rows has the group
+        missing = mailbox.wait(started.number)
+        del mailbox  # the traceback of the error would keep it, and so the connections
+        if missing is not None:
+            peer, error = missing
+            raise transfer_error(error, (peer,), group) from error
+    elif started is not None:
         started.wait()
     return rows.tolist()
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    if state_of(group).operations.broken:  # the others know
+    state, patience = state_of(group), timedelta(seconds=seconds)
+    if state.operations.broken:  # the others know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
-        patience = timedelta(seconds=seconds)
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        _, started = _gather(mine, group, patience)
-        if started is not None:
+        _, started = _gather(mine, group, state, patience)
+        if isinstance(started, _StartedGather):
+            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
+            waiting = threading.Thread(target=state.mailbox.wait, args=(started.number,), daemon=True)
+            waiting.start()
+            waiting.join(seconds)
+        elif started is not None:
             started.wait(patience)
 
 
@@ -338,7 +477,7 @@ def _current_gpu() -> torch.device:
 
 
 class _StartedGather(NamedTuple):
-    """A gather of a mailbox that has started. It waits as a ``dist.Work`` does.
+    """A gather of a mailbox that has started, where another gather has a ``dist.Work``.
 
     The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group or the mailbox alive.
     """
@@ -347,31 +486,14 @@ class _StartedGather(NamedTuple):
     group: ref[dist.ProcessGroup]
     mailbox: ref[Mailbox]
 
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Wait for the rows. With ``patience`` no longer than that, and without a word if they do not come."""
-        group, mailbox = self.group(), self.mailbox()
-        assert mailbox is not None  # who waits for rows has the group
-        if patience is not None:
-            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
-            waiting = threading.Thread(target=mailbox.wait, args=(self.number,), daemon=True)
-            waiting.start()
-            waiting.join(patience.total_seconds())
-            return
-        missing = mailbox.wait(self.number)
-        del mailbox  # the traceback of the error would keep it, and so the connections
-        if missing is not None:
-            peer, error = missing
-            raise transfer_error(error, (peer,), group) from error
-
 
 def _gather(
-    mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
+    mine: torch.Tensor, group: dist.ProcessGroup, state: GroupState, patience: timedelta | None = None
 ) -> tuple[torch.Tensor, dist.Work | _StartedGather | None]:
     """Start an all-gather of a row of int64 on the host: the rows, and what to wait for before they are read.
 
     ``patience`` limits the time to open connections.
     """
-    state = state_of(group)
     if state.mailbox == "new":
         gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, state, patience)
         state.mailbox = Mailbox(gloo) if gloo else None
@@ -456,7 +578,7 @@ torch.library.define(
 @torch.library.impl("cp_styles::gather_numbers", "CompositeExplicitAutograd")
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
-    rows, started = _gather(mine, group)
+    rows, started = _gather(mine, group, state_of(group))
     setattr(rows, _STARTED, started)
     return rows
 

@@ -139,7 +139,8 @@ class Binding:
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
-        self.rank_checks.learn(self.checks)
+        for check in self.rank_checks:
+            check.learn(self.checks)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -421,12 +422,15 @@ class _AttentionAgreement(CheckedCall):
             *(contents, binding._print, *call, *call.values(), self.trains),
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
+        numbers = []
+        for check in binding.rank_checks:  # not a comprehension: an error's traceback would keep what it captures
+            numbers.append(check.number(self) if binding.checks.agreement else 0)
         return StatusRow(
             q.shape[dim],
             k.shape[dim],
             place=place_of(which, forward_state.calls),
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
-            numbers=binding.rank_checks.numbers(self) if binding.checks.agreement else (0, 0),
+            numbers=tuple(numbers),
         )
 
     def finish(self, meeting: Callable[[], StatusRows]) -> ResolvedCall:
@@ -443,7 +447,8 @@ class _AttentionAgreement(CheckedCall):
         if state.lengths.get(local) != whole:
             state.lengths.put(local, whole)
         if binding.checks.agreement:
-            binding.rank_checks.judge(rows, self)
+            for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
+                check.judge(numbers, self)
         state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1

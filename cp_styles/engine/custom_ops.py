@@ -16,14 +16,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
-from cp_styles._compat import forward_mode_level, named_range, never_compiled, new_size, torch_func_transform
+from cp_styles._compat import (
+    any_autocast,
+    dispatch_modes_entered,
+    forward_mode_level,
+    named_range,
+    never_compiled,
+    new_size,
+    torch_func_transform,
+    without_dispatch_modes,
+)
 from cp_styles.checksum import digest
 from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.checks import Checks
@@ -31,12 +41,12 @@ from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
 from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindings_of
+from cp_styles.engine.checkpoint import results_are_kept
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
 from cp_styles.engine.observers import attention_listener
-from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import FlexKernel
-from cp_styles.kernels.autocast import attended_dtypes
+from cp_styles.kernels.autocast import as_attended, attended_dtypes
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import SequenceLayout, is_deterministic
 from cp_styles.mask import Dense, Full
@@ -55,6 +65,10 @@ _DENSE = torch.strided
 # The eager calls whose backward may come, by the number in ``call``. A recomputation whose results a checkpoint kept
 # has nothing else of the forward. Weak: a call lives as long as the node of autograd.
 _resolved_calls: WeakValueDictionary[int, ResolvedCall] = WeakValueDictionary()
+
+# The function modes of styles and blocks that are entered in this context, innermost last. While compiled code runs,
+# torch's own list is empty.
+modes_entered: ContextVar[tuple[Any, ...]] = ContextVar("modes_entered", default=())
 
 
 class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
@@ -164,6 +178,58 @@ def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
         )
 
 
+def attend(
+    source: Source | ConfigInGraph,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+    wants_lse: bool = False,
+    refuse: Callable[[], None] | None = None,
+    bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One attention for a binding (a ``ConfigInGraph`` under torch.compile, and only there). Every door comes here.
+
+    Returns the output, the logsumexp (empty unless ``wants_lse``), and what :func:`resolved_call` takes. Arguments are
+    as in :func:`~cp_styles.context_attention`. ``refuse`` raises for errors that only this rank may see.
+    ``bind``, of functions that autocast does not know, does so too, and returns the binding of this call and the
+    tensors that its kernel learns.
+    """
+    problem, learned = "", None
+    try:
+        # In compiled code the op checks shapes, because there all ranks can learn of an error.
+        (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
+        if refuse is not None:
+            refuse()
+        if sink_H is not None:
+            refuse_transforms(source.name, (sink_H,))
+        if bind is not None:
+            with without_dispatch_modes():
+                source, tensors_learned = bind()
+            learned = flattened(tensors_learned, tensors[0].device) if tensors_learned else None
+        elif isinstance(source, ConfigInGraph) or any_autocast():
+            tensors = as_attended(tensors)
+        if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
+            Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
+    except Exception as error:  # of any kind: the other ranks must raise too
+        if not isinstance(source, ConfigInGraph):
+            source.resolve()[0].refuse(error)
+        problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
+    q, k, v = tensors
+    trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
+    trained = trained or learned is not None
+    in_graph = isinstance(source, ConfigInGraph)
+    config, dense = (source.config, source.dense) if in_graph else (source, None)
+    lean = not in_graph and dispatch_modes_entered() and results_are_kept()
+    keep = torch.is_grad_enabled() and trained
+    out, _, call, lse = torch.ops.cp_styles.attention.default(
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse, lean
+    )
+    return out, lse, call
+
+
 # -- forward --
 
 torch.library.define(
@@ -184,7 +250,9 @@ def _attention(
     ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone. ``lean``: no received keys are kept."""
     in_graph = isinstance(config, AttentionConfig)
     if in_graph:
-        remember_in_all()
+        for mode in modes_entered.get():  # which see no call in compiled code
+            if mode.is_around():
+                mode.remember()
     binding, scope = (source_of(config, dense) if in_graph else config).resolve()
     binding = binding.without_kept_keys() if lean else binding
     cut, refusal = b"", None
@@ -340,7 +408,12 @@ def run_forward(
     if (listens := attention_listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
-        shape, dtype = strategy.residual_places(attention, *tensors).spec if filled else ((0,), torch.uint8)
+        shape, dtype = (0,), torch.uint8
+        if filled:
+            places = attention.known.get("residual")  # which fixes the shapes of its tensors
+            if places is None:
+                places = attention.known["residual"] = strategy.residual_places(attention, *tensors)
+            shape, dtype = places.spec
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
         lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from cp_styles.comm.agreement import StatusRows, Where
+from cp_styles.comm.agreement import Where
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupState
 
@@ -77,18 +77,7 @@ attention_listener: ContextVar[Callable[..., Any] | None] = ContextVar("attentio
 
 
 class RankChecks(list[RankCheck]):
-    """The RankChecks of one group."""
+    """The RankChecks of one group, in the order of their numbers in a row."""
 
     def __init__(self) -> None:
         super().__init__(kind() for kind in RANK_CHECKS)
-
-    def learn(self, checks: Checks) -> None:
-        for check in self:
-            check.learn(checks)
-
-    def numbers(self, call: CheckedCall) -> tuple[int, ...]:
-        return tuple([check.number(call) for check in self])
-
-    def judge(self, rows: StatusRows, call: CheckedCall) -> None:
-        for check, numbers in zip(self, rows.columns.numbers, strict=True):
-            check.judge(numbers, call)

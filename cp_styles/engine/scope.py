@@ -1,12 +1,20 @@
-"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``."""
+"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``.
+
+[Note: openings] Several scopes or blocks may be open, and need not end in the reverse order of their beginnings. A
+generator may stop inside a ``with`` and go on when others have been opened, or be closed by another thread. So each
+``with`` is an Opening, and a call asks which of them is around it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextvars import ContextVar
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, Token
 from dataclasses import replace
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from cp_styles._compat import graph_task_id
@@ -15,12 +23,14 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_behind, world
 from cp_styles.engine.binding import Binding, LatestBindings, bindings_of
-from cp_styles.engine.openings import Opening, innermost
-from cp_styles.kernels import Kernel, SdpaKernel
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Strategy
 from cp_styles.troubleshooting import see
+
+AnyOpening = TypeVar("AnyOpening", bound="Opening")
 
 
 class SequenceScope:
@@ -117,6 +127,61 @@ class SequenceScope:
 
     def __repr__(self) -> str:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
+
+
+class Opening:
+    """One ``with`` of a scope or a block, from its beginning to its end."""
+
+    ended = False
+
+    def open_in(self, variable: ContextVar[tuple[Any, ...]]) -> None:
+        """Begin: become the last of the openings in a context variable."""
+        before = variable.get()
+        generators = list(_running_generators())
+        self._generator, self._stopped = generators[0] if generators else None, []
+        if before:
+            before = tuple(opening for opening in before if not opening.ended)
+            # Openings of suspended generators. When one resumes, its opening encloses the call.
+            self._stopped = [opening for opening in before if opening._generator not in (None, *generators)]
+        self._variable, self._token = variable, variable.set((*before, self))
+
+    def end(self) -> None:
+        """Leave the context variable. Others in it may have begun earlier or later, and stay."""
+        others = tuple(opening for opening in self._variable.get() if opening is not self)
+        try:
+            self._variable.reset(self._token)
+        except ValueError:  # it began in another context, whose variable cannot be set from here
+            self.ended = True
+        self._variable.set(others)
+        self._generator, self._stopped = None, []
+
+    _variable: ContextVar[tuple[Any, ...]]
+    _token: Token[tuple[Any, ...]]
+    _generator: FrameType | None
+    _stopped: list[Opening]
+
+
+def innermost(openings: Sequence[AnyOpening]) -> AnyOpening | None:
+    """The innermost of the openings of one context that encloses the running code. None if all have ended."""
+    openings = [opening for opening in openings if not opening.ended] if openings else openings
+    if not openings:
+        return None
+    last = openings[-1]
+    if last._stopped:
+        by_generator = {opening._generator: opening for opening in openings if opening in (*last._stopped, last)}
+        for frame in _running_generators():
+            if frame in by_generator:
+                return by_generator[frame]
+    return last
+
+
+def _running_generators() -> Iterator[FrameType]:
+    """The frames of generators that are running in this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+            yield frame
+        frame = frame.f_back
 
 
 class _ScopeEntry(Opening):

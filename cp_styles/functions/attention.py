@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced, without_dispatch_modes
+from cp_styles._compat import is_traced
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
-from cp_styles.engine.binding import Binding
-from cp_styles.engine.checkpoint import results_are_kept
-from cp_styles.engine.config import ConfigInGraph, config_in_graph
-from cp_styles.engine.custom_ops import Source, check_local, check_plain, flattened
+from cp_styles.engine.config import config_in_graph
+from cp_styles.engine.custom_ops import attend
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.autocast import as_attended
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Dense, Full, Mask
+from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
-from cp_styles.unsupported_derivatives import refuse_transforms
 
 # Created once, because torch.compile cannot create objects of these classes while it traces.
 _RING, _FULL = Ring(), Full()
@@ -130,55 +125,3 @@ def context_attention(
 def _turned(x: torch.Tensor) -> torch.Tensor:
     """``[B, L, H, D]`` as ``[B, H, L, D]``, or back. What has no such dims is refused later, on every rank."""
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim == 4 else x
-
-
-def attend(
-    source: Source | ConfigInGraph,
-    tensors: tuple[torch.Tensor, ...],
-    *,
-    is_causal: bool = False,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    sink_H: torch.Tensor | None = None,
-    wants_lse: bool = False,
-    refuse: Callable[[], None] | None = None,
-    bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`context_attention` for a binding (a ``ConfigInGraph`` under torch.compile, and only there).
-
-    Returns the output, the logsumexp (empty unless ``wants_lse``), and what
-    :func:`~cp_styles.engine.custom_ops.resolved_call` takes. ``refuse`` raises for errors that only this rank may see.
-    ``bind``, of functions that autocast does not know, does so too, and returns the binding of this call and the
-    tensors that its kernel learns.
-    """
-    problem, learned = "", None
-    try:
-        # In compiled code the op checks shapes, because there all ranks can learn of an error.
-        (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
-        if refuse is not None:
-            refuse()
-        if sink_H is not None:
-            refuse_transforms(source.name, (sink_H,))
-        if bind is not None:
-            with without_dispatch_modes():
-                source, tensors_learned = bind()
-            learned = flattened(tensors_learned, tensors[0].device) if tensors_learned else None
-        elif isinstance(source, ConfigInGraph) or any_autocast():
-            tensors = as_attended(tensors)
-        if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
-            Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
-    except Exception as error:  # of any kind: the other ranks must raise too
-        if not isinstance(source, ConfigInGraph):
-            source.resolve()[0].refuse(error)
-        problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
-    q, k, v = tensors
-    trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
-    trained = trained or learned is not None
-    in_graph = isinstance(source, ConfigInGraph)
-    config, dense = (source.config, source.dense) if in_graph else (source, None)
-    lean = not in_graph and dispatch_modes_entered() and results_are_kept()
-    keep = torch.is_grad_enabled() and trained
-    out, _, call, lse = torch.ops.cp_styles.attention.default(
-        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse, lean
-    )
-    return out, lse, call

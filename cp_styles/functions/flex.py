@@ -21,8 +21,8 @@ from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, refuse_grouped
+from cp_styles.engine.custom_ops import attend
 from cp_styles.engine.scope import binding_of_call
-from cp_styles.functions.attention import attend
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod

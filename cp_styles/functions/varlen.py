@@ -16,9 +16,8 @@ from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.custom_ops import check_plain
+from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
-from cp_styles.functions.attention import attend
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow

@@ -1,18 +1,25 @@
-"""The function mode that intercepts attention calls on plain tensors and runs them on the engine."""
+"""The function mode that intercepts attention calls on plain tensors and runs them on the engine.
+
+[Note: reruns] An activation checkpoint inside of a module or block may run its function again when that has ended, or
+in the middle of the backward of another one. So the first attention call inside a checkpoint wraps the function that it
+holds: run again, it enters the mode.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import (
     ASKS_FOR_NESTED_TENSORS,
@@ -21,19 +28,20 @@ from cp_styles._compat import (
     function_modes,
     graph_task_id,
     graph_tracer,
+    leave_function_mode,
     never_compile_alone,
     never_compiled,
     passes_flex_attention,
+    running_reruns,
+    saved_tensors_hooks_on_top,
     uncompiled,
     without_function_modes,
 )
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import check_plain, config_of
-from cp_styles.engine.reruns import RerunMode
+from cp_styles.engine.custom_ops import attend, check_plain, config_of, modes_entered
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
@@ -60,7 +68,25 @@ _TORCHS_FLEX = (
 )
 
 
-class AttentionCalls(RerunMode):
+class _ModeEntry(NamedTuple):
+    """One time that a mode is entered.
+
+    Attributes:
+        nested: it was entered already.
+        grad: whether gradients were enabled.
+        path: of the module around this one, see :class:`~cp_styles.engine.binding.ForwardState`.
+        depth: its place among the modes of the thread.
+        around: the checkpoints around it, which enter the mode by themselves when they run again.
+    """
+
+    nested: bool
+    grad: bool
+    path: str
+    depth: int
+    around: set[int]
+
+
+class AttentionCalls(TorchFunctionMode):
     """While it is entered, runs the attention calls of this thread on the engine.
 
     It sees calls however the function was imported. It does not affect other threads.
@@ -79,15 +105,14 @@ class AttentionCalls(RerunMode):
         ``forward_state``: counts the calls. ``joint``: some tokens are whole on every rank; the binding's layout cuts
         their shares.
         """
-        super().__init__(name)
+        super().__init__()
+        self._name = name
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
         # The state of the binding, so that ranks can compare the number of their calls.
         self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
         self._in_graph = config_of(scoped)
-        self._grad_at_entry: list[bool] = []
-        self._nested: list[bool] = []  # whether it was entered already
-        self._paths: list[str] = []
+        self._entries: list[_ModeEntry] = []
         # Of the module whose forward enters this mode next: the ranks compare which one calls.
         self.next_path: str | None = None
 
@@ -115,19 +140,29 @@ class AttentionCalls(RerunMode):
 
     def __enter__(self) -> AttentionCalls:
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
-        nested = bool(self._entered) and self.entered() is self
-        self._grad_at_entry.append(torch.is_grad_enabled())
-        self._paths.append(self.forward_state.path)
+        nested, grad = bool(self._entries) and self.entered() is self, torch.is_grad_enabled()
+        path = self.forward_state.path
         if self.next_path is not None:
             self.forward_state.path, self.next_path = self.next_path, None
-        self._nested.append(nested)
-        return self if nested else super().__enter__()
+        if nested:
+            self._entries.append(_ModeEntry(nested, grad, path, *self._entries[-1][3:]))
+            return self
+        around = set[int]()
+        if saved_tensors_hooks_on_top() is not None or not grad:
+            around.update(id(owner) for owner, _ in running_reruns())
+        self._entries.append(_ModeEntry(nested, grad, path, len(function_modes()), around))
+        modes_entered.set((*modes_entered.get(), self))
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._grad_at_entry.pop()
-        self.forward_state.path = self._paths.pop()
-        if not self._nested.pop():
-            super().__exit__(*exception)
+        entry = self._entries.pop()
+        self.forward_state.path = entry.path
+        if not entry.nested:
+            others = list(modes_entered.get())
+            if self in others:  # else it was entered in another context
+                del others[len(others) - 1 - others[::-1].index(self)]
+            modes_entered.set(tuple(others))
+            leave_function_mode(self)
             # torch's function raises before its operator is reached: for a BlockMask of the whole sequence, and for
             # inputs that require grad on CPU. Its advice would be wrong here.
             if isinstance(exception[1], Exception) and passes_flex_attention(exception[1], but=flex_attend):
@@ -337,9 +372,40 @@ class AttentionCalls(RerunMode):
         if not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
             self.remember()
 
-    def _refuse_unknown(self, owner: Any) -> None:
-        if self._grad_at_entry[-1]:  # else it is around the innermost module, which it would call again
-            super()._refuse_unknown(owner)
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """What a recomputation enters."""
+        return self
+
+    def remember(self) -> None:
+        """Make the checkpoints between the mode and the present call enter it when they run again: [Note: reruns].
+
+        Raises:
+            NotImplementedError: there is an autograd.Function of which it is not known whether it runs the call again.
+        """
+        # A checkpoint may be under way: all of them hook saved tensors, or run without gradients.
+        if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():
+            return
+        if not self._entries:  # compiled code has entered it, without __enter__, and does so again
+            return
+        entry = self._entries[-1]
+        for owner, attribute in running_reruns():
+            if id(owner) in entry.around:
+                continue
+            if attribute is None:
+                # Where gradients were off, it is around the innermost module, which it would call again.
+                if entry.grad and not torch.is_grad_enabled():
+                    raise NotImplementedError(
+                        f"{self._name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
+                        "runs the attention again, this may happen outside of the module or block: use "
+                        "torch.utils.checkpoint, or call the module, or open the block, inside the function that is "
+                        "run again"
+                    )
+                continue
+            fn = getattr(owner, attribute)
+            rerun = fn if isinstance(fn, _Rerun) else _Rerun(fn, ())
+            if all(mode is not self for _, mode in rerun.modes):
+                modes = sorted([*rerun.modes, (entry.depth, self)], key=lambda each: each[0])
+                setattr(owner, attribute, _Rerun(rerun.fn, tuple(modes)))
 
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The module's forward begins. See :class:`~cp_styles.styles.ModuleContextParallel` for what calls it."""
@@ -387,6 +453,20 @@ class AttentionCalls(RerunMode):
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
                 f"{see('No attention was called')}"
             )
+
+
+@dataclass(frozen=True)
+class _Rerun:
+    """A function that a checkpoint runs again in a backward, and the modes that it enters then, outermost first."""
+
+    fn: Callable[..., Any]
+    modes: tuple[tuple[int, AttentionCalls], ...]
+
+    def __call__(self, *args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for _, mode in self.modes:
+                stack.enter_context(mode.again())
+            return self.fn(*args)
 
 
 class ForwardObserver(Protocol):

@@ -23,8 +23,8 @@ from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agreed_layouts
 from cp_styles.engine.observers import CheckedCall, RankChecks
-from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopeHistory
+from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import (
     Balancer,
     Chunk,
@@ -79,7 +79,7 @@ class Cut(NamedTuple):
 @contextmanager
 def mixing() -> Iterator[None]:
     """A context in which a mixer calls its kernel, with all rows that it needs. The modules around it are told."""
-    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, RerunMode)]
+    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, AttentionCalls)]
     before = [forward_state.mixing for forward_state in states_of_modes]
     for forward_state in states_of_modes:
         forward_state.mixing = True
@@ -231,11 +231,12 @@ class CutSequence:
                 raise problem
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
-        around = [mode.unscoped for mode in function_modes() if isinstance(mode, RerunMode)]
+        around = [mode.unscoped for mode in function_modes() if isinstance(mode, AttentionCalls)]
         default = around[-1].layout if around and around[-1].group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
-        state.the(RankChecks).learn(checks)
+        for check in state.the(RankChecks):
+            check.learn(checks)
         return cls(name, axis, group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
@@ -322,12 +323,13 @@ class CutSequence:
                 "documents": documents,
             }
             asked.tensors = tensors
-            numbers = rank_checks.numbers(asked) if self.checks.agreement else (0, 0)
+            numbers = tuple([check.number(asked) for check in rank_checks]) if self.checks.agreement else (0, 0)
             return call | same, StatusRow(q_length=length, numbers=numbers)
 
         rows = agreed_rows(peers, name, facts, self.checks.agreement)
         if isinstance(rows, StatusRows):
-            rank_checks.judge(rows, asked)
+            for check, numbers in zip(rank_checks, rows.columns.numbers, strict=True):
+                check.judge(numbers, asked)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         cut, _ = agreed_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from cp_styles.comm.point_to_point import split_group
 from cp_styles.kernels import Kernel
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
-
-T = TypeVar("T")
 
 Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
 """From a group and the size of its subgroups to those of this rank: see [Note: two levels] in ulysses.py."""
@@ -47,6 +45,8 @@ class Attention:
         heads: if the mask has heads, the range of its heads that these query heads are. None: all.
         split: makes the subgroups of ``group`` for two levels, as
             :func:`~cp_styles.comm.point_to_point.split_group` does.
+        known: what strategies have derived from the configuration and from shapes of tensors. It is the same at every
+            layer and step, and holds no tensor of a call.
     """
 
     group: dist.ProcessGroup | None
@@ -57,17 +57,7 @@ class Attention:
     scale: float
     heads: tuple[int, int] | None = None
     split: Split = field(default=split_group, compare=False, repr=False)
-    _known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of ``make``, cached by ``key``.
-
-        For data that a strategy derives from the configuration and from tensor shapes, which is the same at every layer
-        and step. It must hold no tensor of a call.
-        """
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def rank(self) -> int:

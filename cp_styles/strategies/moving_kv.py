@@ -98,7 +98,8 @@ class MovingKV(Strategy):
             for first in range(0, heads, at_once):
                 keys, queries = slice(first, first + at_once), slice(first * share, (first + at_once) * share)
                 of_mask = before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
-                part = attention.once(of_mask, partial(replace, attention, heads=of_mask))
+                known = attention.known
+                part = known.get(of_mask) or known.setdefault(of_mask, replace(attention, heads=of_mask))
                 sink = None if sink_H is None else sink_H[queries]
                 tensors = q_BHLD[:, queries], k_BGMD[:, keys], v_BGME[:, keys]
                 outs.append(self.forward(part, *tensors, sink).transpose(1, 2))
@@ -144,7 +145,8 @@ class MovingKV(Strategy):
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
-        return attention.once(key, partial(_setup, self, attention, q, k, v))
+        known = attention.known
+        return known.get(key) or known.setdefault(key, _setup(self, attention, q, k, v))
 
 
 class _Setup(NamedTuple):
@@ -202,6 +204,9 @@ def _read(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
     return found or (make() if key is None else _have_levels.put(key, make()))
 
 
+_PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
+
+
 class _PlanRun:
     """One rank's run of its schedule: sends messages in order, and computes with what has arrived.
 
@@ -227,7 +232,8 @@ class _PlanRun:
         self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
         self.by_index = q.device.type != "cpu"  # a GPU takes as long to be given a range as for a copy of it
-        open_group(attention.group, q.device)
+        if self.by_index:
+            open_group(attention.group, q.device)
         self._start_next()
 
     def arrived(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -266,9 +272,10 @@ class _PlanRun:
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for keys, (k, v) in zip(step.keys, arrived, strict=True):
                 for call in keys.calls:
+                    packed = self._packed_rows(call)
                     for heads in self._heads(keys):
-                        out, lse = self._computed(self.attention.kernel.forward, keys, call, heads, k, v, (q,))
-                        merged.add(heads[0], call.q, out, lse, self._packed_rows(call)[1])
+                        out, lse = self._computed(self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,))
+                        merged.add(heads[0], call.q, out, lse, packed[1])
                         del out, lse  # before the next tile's result is made
 
     def gradients(
@@ -284,12 +291,14 @@ class _PlanRun:
 
         ``before`` and ``after`` are the arguments of the kernel before and after k and v, with the query heads of keys.
         """
-        dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
+        k, v = arrived
+        dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
         with named_range("step", self.number, "gradients with keys of", keys.source):
             for heads in self._heads(keys):
                 for call in keys.calls:
-                    _, q_index, kv_index = self._packed_rows(call)
-                    gradients = self._computed(kernel.backward, keys, call, heads, *arrived, before, after)
+                    packed = self._packed_rows(call)
+                    _, q_index, kv_index = packed
+                    gradients = self._computed(kernel.backward, keys, call, packed, heads, k, v, before, after)
                     tile_dq, tile_dk, tile_dv = gradients
                     del gradients
                     dq.add(heads[0], call.q, tile_dq, q_index)
@@ -335,7 +344,8 @@ class _PlanRun:
         """The rows of a block, if they are many ranges."""
         if len(block.rows) <= _FEW_RANGES:
             return None
-        return self.attention.once((block, self.q.device), partial(row_index, block.rows, self.q.device))
+        key, known = (block, self.q.device), self.attention.known
+        return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
 
     def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
@@ -348,6 +358,7 @@ class _PlanRun:
         how: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
         call: Call,
+        packed: _PackedRows,
         heads: tuple[Span, Span],
         k: torch.Tensor,
         v: torch.Tensor,
@@ -356,10 +367,10 @@ class _PlanRun:
     ) -> tuple[torch.Tensor, ...]:
         """What ``how`` makes of a call's ``heads`` and rows of ``before``, of k and v, and of ``after``.
 
-        ``before`` and ``after`` have the query heads of ``keys``. Other arguments of the kernel are alive only here: an
-        explicit mask is as large as its tile, and so are copies.
+        ``before`` and ``after`` have the query heads of ``keys``; ``packed`` are the call's :meth:`_packed_rows`. Other
+        arguments of the kernel are alive only here: an explicit mask is as large as its tile, and so are copies.
         """
-        pack, q_index, kv_index = self._packed_rows(call)
+        pack, q_index, kv_index = packed
         first, (_, count, length, *_) = keys.q_heads[0], before[0].shape
         q_heads = heads[0][0] - first, heads[0][1] - first
         if q_index is not None or (q_heads, call.q) != ((0, count), (0, length)):
@@ -380,12 +391,12 @@ class _PlanRun:
             options["where"] = Where(*self._positions(keys, call), first + heads[0][0])
         return how(*tensors, **options)
 
-    def _packed_rows(self, call: Call) -> tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]:
+    def _packed_rows(self, call: Call) -> _PackedRows:
         """The documents of a pack, and which rows of queries and of keys it has."""
         if isinstance(call, Tile):
             return None, None, None
-        batch, device = self.q.shape[0], self.q.device
-        return self.attention.once((call, batch, device), partial(call.on, batch, device))
+        key, known = (call, self.q.shape[0], self.q.device), self.attention.known
+        return known.get(key) or known.setdefault(key, call.on(*key[1:]))
 
     def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""

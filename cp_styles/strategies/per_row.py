@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -55,10 +55,12 @@ class PerRowStrategy(Strategy):
             kept = self.residual_places(attention, *tensors[:3]).views(residual)
         cut = zip(*(x.split(1) for x in tensors), strict=True)
 
-        def of_row(index: int) -> Attention:
-            return replace(attention, mask=attention.mask.row(index))
-
-        return [(attention.once((PerRowStrategy, i), partial(of_row, i)), row, kept[i]) for i, row in enumerate(cut)]
+        rows, known = [], attention.known
+        for index, row in enumerate(cut):
+            key = PerRowStrategy, index
+            of_row = known.get(key) or known.setdefault(key, replace(attention, mask=attention.mask.row(index)))
+            rows.append((of_row, row, kept[index]))
+        return rows
 
 
 def strategy_on(strategy: Strategy, ranks: int, mask: Mask) -> Strategy:

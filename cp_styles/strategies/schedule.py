@@ -79,10 +79,14 @@ class Block:
                 torch.index_select(part, 1, index, out=target)
         return message
 
-    def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor]:
+    def unpacked(
+        self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the rank that holds them: views if the rows are one range, otherwise one copy."""
-        parts = (x[:, slice(*self.heads)] for x in (k_BGMD, v_BGME))
-        return [rows_in(x, 2, self.rows) if index is None else x.index_select(2, index) for x in parts]
+        k, v = k_BGMD[:, slice(*self.heads)], v_BGME[:, slice(*self.heads)]
+        if index is None:
+            return rows_in(k, 2, self.rows), rows_in(v, 2, self.rows)
+        return k.index_select(2, index), v.index_select(2, index)
 
 
 class Arrival(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -139,7 +138,7 @@ class Ulysses(Strategy):
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
-        return attention.once(key, partial(_Levels, self, attention, q, k, v))
+        return attention.known.get(key) or attention.known.setdefault(key, _Levels(self, attention, q, k, v))
 
     def size_on(self, ranks: int) -> int:
         """Number of ranks that exchange heads if ``ranks`` share the sequence.
@@ -325,7 +324,6 @@ _Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.T
 """Buffers for the received query, key and value; for their output; the inner residual."""
 
 
-@remembered(64)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     if isinstance(held := layout.held, Stripes):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import hooks_in_order, tree_map_only
-from cp_styles.styles.dtensor_io import placed
+from cp_styles.styles.dtensors import placed
 from cp_styles.styles.mesh_axes import Placements, axis_in, chunk
 
 

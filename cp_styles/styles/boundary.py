@@ -25,9 +25,16 @@ from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.group_state import state_of
 from cp_styles.engine.config import LiveObject
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.styles.dtensor_io import declared_size, local_tensors, placed, placed_as, placed_in_graph, spec_of
+from cp_styles.styles.dtensors import (
+    declared_size,
+    local_tensors,
+    placed,
+    placed_as,
+    placed_in_graph,
+    private_mesh,
+    spec_of,
+)
 from cp_styles.styles.mesh_axes import Placements, axis_in, own_heads, paired, refuse_placements
-from cp_styles.styles.private_mesh import private_mesh
 from cp_styles.troubleshooting import see
 
 
@@ -187,7 +194,7 @@ class SequenceBoundary:
                 shape[dim] = declared_size(layout, rank, ranks, shape[dim])
                 specs.append(spec_of(tensor, mesh, (Shard(dim),), shape))
             self._specs.put(key, specs)
-        return placed_as(tensors, specs)
+        return placed_as(specs, *tensors)
 
     def leave(
         self, name: str, private: DeviceMesh, form: InputForm | None, scale: tuple[int, int], output: DTensor

@@ -49,8 +49,21 @@ _APPLIED = "_cp_styles_applied"
 class OnMeshAxis(ParallelStyle):
     """Mixin for torch's styles (as the first base): adds ``mesh_axis``, and accepts composed meshes.
 
-    Arguments, hooks and errors are torch's. DTensors on the composed mesh are accepted too, see
-    :class:`~cp_styles.styles.axis_adapter.AxisAdapter`.
+    Inputs are plain tensors of any shape and floating dtype, or DTensors on the axis. Styles of a Linear, an Embedding
+    or a norm also take DTensors on the composed mesh if the other axes cut rows: see
+    :class:`~cp_styles.styles.axis_adapter.AxisAdapter`. Hooks and other errors are torch's.
+
+    Args:
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
+        input_layouts, output_layouts, desired_input_layouts, desired_output_layouts, input_kwarg_layouts,
+            desired_input_kwarg_layouts, use_local_input, use_local_output, sequence_dim: as in the class of the same
+            name in :mod:`torch.distributed.tensor.parallel`, each where torch's class has it.
+
+    Raises:
+        TypeError, ValueError: when applied, if the mesh is not a DeviceMesh or lacks the axis, or if the module has the
+            style already; at a call, for DTensors whose other axes do not cut rows, and, on every rank, for outputs
+            that leave as plain tensors and are cut by rows (``Shard(1)``) whose number the axis does not divide.
+        NotImplementedError: DTensors on several axes reach a style for inputs or outputs of any module.
     """
 
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input

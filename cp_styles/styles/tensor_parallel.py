@@ -1,14 +1,8 @@
 """torch's tensor-parallel styles, each on its own axis of a composed mesh.
 
-Arguments, their defaults and behaviour are as in the classes of the same names in
-:mod:`torch.distributed.tensor.parallel`. ``mesh_axis`` is added: the name of the axis in a mesh with several axes. A
-1-D mesh is used whatever its name. Other axes are not affected. Under context parallelism every cp rank runs a style on
-its part of the sequence, and the gradients of the parameters must then be summed over cp (``sum_gradients``).
-
-Inputs are plain tensors of any shape and floating dtype, or DTensors on the axis. Styles of a Linear, an Embedding or a
-norm also take DTensors on the composed mesh if the other axes cut rows: see
-:class:`~cp_styles.styles.axis_adapter.AxisAdapter`. Communication: what the redistribution of inputs and outputs takes,
-over this axis alone.
+Under context parallelism every cp rank runs a style on its part of the sequence, and the gradients of the parameters
+must then be summed over cp (``sum_gradients``). Communication: the redistribution of inputs and outputs, over the axis
+of the style alone.
 """
 
 from __future__ import annotations
@@ -42,17 +36,8 @@ class _EvenOutputs(OnMeshAxis):
 
 
 class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
-    """Shard a Linear or an Embedding by its output features over the mesh axis ``mesh_axis``.
-
-    Args:
-        input_layouts, output_layouts, use_local_output: as in
-            :class:`torch.distributed.tensor.parallel.ColwiseParallel`.
-        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
-
-    Raises:
-        TypeError, ValueError: when applied, if the mesh is not a DeviceMesh or lacks the axis, or if the module has the
-            style already; at a call, for DTensors whose other axes do not cut rows, and, on every rank, for outputs
-            that leave as plain tensors and are cut by rows (``Shard(1)``) whose number the axis does not divide.
+    """torch's style that shards a Linear or an Embedding by its output features, over the mesh axis ``mesh_axis``.
+    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -73,15 +58,10 @@ class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
 
 
 class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
-    """Shard a Linear or an Embedding by its input features over the mesh axis ``mesh_axis``.
+    """torch's style that shards a Linear or an Embedding by its input features, over the mesh axis ``mesh_axis``.
 
     A Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
-    gathered over other axes. Errors and example: see :class:`ColwiseParallel`.
-
-    Args:
-        input_layouts, output_layouts, use_local_output: as in
-            :class:`torch.distributed.tensor.parallel.RowwiseParallel`.
-        mesh_axis: see :class:`ColwiseParallel`.
+    gathered over other axes. Arguments, errors and example are those of :class:`ColwiseParallel`.
     """
 
     def __init__(
@@ -97,15 +77,12 @@ class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
-    """Run a norm (or dropout) with its input sharded along the sequence over the mesh axis ``mesh_axis``.
+    """torch's style that runs a norm (or dropout) with its input sharded along the sequence, over ``mesh_axis``.
 
     As in torch, the parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the
     sequence" is the part of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
-    No communication where the input is cut along the sequence already. Errors: see :class:`ColwiseParallel`.
-
-    Args:
-        sequence_dim, use_local_output: as in :class:`torch.distributed.tensor.parallel.SequenceParallel`.
-        mesh_axis: see :class:`ColwiseParallel`.
+    No communication where the input is cut along the sequence already. Arguments and errors are those of
+    :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -125,14 +102,8 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
 
 
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
-    """Make a module's inputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
-
-    Errors: see :class:`ColwiseParallel`; DTensors on several axes are a NotImplementedError here.
-
-    Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as in
-            :class:`torch.distributed.tensor.parallel.PrepareModuleInput`.
-        mesh_axis: see :class:`ColwiseParallel`.
+    """torch's style that makes a module's inputs DTensors, and redistributes them, over the mesh axis ``mesh_axis``.
+    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -160,14 +131,8 @@ class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
 
 
 class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
-    """Make a module's outputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
-
-    Errors: as for the inputs of :class:`PrepareModuleInput`.
-
-    Args:
-        output_layouts, desired_output_layouts, use_local_output: as in
-            :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`.
-        mesh_axis: see :class:`ColwiseParallel`.
+    """torch's style that makes a module's outputs DTensors, and redistributes them, over the mesh axis ``mesh_axis``.
+    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -203,13 +168,7 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
 
 class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
     """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with the arguments and errors of both.
-    Example: see :class:`PrepareModuleInput`.
-
-    Args:
-        use_local_input: hand the module plain tensors. False hands it DTensors.
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see PrepareModuleInput.
-        output_layouts, desired_output_layouts, use_local_output: see PrepareModuleOutput.
-        mesh_axis: see :class:`ColwiseParallel`.
+    ``use_local_input`` hands the module plain tensors. Example: see :class:`PrepareModuleInput`.
     """
 
     def __init__(

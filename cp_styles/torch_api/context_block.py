@@ -1,7 +1,7 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
-A checkpoint that runs a function again, possibly after the block, enters the block again: see reruns.py. Here a call
-that gets a cut buffer has this effect, as well as attention.
+A checkpoint that runs a function again, possibly after the block, enters the block again: see [Note: reruns] in
+function_mode.py. Here a call that gets a cut buffer has this effect, as well as attention.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
-from cp_styles.engine.openings import Opening, innermost
-from cp_styles.engine.scope import ScopedBinding, binding_of_call
+from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel

@@ -163,7 +163,6 @@ STATE = {
     },
     "by an object, weak": {
         "bounded_cache.py": "_about",
-        "checks/proof.py": "_proofs",
     },
     "what a rank does in any thread": {
         "checks/gradient_watch.py": "_stepped follow_optimizers",
@@ -177,7 +176,7 @@ STATE = {
     },
     "context variables": {
         "bounded_cache.py": "_current",
-        "engine/reruns.py": "_modes",
+        "engine/custom_ops.py": "modes_entered",
         "engine/observers.py": "attention_listener",
         "engine/scope.py": "_open",
         "torch_api/context_block.py": "_open",
@@ -191,7 +190,7 @@ STATE = {
         "kernels/merge.py": "_runs_triton",
         "kernels/sdpa.py": "names_of _capability",
         "strategies/moving_kv.py": "_have_levels",
-        "styles/dtensor_io.py": "_specs",
+        "styles/dtensors.py": "_specs",
     },
     "caches of what grows with the batch": {
         "device_copies.py": "_table_of",
@@ -204,7 +203,7 @@ STATE = {
         "plan/linear.py": "chunks_of",
         "plan/plan.py": "_make_plan",
         "strategies/schedule.py": "make_schedule",
-        "strategies/ulysses.py": "_geometry joined",
+        "strategies/ulysses.py": "_geometry",
     },
     "one in a process": {
         "_compat.py": "_gloo_on_one_device",
@@ -223,7 +222,7 @@ STATE = {
 REGISTERED = {
     "comm/point_to_point.py": "gather_numbers",
     "engine/custom_ops.py": "attention attention_backward",
-    "styles/private_mesh.py": "sdpa_handlers",
+    "styles/dtensors.py": "sdpa_handlers",
     "checks/gradient_watch.py": "register_optimizer_step_post_hook",
     "integrations/transformers.py": "AttentionInterface AttentionMaskInterface",
 }
@@ -362,7 +361,7 @@ def test_no_cycles_between_files():
 WRITTEN_ONCE = {
     # In explain a strategy runs without data; strategies call each other.
     r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/custom_ops.py", "explain/dry_run.py"},
-    r"DTensor\.from_local\(": {"styles/dtensor_io.py"},
+    r"DTensor\.from_local\(": {"styles/dtensors.py"},
     r"\.__class__ = ": {"subclassing.py"},
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
@@ -449,7 +448,7 @@ def test_the_engine_knows_no_guarantee():
 def test_walks_over_frames_are_in_one_place():
     """A generator's frames are the other one: which ``with`` is around a call that runs in a generator."""
     walks = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(r"\.f_back\b", path)}
-    assert walks == {"_compat.py", "engine/openings.py"}
+    assert walks == {"_compat.py", "engine/scope.py"}
     assert code_of(PACKAGE / "_compat.py").count(".f_back") == 1
 
 

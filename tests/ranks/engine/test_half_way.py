@@ -51,8 +51,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives.exchange import Blocks
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.mailbox import end_connections
-from cp_styles.comm.point_to_point import PendingTransfers, TransferError
+from cp_styles.comm.point_to_point import PendingTransfers, TransferError, end_connections
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel

@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, in_process_store
-from cp_styles.comm.mailbox import WIDTH, Mailbox
-from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import (
+    WIDTH,
+    Mailbox,
+    TransferError,
+    gather_numbers,
+    offer_numbers,
+    start_numbers,
+)
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import on_every_rank
 

@@ -19,7 +19,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.styles.private_mesh import is_private
+from cp_styles.styles.dtensors import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, Scaled, composed_mesh, exact, part_of

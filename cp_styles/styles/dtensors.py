@@ -1,25 +1,121 @@
-"""Local tensors as DTensors and back, without communication and in a fraction of the time of DTensor's functions."""
+"""DTensors without communication: local tensors as DTensors and back, and the private mesh on which a module has them.
+
+[Note: private mesh] A module's inputs are DTensors on a private view of the user's axis, over which nothing
+communicates. A function mode (attention.py) intercepts attention on these DTensors before it is an operator. DTensor
+would make of the operator a local attention on each rank's part, or nothing. So there DTensor's dispatcher raises.
+"""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles._compat import dtensor_spec, new_dtensor
+from cp_styles._compat import (
+    IS_ANY_TRUE,
+    default_dispatch,
+    dtensor_spec,
+    new_dtensor,
+    sdpa_handlers,
+    without_communication,
+)
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.point_to_point import refuse_destroyed
+from cp_styles.kernels.sdpa import SDPA_KERNELS
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import Placements, chunk_sizes
+from cp_styles.troubleshooting import see
+
+_PREFIX = "cp_styles:"
+NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
+
+
+def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The private 1-D mesh over a group. There is only one, because DTensor's caches keep every mesh for ever.
+
+    No communication.
+    """
+    meshes = state_of(group).meshes
+    if device_type not in meshes:
+        refuse_destroyed(group)
+        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"{_PREFIX}{group.group_name}",))
+        # Strategies use the group itself. Only DTensor would communicate over this mesh: it would gather the sequence
+        # for ops other than attention (dropout, a matmul of q and k), and assume equal parts.
+        meshes[device_type] = without_communication(mesh, NO_COMMUNICATION)
+    return meshes[device_type]
+
+
+def is_private(tensor: Any) -> bool:
+    """Whether this is a DTensor on a private mesh."""
+    return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX)
+
+
+def install_handlers() -> None:
+    """Put our handlers into DTensor's table, if they are not there.
+
+    Called before every forward, because other code replaces or restores the table (torch's own context parallelism does
+    so when it is enabled and disabled). A handler that was there before still handles all other meshes.
+    """
+    table = sdpa_handlers()
+    if list(map(type, table.values())).count(_Handler) == len(_HANDLED):  # torch hashes ops in Python
+        return
+    for op, ours in _HANDLED.items():
+        present = table.get(op)
+        if not isinstance(present, _Handler):
+            table[op] = _Handler(ours, present)
+
+
+class _Handler:
+    """The handler of one op in DTensor's table: ours for private meshes, otherwise the previous one, or none."""
+
+    def __init__(self, ours: Callable[..., Any], previous: Callable[..., Any] | None) -> None:
+        self._ours, self._previous = ours, previous
+
+    def __call__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(map(is_private, (*args, *kwargs.values()))):
+            return self._ours(op, *args)
+        return (self._previous or default_dispatch)(op, args, kwargs)
+
+
+def _refuse(op: torch._ops.OpOverload, *args: Any) -> None:
+    raise NotImplementedError(
+        f"{op}: attention on the inputs of a module with AttentionContextParallel, of shape {tuple(args[0].shape)} "
+        "here, that was not called by Python code inside the module: it would see this rank's part alone. TorchScript "
+        "calls operators without Python: do not script the module. Attend inside the module to what it was "
+        f"given, and keep none of its tensors{see('No attention was reached')}"
+    )
+
+
+def _of_part(op: torch._ops.OpOverload, tensor: DTensor) -> torch.Tensor:
+    # Anomaly detection asks whether a gradient has a NaN. Answer for this rank's part.
+    return op(tensor.to_local())
+
+
+_HANDLED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: _refuse,
+    **{kernel.forward_op: _refuse for kernel in SDPA_KERNELS},
+    IS_ANY_TRUE: _of_part,
+}
+
+
+# -- local tensors as DTensors and back, in a fraction of the time of DTensor's functions --
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The local tensor as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    return placed_as((local,), (spec_of(local, mesh, placements, shape),))[0]
+    spec = spec_of(local, mesh, placements, shape)
+    if mesh.ndim == 1:
+        return placed_as((spec,), local)[0]
+    global_shape = {"shape": spec.tensor_meta.shape, "stride": spec.stride}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **global_shape)
 
 
 def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -42,32 +138,15 @@ def spec_of(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape
 _specs: LatestEntries[Any, Any] = LatestEntries(256)
 
 
-def placed_as(tensors: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
-    """:func:`placed` for several tensors, by their specs. They share a node of autograd, if there is one axis and all
-    require grad."""
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
-    if specs[0].mesh.ndim == 1 and all(map(_REQUIRES_GRAD, tensors)):
-        return _Placed.apply(specs, *tensors)
-    return [
-        DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.stride
-        )
-        for local, spec in zip(tensors, specs, strict=True)
-    ]
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
 class _Placed(torch.autograd.Function):
     """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes four DTensors."""
 
     @staticmethod
     def forward(ctx, specs, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.specs = specs
-        return tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.specs, made = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.mark_non_differentiable(*itertools.compress(made, map(operator.not_, ctx.needs_input_grad[1:])))
+        return made
 
     @staticmethod
     def backward(ctx, *grads):
@@ -77,6 +156,11 @@ class _Placed(torch.autograd.Function):
                 grad = grad.redistribute(placements=spec.placements)
             local_grads.append(None if grad is None else grad.to_local())
         return None, *local_grads
+
+
+# ``placed_as(specs, *tensors)``: :func:`placed` on one axis for several tensors, by their specs. They share a node of
+# autograd.
+placed_as: Callable[..., tuple[DTensor, ...]] = _Placed.apply
 
 
 class _Local(torch.autograd.Function):
