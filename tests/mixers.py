@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module, sum_gradients
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
-from tests import fuzz
+from tests import cases
 from tests.oracle import error, randn
 from tests.ranks.mixers.kernels import (
     causal_conv1d,
@@ -41,11 +41,12 @@ from tests.ranks.mixers.kernels import (
     selective_scan_fn,
 )
 from tests.seeds import OddRank, Seeds, Verdict, with_defaults
+from tests.tables import DTYPES, cut_by
 
 
 @dataclass(frozen=True)
 class Mixing(OddRank):
-    """A call of a mixer, which may be made twice. The defaults are the simplest; ``odd`` is as in fuzz.Case."""
+    """A call of a mixer, which may be made twice. The defaults are the simplest; ``odd`` is as in cases.Case."""
 
     seed: int = 0
     kind: str = "conv"
@@ -146,7 +147,7 @@ def documents_of(case: Mixing) -> tuple[int, ...]:
 
 
 def balancer_of(case: Mixing) -> Callable[[int, int], SequenceLayout]:
-    return fuzz.balancer_of(fuzz.Case(seed=case.seed, layout=case.layout), None)
+    return cut_by(case.layout, seed=case.seed)
 
 
 def layout_of(case: Mixing) -> SequenceLayout:
@@ -276,7 +277,7 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
     scoped, documents = case.said_by == "scope", lengths if case.said_by == "argument" and case.documents > 1 else None
     options: dict[str, Any] = {
         "layout": None if scoped else given,
-        "checks": fuzz.AGREEMENTS[case.agreement],
+        "checks": cases.AGREEMENTS[case.agreement],
     }
     edges = (0, *accumulate(lengths))
     if case.said_by == "cu_seqlens":
@@ -320,7 +321,7 @@ def run_rank(rank: int, whole_case: Mixing) -> dict[str, torch.Tensor]:
     try:
         return results_of_rank(rank, case, act)
     except ValueError as problem:
-        fuzz.end_if_planted(problem)
+        cases.end_if_planted(problem)
         raise
 
 
@@ -330,10 +331,10 @@ def results_of_rank(rank: int, case: Mixing, act: str) -> dict[str, torch.Tensor
     call, result = mixing_of(case, mesh, flags_of(case)), {}
     for _ in range(case.calls + (act == "a call more") - (act == "no call")):
         if act == "an error before":
-            raise ValueError(fuzz.PLANTED)
+            raise ValueError(cases.PLANTED)
         result = one_call(rank, case, act, call)
         if act == "an error after":
-            raise ValueError(fuzz.PLANTED)
+            raise ValueError(cases.PLANTED)
     # The end of a step, where ranks that called another number of times meet.
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
@@ -350,7 +351,7 @@ def trained(case: Mixing, tokens: dict[str, Any], weights: dict[str, Any]) -> li
 
 
 def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    dtype, dim, layout = fuzz.DTYPES[case.dtype], dim_of(case), layout_of(case)
+    dtype, dim, layout = DTYPES[case.dtype], dim_of(case), layout_of(case)
     tokens, weights = drawn(case)
     mine = {name: layout.shard(x, dim, rank).to(dtype, copy=True) for name, x in tokens.items()}
     if act == "a token less":
@@ -370,7 +371,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
             return checkpoint(positional, *tensors.values(), use_reentrant=case.checkpoint == "around, reentrant")
 
     with torch.set_grad_enabled(case.backward != "no_grad"):
-        given = {name: fuzz.with_strides(x, "numbers apart" if case.apart else "") for name, x in leaves.items()}
+        given = {name: cases.with_strides(x, "numbers apart" if case.apart else "") for name, x in leaves.items()}
         found = run(**given)
     found = found if isinstance(found, tuple) else (found,)
     results = {"the output": found[0]} | ({"the last state": found[1]} if case.states in ("last", "both") else {})
@@ -397,7 +398,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
 
 
 def compared(case: Mixing, found: list[dict[str, torch.Tensor]]) -> Verdict:
-    plain, dim, dtype = replace(case, odd=None), dim_of(case), fuzz.DTYPES[case.dtype]
+    plain, dim, dtype = replace(case, odd=None), dim_of(case), DTYPES[case.dtype]
     tokens, weights = drawn(plain)
     outs, grads = on_one(plain, torch.float64)
     whole = outs | {f"the gradient of {name}": x for name, x in grads.items()}
@@ -442,7 +443,7 @@ def compared(case: Mixing, found: list[dict[str, torch.Tensor]]) -> Verdict:
 
 
 def judge(case: Mixing) -> Verdict:
-    verdict = fuzz.judged(case, run_rank, compared, fuzz.WAIT)
+    verdict = cases.judged(case, run_rank, compared, cases.WAIT)
     return replace(verdict, kind="refused by all") if verdict.kind == "refused" and case.odd is None else verdict
 
 

@@ -190,7 +190,7 @@ class Seeds:
         return self._all(options)
 
     def _case(self, text: str) -> Any:
-        return eval(text, {self.kind.__name__: self.kind})
+        return eval(text, {self.kind.__name__: self.kind, "inf": float("inf")})
 
     def _all(self, options: argparse.Namespace) -> int:
         verdicts: dict[int, Verdict] = {}

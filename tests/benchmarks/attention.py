@@ -67,8 +67,8 @@ from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.doors import door
 from tests.ranks.attention_case import Core
-from tests.ranks.each_door import door
 
 DOORS = ("style", "module", "function", "block", "flex", "varlen")
 

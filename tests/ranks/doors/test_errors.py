@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks
-from cp_styles.torch_api import context_parallel
+from tests.doors import door
 from tests.oracle import randn
 from tests.ranks.attention_case import Core, cp_mesh, on_every_rank, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
@@ -380,15 +382,6 @@ def _jagged(x: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1).contiguous(), torch.tensor([0, 4]))
 
 
-def _in_block(mesh):
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        # Not a module's code, which would read the shape of a tensor that has none.
-        with context_parallel(mesh):
-            return F.scaled_dot_product_attention(*tensors)
-
-    return attend
-
-
 class Plain(nn.Module):
     """Reads no shape of its inputs."""
 
@@ -396,11 +389,11 @@ class Plain(nn.Module):
         return F.scaled_dot_product_attention(*tensors)
 
 
-DOORS = {
-    "function": lambda mesh: partial(context_attention, group=mesh),
-    "block": _in_block,
-    "module": lambda mesh: parallelize_module(Plain(), mesh, ModuleContextParallel(check_inputs=False)),
-    "style": lambda mesh: parallelize_module(Core(), mesh, AttentionContextParallel()),
+DOORS: dict[str, dict[str, Any]] = {
+    "function": {},
+    "block": {"core": F.scaled_dot_product_attention},  # not a module's code, which would read a shape that is none
+    "module": {"core": Plain(), "check_inputs": False},
+    "style": {},
 }
 ODD = {
     "2 dims": (lambda x: x[0, 0], r"query must have 4 dims .*, got \(4, 8\)"),
@@ -412,13 +405,13 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DOORS)
 @pytest.mark.parametrize("odd", ODD)
-def test_one_rank_has_tensors_that_no_attention_takes(door: str, odd: str):
+def test_one_rank_has_tensors_that_no_attention_takes(name: str, odd: str):
     change, words = ODD[odd]
 
     def on(rank: int):
-        attend = DOORS[door](init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+        attend = door(name, cp_mesh(2), **copy.deepcopy(DOORS[name]))
         attend(*(change(x) if rank else x for x in torch.zeros(3, 1, 2, 4, 8)))
 
     other, own = run_ranks(on, 2, return_errors=True, timeout_seconds=20)

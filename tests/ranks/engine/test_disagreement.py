@@ -28,9 +28,9 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
+from tests.doors import EACH, cut_contiguously, door
 from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, plain, run_attention
-from tests.ranks.each_door import DOORS, OTHERS, door
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -252,7 +252,7 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
         assert "ranks [1] of mesh axis 'cp' refused" in str(other)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", EACH[2:])
 @pytest.mark.parametrize(
     "wrong",
     [{"strategy": Ulysses(size=2)}, {"strategy": "ring"}, {"layout": 7}, {"layout": head_tail(12, 2)}],
@@ -379,7 +379,9 @@ def test_ranks_whose_flex_functions_read_other_values(kind: str):
     assert f"disagree on {what}: ranks [1] differ from rank 0" in refusals(act)
 
 
-MESHES = DOORS | {"a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)}
+MESHES = {name: partial(cut_contiguously, name) for name in EACH} | {
+    "a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)
+}
 
 
 @pytest.mark.parametrize("door", MESHES)

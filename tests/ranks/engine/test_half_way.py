@@ -64,10 +64,10 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel_unshard
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
+from tests.doors import door
 from tests.gpu_tensors import BreaksRule, gpus, put
 from tests.oracle import randn
 from tests.ranks.attention_case import Problem, cp_mesh, on_every_rank
-from tests.ranks.each_door import door
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24

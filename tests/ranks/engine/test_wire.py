@@ -21,7 +21,7 @@ from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled
 from tests.oracle import allowed, mask_cases
 from tests.ranks.attention_case import Problem, cp_mesh, run_attention
-from tests.ranks.parity_grid import uneven
+from tests.tables import uneven
 
 LENGTH, BATCH, HEADS, KV_HEADS, DIM = 29, 2, 4, 2, 8
 DOCUMENTS = (1, 14, 1, 13)
