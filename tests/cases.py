@@ -73,7 +73,6 @@ EXPANDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of one head": lambda x: x[:, :1].expand_as(x),
     "of one position": lambda x: x[:, :, :1].expand_as(x),
     "of one number": lambda x: x[..., :1].expand_as(x),
-    "of one number in all": lambda x: x[:1, :1, :1, :1].expand_as(x),
 }
 # The call of varlen_attn that is a mask: whether of documents, and its window.
 PACKS = {
@@ -161,7 +160,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "gradients": ("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv"),
     "strides": ("plain",) * 4 + (*STRIDES[1:], *EXPANDED),
     "autocast": (False, False, False, True),
-    "checkpoint": ("no", "no", "around", "around, selective", "around, reentrant"),
+    "checkpoint": ("no", "no", "around", "around, selective", "around, reentrant", "saved elsewhere"),
     "scope": (False, False, True),
     "compiled": ("no",) * 30 + ("eager",),
     "agreement": ("every call", "every call", "every call", "none"),
@@ -478,7 +477,7 @@ def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
             # the middle of a trace. Processes do not.
             alike = whole_case.odd is None and all(len(set(layout.lengths)) == 1 for layout in layouts_of(each))
             call = torch.compile(call, backend=each.compiled, dynamic=None if alike else False)
-        if each.checkpoint != "no":
+        if each.checkpoint.startswith("around"):
             selective = {"context_fn": save_attention()} if each.checkpoint == "around, selective" else {}
             call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant", **selective)
         for _ in range(each.calls + (act == "a call more") - (act == "no call")):
@@ -510,7 +509,9 @@ def one_call(
     for leaf in wanted:
         leaf.grad = None
     cast = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
-    with torch.no_grad() if without else contextlib.nullcontext(), cast:
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+    elsewhere = saved if case.checkpoint == "saved elsewhere" else contextlib.nullcontext()
+    with torch.no_grad() if without else contextlib.nullcontext(), cast, elsewhere:
         out = call(*(with_strides(x, case.strides) for x in leaves))
     gradients: list[torch.Tensor | None] = [None] * 5
     cotangent = with_strides(cotangent.to(out.dtype), case.strides)

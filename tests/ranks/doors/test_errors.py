@@ -417,3 +417,51 @@ def test_one_rank_has_tensors_that_no_attention_takes(name: str, odd: str):
     other, own = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
     assert re.search(words, str(own)), own
     assert "ranks [1] of mesh axis 'cp' refused" in str(other)
+
+
+# -- options --
+
+
+def test_sinks_of_another_shape_are_refused():
+    for shape in ((2,), (1, 4), ()):
+        text = refusals(lambda s, shape=shape: context_attention(*s.leaves()[0], s.mesh, sink_H=torch.zeros(shape)))
+        assert "sink_H must be one logit for each of 4 query heads" in text
+
+
+def test_what_is_not_there_is_refused_by_name():
+    """prime-rl#3397: an argument swallowed by **kwargs. Nothing here takes any, so a softcap is a TypeError at once."""
+
+    def softcap(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, softcap=30.0)
+
+    def dropout(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, dropout_p=0.1)
+
+    assert "unexpected keyword argument 'softcap'" in refusals(softcap)
+    assert "unexpected keyword argument 'dropout_p'" in refusals(dropout)
+
+    class Swallowing(Core):
+        def forward(self, query, key, value, **kwargs):
+            return super().forward(query, key, value)
+
+    def s_aux(s: Scene):
+        parallel(Swallowing(), s.mesh)(*s.leaves()[0], s_aux=torch.zeros(4))
+
+    assert "got a tensor 's_aux' of shape (4,) beside query, key and value" in refusals(s_aux)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_dim": 3}, "seq_dim=3 must be 2"),
+        ({"return_lse": True, "sink_H": torch.zeros(2)}, "return_lse=True is not"),
+    ],
+)
+def test_what_one_rank_alone_asks_for(options, words: str):
+    def on(rank: int):
+        x = torch.zeros(1, 2, 4, 8)
+        context_attention(x, x, x, cp_mesh(2), **(options if rank else {}))
+
+    other, own = run_ranks(on, 2, return_errors=True)
+    assert words in str(own)
+    assert "ranks [1] of mesh axis 'cp' refused" in str(other)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 from itertools import combinations
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from tests import cases
-from tests.cases import DIMENSIONS, GRID, Case, coverage, covering, grid, judge, pairs_of
+from tests.cases import DIMENSIONS, GRID, Case, coverage, covering, grid, judge, pairs_of, sensible
 from tests.doors import DOORS
 from tests.seeds import shown
 from tests.tables import divides
@@ -48,6 +49,36 @@ def test_every_strategy_mask_and_layout(strategy: str, layout: str):
         for seed, mask in enumerate(masks)
     )
     check([*drawn])
+
+
+NAMED = {
+    "rows before heads": Case(door="style, [B, S, H, D]", ranks=3, mask="is_causal", masked_by="call", length=13,
+                              heads=(4, 2), layout="head_tail"),
+    "the logsumexp goes on to the loss": Case(door="function, [B, S, H, D]", ranks=4, mask="causal", length=21, batch=2,
+                                              heads=(6, 2), dim=8, lse=True, layout="head_tail"),
+    "expanded keys": Case(door="module", ranks=3, mask="is_causal", masked_by="call", length=13, heads=(4, 4),
+                          strides="of one head"),
+    "one head on four ranks": Case(ranks=4, strategy="Ulysses x Ulysses", mask="causal", length=12),
+    "one head on four ranks, saved elsewhere": Case(ranks=4, strategy="Ulysses", mask="causal", length=12, batch=2,
+                                                    checkpoint="saved elsewhere"),
+    "a sink of minus infinity is none": Case(ranks=4, mask="causal", length=13, heads=(4, 2), sink=-inf),
+    "another mask in each row, a bias and sinks": Case(mask="another in each row & float", length=21, batch=3,
+                                                       heads=(4, 4), sink=1.0, layout="head_tail"),
+    "scores that learn": Case(door="flex in module", ranks=3, mask="BlockMask", masked_by="call", length=60, batch=2,
+                              heads=(4, 2), score="learned", lse=True, layout="head_tail"),
+    "scores that mask": Case(door="flex", strategy="Ulysses", mask="BlockMask of documents", masked_by="call",
+                             length=60, batch=2, heads=(4, 2), score="masking", lse=True, layout="striped"),
+    "documents and a window of varlen_attn": Case(door="varlen in module", ranks=4, mask="windowed documents",
+                                                  masked_by="call", length=61, heads=(4, 2), lse=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_by_name(name: str):
+    """What the grid combines with everything, with plain numbers."""
+    assert sensible(NAMED[name]) == NAMED[name]
+    verdict = judge(NAMED[name])
+    assert verdict.kind == "exact", verdict.words
 
 
 def makes_sense(pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
