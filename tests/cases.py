@@ -277,7 +277,7 @@ def sensible(case: Case) -> Case:
     # The stand-ins for CUDA's kernels are ops that autocast changes, and that no compiler knows.
     if "kernel" not in takes or (case.kernel == "CUDA's" and (new.autocast or case.compiled != "no")):
         new.kernel = "default"
-    if packs:
+    if packs or new.mask.startswith("BlockMask"):  # compiled code takes no FlexMask
         new.compiled = "no"
     if case.backward == "no_grad" or new.compiled != "no":
         new.checkpoint = "no"
