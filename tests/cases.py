@@ -449,22 +449,42 @@ def block_mask_of(case: Case, mask: MaskValue) -> Any:
     return create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=16)
 
 
-def run_rank(rank: int, case: Case) -> list[torch.Tensor | None]:
-    """:func:`results_of_rank`. A rank that fails ends its connections, as a process does that ends."""
-    try:
-        return results_of_rank(rank, case)
-    except ValueError as problem:
-        end_if_planted(problem)
-        raise
+def ending_as_a_process(results_of_rank: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    """A rank that fails by what it is told to do ends its connections, as a process does that ends."""
+
+    def run_rank(rank: int, case: Any) -> Any:
+        try:
+            return results_of_rank(rank, case)
+        except ValueError as problem:
+            if PLANTED in str(problem):
+                # Not by forgetting the group: it lives on in what torch.compile keeps of the model.
+                end_connections(cpu_backend_of(torch.distributed.group.WORLD, "gloo"))
+            raise
+
+    return run_rank
 
 
-def end_if_planted(problem: ValueError) -> None:
-    if PLANTED in str(problem):
-        # Not by forgetting the group: it lives on in what torch.compile keeps of the model.
-        end_connections(cpu_backend_of(torch.distributed.group.WORLD, "gloo"))
+def last_result(calls: int, act: str, once: Callable[[], Any]) -> Any:
+    """Of so many calls, which a rank with an act makes otherwise; None if there is none."""
+    result = None
+    for _ in range(calls + (act == "a call more") - (act == "no call")):
+        if act == "an error before":
+            raise ValueError(PLANTED)
+        result = once()
+        if act == "an error after":
+            raise ValueError(PLANTED)
+    return result
 
 
-def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
+def end_step(mesh: Any) -> None:
+    """Where ranks that called another number of times meet."""
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    sum_gradients([weight], mesh)
+
+
+@ending_as_a_process
+def run_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
     """This rank's output and the gradients of its query, key, value and what is learned, of the last call."""
     case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
     mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
@@ -480,16 +500,8 @@ def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
         if each.checkpoint.startswith("around"):
             selective = {"context_fn": save_attention()} if each.checkpoint == "around, selective" else {}
             call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant", **selective)
-        for _ in range(each.calls + (act == "a call more") - (act == "no call")):
-            if act == "an error before":
-                raise ValueError(PLANTED)
-            result = one_call(rank, each, act, learned, call)
-            if act == "an error after":
-                raise ValueError(PLANTED)
-    # The end of a step, where ranks that called another number of times meet.
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    sum_gradients([weight], mesh)
+        result = last_result(each.calls, act, partial(one_call, rank, each, act, learned, call)) or result
+    end_step(mesh)
     return result
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.functional import normalize, softplus
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module, sum_gradients
+from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from tests import cases
@@ -40,7 +40,7 @@ from tests.ranks.mixers.kernels import (
     mamba_chunk_scan_combined,
     selective_scan_fn,
 )
-from tests.seeds import OddRank, Seeds, Verdict, with_defaults
+from tests.seeds import OddRank, Seeds, Verdict, simpler
 from tests.tables import DTYPES, cut_by
 
 
@@ -316,29 +316,14 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
     return in_scope
 
 
+@cases.ending_as_a_process
 def run_rank(rank: int, whole_case: Mixing) -> dict[str, torch.Tensor]:
-    case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
-    try:
-        return results_of_rank(rank, case, act)
-    except ValueError as problem:
-        cases.end_if_planted(problem)
-        raise
-
-
-def results_of_rank(rank: int, case: Mixing, act: str) -> dict[str, torch.Tensor]:
     """This rank's results, and the gradients of its tensors, of the last call."""
+    case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
     mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
-    call, result = mixing_of(case, mesh, flags_of(case)), {}
-    for _ in range(case.calls + (act == "a call more") - (act == "no call")):
-        if act == "an error before":
-            raise ValueError(cases.PLANTED)
-        result = one_call(rank, case, act, call)
-        if act == "an error after":
-            raise ValueError(cases.PLANTED)
-    # The end of a step, where ranks that called another number of times meet.
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    sum_gradients([weight], mesh)
+    call = mixing_of(case, mesh, flags_of(case))
+    result = cases.last_result(case.calls, act, partial(one_call, rank, case, act, call)) or {}
+    cases.end_step(mesh)
     return result
 
 
@@ -447,11 +432,5 @@ def judge(case: Mixing) -> Verdict:
     return replace(verdict, kind="refused by all") if verdict.kind == "refused" and case.odd is None else verdict
 
 
-def simpler(case: Mixing) -> Iterator[Mixing]:
-    yield from map(sensible, with_defaults(case, "seed", "odd"))
-    if case.odd is not None:
-        yield replace(case, odd=None)
-
-
 if __name__ == "__main__":
-    Seeds(Mixing, __file__, draw, judge, simpler).main(__doc__)
+    Seeds(Mixing, __file__, draw, judge, partial(simpler, sensible)).main(__doc__)
