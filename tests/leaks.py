@@ -3,7 +3,7 @@
     python tests/leaks.py --batches 10000
     python tests/leaks.py --batches 300 --different 10           short: the same ten batches again and again
     python tests/leaks.py --batches 300 --different 10 --keep    an object of every batch is kept: this must be noticed
-    python tests/leaks.py --batches 300 --different 10 --doors flex packed      some doors alone
+    python tests/leaks.py --batches 300 --different 10 --doors flex varlen      some doors alone
 
 Two ranks, which are processes, attend through every door: with changing lengths, shapes, documents, masks, layouts and
 scopes, forward and backward, compiled and not, in blocks, with FlexAttention, packed, and with caches of generated
@@ -44,15 +44,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_styles import (
     AttentionContextParallel,
     ModuleContextParallel,
     SequenceScope,
     context_attention,
-    context_flex_attention,
-    context_varlen_attention,
     global_loss,
     global_token_count,
     parallelize_module,
@@ -63,8 +61,10 @@ from cp_styles.collectives import all_to_all, gather
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.torch_api import context_parallel
+from tests.doors import door
 from tests.ranks.attention_case import Core
 
 RANKS = 2
@@ -107,8 +107,19 @@ class Batch:
             Chunked(draw.randrange(2, length)),
             PrefixLM(draw.randrange(1, length)),
             self.documents & Causal(),
+            self.dense(),
+            FlexMask(self.blocks(draw.randrange(1, length))),
         ]
         return draw.choice(several)
+
+    def dense(self) -> Mask:
+        generator = torch.Generator().manual_seed(self.length)
+        seen = torch.rand(self.length, self.length, generator=generator) < 0.7
+        return Dense(seen | torch.eye(self.length, dtype=torch.bool))
+
+    def blocks(self, window: int) -> BlockMask:
+        sizes = (None, None, self.length, self.length)
+        return create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < window), *sizes, device="cpu")
 
     def layout(self, mask: Mask | None = None) -> SequenceLayout:
         every: list[Callable[[], SequenceLayout]] = [
@@ -137,30 +148,22 @@ def in_a_module(world: World, batch: Batch) -> None:
     world.module(*batch.inputs(layout, world.rank)).sum().backward()
 
 
-def a_new_model(world: World, batch: Batch) -> None:
-    mask = batch.mask()
-    layout = batch.layout(mask)
-    style = AttentionContextParallel(layout=layout, mask=mask, strategy=batch.strategy)
-    core = parallelize_module(nn.Sequential(Core(causal=False)), world.mesh, {"0": style})[0]
-    core(*batch.inputs(layout, world.rank)).sum().backward()
+def attended(name: str) -> Callable[[World, Batch], None]:
+    """A call, or a model that lives for a batch, of a door of tests/doors.py."""
 
+    def act(world: World, batch: Batch) -> None:
+        mask = batch.mask()
+        layout = batch.layout(mask)
+        options = {"length": batch.length, "layout": layout, "strategy": batch.strategy}
+        if name == "varlen":
+            mask, options["cu_seqlens"] = None, torch.tensor([0, *itertools.accumulate(batch.documents.lengths)])
+        attend = door(name, world.mesh, causal=False, mask=mask, **options)
+        with torch.no_grad() if batch.draw.random() < 0.1 else contextlib.nullcontext():
+            out = attend(*batch.inputs(layout, world.rank))
+        if out.requires_grad:
+            out.sum().backward()
 
-def a_function(world: World, batch: Batch) -> None:
-    mask = batch.mask()
-    layout = batch.layout(mask)
-    inputs = batch.inputs(layout, world.rank)
-    with torch.no_grad() if batch.draw.random() < 0.2 else contextlib.nullcontext():
-        out = context_attention(*inputs, world.mesh, mask=mask, layout=layout, strategy=batch.strategy)
-    if out.requires_grad:
-        out.sum().backward()
-
-
-def a_dense_mask(world: World, batch: Batch) -> None:
-    layout = batch.layout()
-    generator = torch.Generator().manual_seed(batch.length)
-    seen = torch.rand(batch.length, batch.length, generator=generator) < 0.7
-    mask = Dense(seen | torch.eye(batch.length, dtype=torch.bool))
-    context_attention(*batch.inputs(layout, world.rank), world.mesh, mask=mask, layout=layout).sum().backward()
+    return act
 
 
 def a_block(world: World, batch: Batch) -> None:
@@ -168,27 +171,6 @@ def a_block(world: World, batch: Batch) -> None:
     with context_parallel(world.mesh, buffers=whole, buffer_seq_dims=[2] * 3):
         leaves = [x.detach().requires_grad_() for x in whole]
         F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
-
-
-def flex(world: World, batch: Batch) -> None:
-    layout, window = batch.layout(), batch.draw.randrange(1, batch.length)
-    mask = create_block_mask(
-        lambda b, h, q, k: (q >= k) & (q - k < window), None, None, batch.length, batch.length, device="cpu"
-    )
-    out = context_flex_attention(
-        *batch.inputs(layout, world.rank), world.mesh, block_mask=mask, layout=layout, strategy=batch.strategy
-    )
-    out.sum().backward()
-
-
-def packed(world: World, batch: Batch) -> None:
-    layout = batch.layout()
-    shape = layout.lengths[world.rank], HEADS, DIM
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    starts = [0]
-    for length in batch.documents.lengths:
-        starts.append(starts[-1] + length)
-    context_varlen_attention(*inputs, world.mesh, torch.tensor(starts), layout=layout).sum().backward()
 
 
 def decoding(world: World, batch: Batch) -> None:
@@ -241,21 +223,18 @@ def a_group(world: World, batch: Batch) -> None:
     dist.destroy_process_group(group)
 
 
-DOORS: dict[Callable[[World, Batch], None], int] = {
-    scoped: 8,
-    in_a_module: 4,
-    a_new_model: 8,
-    a_function: 8,
-    a_dense_mask: 4,
-    a_block: 6,
-    flex: 4,
-    packed: 6,
-    decoding: 4,
-    a_step: 3,
-    collectives: 3,
-    a_refusal: 2,
-    compiled: 4,
-    a_group: 1,
+# What a batch may do, and how often.
+DOORS: dict[str, tuple[Callable[[World, Batch], None], int]] = {
+    "scoped": (scoped, 8),
+    "in_a_module": (in_a_module, 4),
+    **{name: (attended(name), 6) for name in ("style", "function", "flex", "varlen")},
+    "a_block": (a_block, 6),
+    "decoding": (decoding, 4),
+    "a_step": (a_step, 3),
+    "collectives": (collectives, 3),
+    "a_refusal": (a_refusal, 2),
+    "compiled": (compiled, 4),
+    "a_group": (a_group, 1),
 }
 
 
@@ -300,8 +279,7 @@ def measured(batches: int, world: int, seconds: float) -> Row:
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: Path) -> None:
-    doors = [door for door in DOORS if not options.doors or door.__name__ in options.doors]
-    weights = [DOORS[door] for door in doors]
+    doors, weights = zip(*(DOORS[name] for name in options.doors or DOORS), strict=True)
     started, world, worlds, kept = time.monotonic(), None, 0, []
     rows = (folder / f"{rank}.jsonl").open("w")
     for number in range(options.batches + 1):
@@ -316,8 +294,8 @@ def rank_main(rank: int, options: argparse.Namespace, folder: Path) -> None:
                 "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=options.timeout)
             )
             world, worlds = World(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))), worlds + 1
-            for door in doors:  # what a world opens at first: connections, compiled code
-                door(world, Batch(0))
+            for act in doors:  # what a world opens at first: connections, compiled code
+                act(world, Batch(0))
         if number % max(1, options.batches // options.rows) == 0:
             rows.write(json.dumps(measured(number, worlds, time.monotonic() - started)) + "\n")
             rows.flush()
@@ -371,7 +349,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of the groups")
     parser.add_argument("--different", type=int, default=10**9, help="how many batches until the first comes again")
     parser.add_argument("--keep", action="store_true", help="keep an object of every batch, which must be noticed")
-    parser.add_argument("--doors", nargs="+", help="some doors alone")
+    parser.add_argument("--doors", nargs="+", choices=DOORS, help="some doors alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     gc.collect()

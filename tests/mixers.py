@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn.functional import normalize, softplus
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module, sum_gradients
+from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
-from tests import fuzz
+from tests import cases
 from tests.oracle import error, randn
 from tests.ranks.mixers.kernels import (
     causal_conv1d,
@@ -40,12 +40,13 @@ from tests.ranks.mixers.kernels import (
     mamba_chunk_scan_combined,
     selective_scan_fn,
 )
-from tests.seeds import OddRank, Seeds, Verdict, with_defaults
+from tests.seeds import OddRank, Seeds, Verdict, simpler
+from tests.tables import DTYPES, cut_by
 
 
 @dataclass(frozen=True)
 class Mixing(OddRank):
-    """A call of a mixer, which may be made twice. The defaults are the simplest; ``odd`` is as in fuzz.Case."""
+    """A call of a mixer, which may be made twice. The defaults are the simplest; ``odd`` is as in cases.Case."""
 
     seed: int = 0
     kind: str = "conv"
@@ -146,7 +147,7 @@ def documents_of(case: Mixing) -> tuple[int, ...]:
 
 
 def balancer_of(case: Mixing) -> Callable[[int, int], SequenceLayout]:
-    return fuzz.balancer_of(fuzz.Case(seed=case.seed, layout=case.layout), None)
+    return cut_by(case.layout, seed=case.seed)
 
 
 def layout_of(case: Mixing) -> SequenceLayout:
@@ -276,7 +277,7 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
     scoped, documents = case.said_by == "scope", lengths if case.said_by == "argument" and case.documents > 1 else None
     options: dict[str, Any] = {
         "layout": None if scoped else given,
-        "checks": fuzz.AGREEMENTS[case.agreement],
+        "checks": cases.AGREEMENTS[case.agreement],
     }
     edges = (0, *accumulate(lengths))
     if case.said_by == "cu_seqlens":
@@ -315,29 +316,14 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
     return in_scope
 
 
+@cases.ending_as_a_process
 def run_rank(rank: int, whole_case: Mixing) -> dict[str, torch.Tensor]:
-    case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
-    try:
-        return results_of_rank(rank, case, act)
-    except ValueError as problem:
-        fuzz.end_if_planted(problem)
-        raise
-
-
-def results_of_rank(rank: int, case: Mixing, act: str) -> dict[str, torch.Tensor]:
     """This rank's results, and the gradients of its tensors, of the last call."""
+    case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
     mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
-    call, result = mixing_of(case, mesh, flags_of(case)), {}
-    for _ in range(case.calls + (act == "a call more") - (act == "no call")):
-        if act == "an error before":
-            raise ValueError(fuzz.PLANTED)
-        result = one_call(rank, case, act, call)
-        if act == "an error after":
-            raise ValueError(fuzz.PLANTED)
-    # The end of a step, where ranks that called another number of times meet.
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    sum_gradients([weight], mesh)
+    call = mixing_of(case, mesh, flags_of(case))
+    result = cases.last_result(case.calls, act, partial(one_call, rank, case, act, call)) or {}
+    cases.end_step(mesh)
     return result
 
 
@@ -350,7 +336,7 @@ def trained(case: Mixing, tokens: dict[str, Any], weights: dict[str, Any]) -> li
 
 
 def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    dtype, dim, layout = fuzz.DTYPES[case.dtype], dim_of(case), layout_of(case)
+    dtype, dim, layout = DTYPES[case.dtype], dim_of(case), layout_of(case)
     tokens, weights = drawn(case)
     mine = {name: layout.shard(x, dim, rank).to(dtype, copy=True) for name, x in tokens.items()}
     if act == "a token less":
@@ -370,7 +356,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
             return checkpoint(positional, *tensors.values(), use_reentrant=case.checkpoint == "around, reentrant")
 
     with torch.set_grad_enabled(case.backward != "no_grad"):
-        given = {name: fuzz.with_strides(x, "numbers apart" if case.apart else "") for name, x in leaves.items()}
+        given = {name: cases.with_strides(x, "numbers apart" if case.apart else "") for name, x in leaves.items()}
         found = run(**given)
     found = found if isinstance(found, tuple) else (found,)
     results = {"the output": found[0]} | ({"the last state": found[1]} if case.states in ("last", "both") else {})
@@ -397,7 +383,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
 
 
 def compared(case: Mixing, found: list[dict[str, torch.Tensor]]) -> Verdict:
-    plain, dim, dtype = replace(case, odd=None), dim_of(case), fuzz.DTYPES[case.dtype]
+    plain, dim, dtype = replace(case, odd=None), dim_of(case), DTYPES[case.dtype]
     tokens, weights = drawn(plain)
     outs, grads = on_one(plain, torch.float64)
     whole = outs | {f"the gradient of {name}": x for name, x in grads.items()}
@@ -442,15 +428,9 @@ def compared(case: Mixing, found: list[dict[str, torch.Tensor]]) -> Verdict:
 
 
 def judge(case: Mixing) -> Verdict:
-    verdict = fuzz.judged(case, run_rank, compared, fuzz.WAIT)
+    verdict = cases.judged(case, run_rank, compared, cases.WAIT)
     return replace(verdict, kind="refused by all") if verdict.kind == "refused" and case.odd is None else verdict
 
 
-def simpler(case: Mixing) -> Iterator[Mixing]:
-    yield from map(sensible, with_defaults(case, "seed", "odd"))
-    if case.odd is not None:
-        yield replace(case, odd=None)
-
-
 if __name__ == "__main__":
-    Seeds(Mixing, __file__, draw, judge, simpler).main(__doc__)
+    Seeds(Mixing, __file__, draw, judge, partial(simpler, sensible)).main(__doc__)

@@ -7,12 +7,16 @@ cannot hide in its own oracle.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 
 Sees = Callable[[int, int], bool]
 """Whether the query at the first position attends to the key at the second."""
@@ -32,27 +36,35 @@ def dense_attention(
     *,
     scale: float | None = None,
     bias: torch.Tensor | None = None,
+    score: Callable[..., torch.Tensor] | None = None,
     sink_H: torch.Tensor | None = None,
     with_lse: bool = False,
 ) -> torch.Tensor:
     """softmax(q k^T scale + bias) v over ``[B, H, S, D]``; rows that see nothing are zero. Differentiable.
 
-    A sink is one more logit of each head, which adds nothing. The logsumexp is a last column, 0 for rows without keys.
+    ``score(logits, b, h, q, kv)`` changes scaled logits, by the indices of every pair. A sink is one more logit of each
+    head, which adds nothing. The logsumexp is a last column, 0 for rows without keys.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if score is not None:
+        places = (
+            torch.arange(size).view([-1 if at == dim else 1 for at in range(4)])
+            for dim, size in enumerate(logits.shape)
+        )
+        logits = score(logits, *places)
     if bias is not None:
         logits = logits + bias
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
+    keys = logits.shape[-1]
     if sink_H is not None:
-        column = sink_H[None, :, None, None].expand(*logits.shape[:3], 1)
-        return torch.softmax(torch.cat([logits, column], -1), -1)[..., :-1] @ value
+        logits = torch.cat([logits, sink_H[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
     dead = (logits == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     if not with_lse:
-        return weights @ value
+        return weights[..., :keys] @ value
     lse = logits.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True).masked_fill(dead, 0.0)
     return torch.cat([weights @ value, lse], -1)
 
@@ -129,9 +141,14 @@ def document_of(lengths: tuple[int, ...]) -> Callable[[int], int]:
     return ids.__getitem__
 
 
+def document_lengths(length: int) -> tuple[int, ...]:
+    """The documents of :func:`mask_cases`."""
+    return (1, length // 2, 1, length - length // 2 - 2)
+
+
 def mask_cases(length: int) -> dict[str, MaskCase]:
     """Every mask with structure, and conjunctions of them, for a sequence of ``length`` >= 5 positions."""
-    lengths = (1, length // 2, 1, length - length // 2 - 2)
+    lengths = document_lengths(length)
     document = document_of(lengths)
     prefixes = (1, length // 4, 0, (length - length // 2 - 2) // 2)
     starts = [sum(lengths[:index]) for index in range(4)]
@@ -160,3 +177,105 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
         ),
     }
     return {name: MaskCase(mask, sees) for name, (mask, sees) in cases.items()}
+
+
+# -- masks of a problem --
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Whole lengths of queries and keys, query heads, the batch; dtype and seed of a mask that is a tensor."""
+
+    length: int
+    keys: int
+    heads: int = 1
+    batch: int = 1
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MaskValue:
+    """A mask of the package, and the oracle's: booleans or a bias, or both, that broadcast to [B, H, L, M].
+
+    A call that is given ``tensor`` is in a module or block whose mask is ``band``. ``blocks`` is the mask for
+    FlexAttention.
+    """
+
+    mask: Mask
+    sees: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    band: Mask | None = None
+    tensor: torch.Tensor | None = None
+    blocks: BlockMask | None = None
+
+
+@cache
+def _pairs(name: str, length: int) -> MaskValue:
+    case = mask_cases(length)[name]
+    return MaskValue(case.mask, allowed(case.sees, length, length))
+
+
+def _dense(shape: str, boolean: bool, causal: bool, sizes: Sizes) -> MaskValue:
+    """``shape``: a letter a dim; B, H, L and M are whole, 1 broadcasts. Some rows of whole masks see nothing."""
+    whole = {"B": sizes.batch, "H": sizes.heads, "L": sizes.length, "M": sizes.keys, "1": 1}
+    shapes = [whole[letter] for letter in shape]
+    bias = randn(7 + sizes.seed, *shapes).masked_fill(randn(8 + sizes.seed, *shapes) > 1.0, float("-inf"))
+    if "L" in shape and "M" in shape:
+        bias[..., sizes.length // 2, :] = float("-inf")
+    tensor = bias > -0.5 if boolean else bias.to(sizes.dtype)
+    band = Causal() if causal else None
+    mask = Dense(tensor) if band is None else Dense(tensor) & band
+    inside = torch.ones(sizes.length, sizes.keys, dtype=torch.bool)
+    inside = inside.tril() if causal else inside
+    sees, bias = (tensor & inside, None) if boolean else (inside if causal else None, tensor)
+    return MaskValue(mask, sees, bias, band, tensor)
+
+
+def _sink_and_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """No band: the first tokens, and a window that is wider in every second head."""
+    return (q >= kv) & ((kv < 3) | (q - kv < 4 + 9 * (h % 2)))
+
+
+def _two_documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """A band, of another document in each row of the batch."""
+    return (q >= kv) & ((q < 11 + b) == (kv < 11 + b))
+
+
+@cache
+def _block_mask(mod: Callable[..., torch.Tensor], batch: int, heads: int, length: int) -> MaskValue:
+    sizes = (batch, heads, length, length)
+    whole = [torch.arange(size) for size in sizes]
+    sees = mod(*(index.view([-1 if dim == place else 1 for place in range(4)]) for dim, index in enumerate(whole)))
+    blocks = create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=(32, 16))
+    return MaskValue(FlexMask(blocks), sees.expand(sizes), blocks=blocks)
+
+
+def _of_rows(sizes: Sizes) -> MaskValue:
+    """Another mask in each row of the batch."""
+    names = random.Random(sizes.seed).choices(sorted(mask_cases(sizes.length)), k=sizes.batch)
+    rows = [_pairs(name, sizes.length) for name in names]
+    sees = torch.stack([row.sees for row in rows if row.sees is not None])[:, None]
+    return MaskValue(PerRow(tuple(row.mask for row in rows)), sees)
+
+
+def _of_rows_and_heads(sizes: Sizes) -> MaskValue:
+    rows, dense = _of_rows(sizes), _dense("BHLM", False, False, sizes)
+    return replace(dense, mask=rows.mask & dense.mask, sees=rows.sees, band=rows.mask)
+
+
+MASKS: dict[str, Callable[[Sizes], MaskValue]] = {
+    **{name: partial(lambda name, sizes: _pairs(name, sizes.length), name) for name in mask_cases(5) if name != "full"},
+    "full": lambda sizes: MaskValue(Full(), torch.ones(sizes.length, sizes.keys, dtype=torch.bool)),
+    "documents of one": lambda sizes: MaskValue(
+        Documents((1,) * sizes.length), torch.eye(sizes.length, dtype=torch.bool)
+    ),
+    **{f"bool {shape}": partial(_dense, shape, True, False) for shape in ("LM", "HLM", "1M")},
+    **{f"float {shape}": partial(_dense, shape, False, False) for shape in ("LM", "BHLM", "B1LM", "1HLM", "L1")},
+    "bool BHLM & causal": partial(_dense, "BHLM", True, True),
+    "float H1M & causal": partial(_dense, "H1M", False, True),
+    "BlockMask": lambda sizes: _block_mask(_sink_and_window, sizes.batch, sizes.heads, sizes.length),
+    "BlockMask of documents": lambda sizes: _block_mask(_two_documents, sizes.batch, sizes.heads, sizes.length),
+    "another in each row": _of_rows,
+    "another in each row & float": _of_rows_and_heads,
+}

@@ -57,10 +57,10 @@ from cp_styles.decoding import KVCache, context_decode
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.fuzz import of_the_package
+from tests.cases import of_the_package
 from tests.oracle import error, randn
-from tests.ranks.parity_grid import STRATEGIES
 from tests.seeds import Seeds, Verdict, with_defaults
+from tests.tables import STRATEGIES, divides
 
 WORDS, WIDTH, HEADS, LENGTHS = 17, 12, 2, (12, 9)
 # float64; sums of some hundred terms in another order, through three layers and two steps of an optimizer.
@@ -164,7 +164,7 @@ def sensible(program: Program) -> Program:
         program = replace(program, checkpoint="layers")  # refused: its recomputation does not know the scope
     if program.checkpoint == "function" and program.door == "several":
         program = replace(program, checkpoint="layers")  # a part of a layer that runs outside of it is in no module
-    if program.strategy.startswith("Ulysses x") and program.ranks % 2:
+    if not divides(program.strategy, program.ranks):
         program = replace(program, strategy="Ulysses")
     if program.door not in ("scope", "function", "block"):  # a style has one mask for all batches
         program = replace(program, documents=False)

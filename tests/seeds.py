@@ -108,6 +108,13 @@ def with_defaults(case: Any, *kept: str) -> Iterator[Any]:
             yield replace(case, **{field.name: field.default})
 
 
+def simpler(sensible: Callable[[Any], Any], case: Any) -> Iterator[Any]:
+    """The cases with one thing less."""
+    yield from map(sensible, with_defaults(case, "seed", "odd"))
+    if case.odd is not None:
+        yield replace(case, odd=None)
+
+
 class Judges:
     """A process that judges cases, and its successors. One that dies fails the case that it was at."""
 
@@ -190,7 +197,7 @@ class Seeds:
         return self._all(options)
 
     def _case(self, text: str) -> Any:
-        return eval(text, {self.kind.__name__: self.kind})
+        return eval(text, {self.kind.__name__: self.kind, "inf": float("inf")})
 
     def _all(self, options: argparse.Namespace) -> int:
         verdicts: dict[int, Verdict] = {}

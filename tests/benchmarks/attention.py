@@ -37,10 +37,8 @@ import torch
 import torch.distributed as dist
 from bare import BareRing
 from peers import Attend, peers
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import (
     AllGather,
@@ -49,15 +47,12 @@ from cp_styles import (
     Documents,
     Full,
     Mask,
-    ModuleContextParallel,
     Ring,
     SequenceLayout,
     SlidingWindow,
     Ulysses,
     context_attention,
-    context_varlen_attention,
     contiguous,
-    flex_attention,
     head_tail,
     per_document_head_tail,
 )
@@ -68,8 +63,8 @@ from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.doors import FlexCore, causal_blocks, door
 from tests.ranks.attention_case import Core
-from tests.ranks.each_door import door
 
 DOORS = ("style", "module", "function", "block", "flex", "varlen")
 
@@ -107,15 +102,6 @@ class TimedKernel(Kernel):
         result = call(*tensors, **options)
         self.spent[0] += time.thread_time() - before
         return result
-
-
-class FlexCore(nn.Module):
-    def __init__(self, block_mask: BlockMask) -> None:
-        super().__init__()
-        self.block_mask = block_mask
-
-    def forward(self, q, k, v):
-        return flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=True)
 
 
 @dataclass
@@ -268,31 +254,19 @@ def ours(
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "checks": AGREEMENTS[args.agreement]}
     if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
         layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
-    if args.door in ("style", "module", "block"):
-        return door(args.door, mesh, **options, mask=mask, kernel=kernel)
-    if args.door == "function":
-        return partial(context_attention, mesh=mesh, **options, mask=mask & Causal(), kernel=kernel)
     if args.door == "flex":
-        mask = mask & Causal()
-        length = args.seq_len
+        both, sizes = mask & Causal(), (None, None, args.seq_len, args.seq_len)
 
         def allowed(b: Any, h: Any, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            first, last = mask.bounds(q_idx.reshape(-1))
-            shape = q_idx.shape
-            return (kv_idx >= first.view(shape)) & (kv_idx < last.view(shape))
+            first, last = both.bounds(q_idx.reshape(-1))
+            return (kv_idx >= first.view(q_idx.shape)) & (kv_idx < last.view(q_idx.shape))
 
-        causal = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, length, length, device="cpu")
-        block_mask = (
-            causal if args.mask == "causal" else create_block_mask(allowed, None, None, length, length, device="cpu")
-        )
-        return parallelize_module(FlexCore(block_mask), mesh, ModuleContextParallel(**options))
+        causal = args.mask == "causal"
+        blocks = causal_blocks(args.seq_len) if causal else create_block_mask(allowed, *sizes, device="cpu")
+        return door("flex in module", mesh, core=FlexCore(block_mask=blocks), **options)
     ends = list(accumulate(document_lengths(args), initial=0))
-
-    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        packed = (x[0].transpose(0, 1) for x in (q, k, v))
-        return context_varlen_attention(*packed, mesh, ends, mask=Causal(), **options).transpose(0, 1)[None]
-
-    return varlen
+    given = {"cu_seqlens": ends} if args.door == "varlen" else {"mask": mask, "kernel": kernel}
+    return door(args.door, mesh, length=args.seq_len, **options, **given)
 
 
 def measure(contender: Contender, *, first: bool) -> None:

@@ -29,24 +29,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_styles
-from cp_styles import (
-    AttentionContextParallel,
-    Causal,
-    ModuleContextParallel,
-    context_attention,
-    context_flex_attention,
-    context_varlen_attention,
-    contiguous,
-    flex_attention,
-)
+from cp_styles import contiguous
 from cp_styles.testing import run_ranks
-from cp_styles.torch_api import context_parallel
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.doors import causal_blocks, door
 from tests.unit.test_layers import LIMITS, lines_of, module_of, package_files, sizes
 
 PACKAGE = str(Path(cp_styles.__file__).parent)
@@ -92,45 +81,19 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-class Flex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
-
-    def forward(self, query, key, value):
-        return flex_attention(query, key, value, block_mask=self.block_mask)
-
-
 def doors(mesh: Any) -> dict[str, Callable[..., torch.Tensor]]:
-    def styled(style: Any, module: nn.Module | None = None) -> Callable[..., torch.Tensor]:
-        return parallelize_module(module or Attend(), mesh, style)
+    def by(name: str, **options: Any) -> Callable[..., torch.Tensor]:
+        return door(name, mesh, length=LENGTH, layout=contiguous, **options)
 
-    attend, flex = Attend(), Flex()
-
-    def by_block(*tensors: torch.Tensor) -> torch.Tensor:
-        with context_parallel(mesh, layout=contiguous):
-            return attend(*tensors)
-
-    def by_function(*tensors: torch.Tensor) -> torch.Tensor:
-        return context_attention(*tensors, mesh, mask=Causal(), layout=contiguous)
-
-    def by_flex(*tensors: torch.Tensor) -> torch.Tensor:
-        return context_flex_attention(*tensors, mesh, block_mask=flex.block_mask, layout=contiguous)
-
-    def by_varlen(*tensors: torch.Tensor) -> torch.Tensor:
-        packs = (x[0].transpose(0, 1) for x in tensors)
-        return context_varlen_attention(*packs, mesh, [0, LENGTH], window_size=(-1, 0), layout=contiguous)
-
-    compiled = torch.compile(styled(AttentionContextParallel(layout=contiguous)), backend="aot_eager", fullgraph=True)
     return {
-        "style, eager": styled(AttentionContextParallel(layout=contiguous)),
-        "style, compiled": compiled,
-        "function": by_function,
-        "module": styled(ModuleContextParallel(layout=contiguous)),
-        "context_parallel block": by_block,
-        "flex, function": by_flex,
-        "flex in a module": styled(ModuleContextParallel(layout=contiguous), flex),
-        "varlen, function": by_varlen,
+        "style, eager": by("style", core=Attend()),
+        "style, compiled": torch.compile(by("style", core=Attend()), backend="aot_eager", fullgraph=True),
+        "function": by("function"),
+        "module": by("module", core=Attend()),
+        "context_parallel block": by("block", core=Attend()),
+        "flex, function": by("flex", causal=False, block_mask=causal_blocks(LENGTH)),
+        "flex in a module": by("flex in module"),
+        "varlen, function": by("varlen"),
     }
 
 

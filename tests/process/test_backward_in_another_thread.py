@@ -29,10 +29,10 @@ from cp_styles import (
 )
 from cp_styles.collectives import heads_to_seq, seq_to_heads
 from cp_styles.layout import head_tail
+from tests.doors import door
 from tests.oracle import dense_attention
 from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
-from tests.ranks.each_door import door
 
 pytestmark = pytest.mark.process
 

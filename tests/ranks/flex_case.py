@@ -124,10 +124,6 @@ def sinks_and_window(b, h, q, kv):
     return (q >= kv) & ((kv < 3) | (q - kv < 7))
 
 
-def prefix(size: int) -> Callable[..., torch.Tensor]:
-    return lambda b, h, q, kv: (q >= kv) | (kv < size)
-
-
 # -- score_mods --
 
 

@@ -65,7 +65,8 @@ def compare_with_eager(fn, inputs_of, backend: str) -> None:
     run_ranks(main, 2)
 
 
-LIKE_OTHERS = ("all_to_all, columns outside", "split with filling", "gather")
+# The backward of "gather and reduce" is a reduce_scatter, and of a split a gather.
+LIKE_OTHERS = ("all_to_all, columns outside", "split", "split with filling", "gather", "reduce_scatter")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cp_styles import AttentionContextParallel, Dense, Ring, Ulysses, context_attention, contiguous, parallelize_module
+from cp_styles import Dense, Ring, Ulysses, context_attention, contiguous
 from cp_styles.strategies import Strategy
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import attention_inputs, error, randn
-from tests.ranks.attention_case import Core, DenseCore, cp_mesh, on_every_rank
-from tests.ranks.each_door import DOORS, LENGTH, door
+from tests.doors import EACH, LENGTH, cut_contiguously, door
+from tests.oracle import attention_inputs, randn
+from tests.ranks.attention_case import cp_mesh, on_every_rank
 
 
 def on_ranks(ranks: int, attend: Callable[..., None]) -> str:
@@ -48,7 +48,7 @@ SECOND = re.compile(r"second derivatives|derivative for aten::_scaled_dot_produc
 
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses()])  # Ulysses saves neither query nor key
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", EACH)
 def test_second_derivatives(name: str, square: bool, strategy: Strategy):
     def attend(mesh, *tensors):
         penalty(door(name, mesh, layout=contiguous(LENGTH, 2), strategy=strategy), *tensors, square)
@@ -62,49 +62,23 @@ def test_a_first_derivative_that_keeps_its_graph(mesh, rank: int):
     """create_graph=True alone changes nothing: not the gradients, and not those of what came before the attention."""
     inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
     layout = contiguous(LENGTH, 2)
-    for name, attend in DOORS.items():
+    for name in EACH:
         leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
         found = [
-            torch.autograd.grad(attend(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
+            torch.autograd.grad(
+                cut_contiguously(name, mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph
+            )
             for graph in (False, True)
         ]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name
 
 
-class Seen(Core):
-    def forward(self, query, key, value):
-        self.requires_grad = [x.requires_grad for x in (query, key, value)]
-        return super().forward(query, key, value)
-
-
-@pytest.mark.parametrize("which", [(0,), (1,), (0, 2), ()], ids=str)
-@on_every_rank(2)
-def test_some_inputs_require_grad(mesh, rank: int, which: tuple[int, ...]):
-    """A module with the style sees which: an operation in place on one that does not is no error."""
-    inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
-    layout = contiguous(LENGTH, 2)
-    whole = [x.clone().requires_grad_(number in which) for number, x in enumerate(inputs)]
-    out = DenseCore()(*whole)
-    expected = torch.autograd.grad(out, [whole[number] for number in which], cotangent) if which else ()
-    core = parallelize_module(Seen(), mesh, AttentionContextParallel(layout=contiguous))
-    for name, attend in {"seen": lambda _, *tensors: core(*tensors), **DOORS}.items():
-        leaves = [layout.shard(x, 2, rank).clone().requires_grad_(n in which) for n, x in enumerate(inputs)]
-        found = attend(mesh, *leaves)
-        assert found.requires_grad == bool(which), name
-        assert error(found.detach(), layout.shard(out.detach(), 2, rank)) < 1e-12, name
-        of = [leaves[number] for number in which]
-        grads = torch.autograd.grad(found, of, layout.shard(cotangent, 2, rank)) if which else ()
-        for grad, right in zip(grads, expected, strict=True):
-            assert error(grad, layout.shard(right, 2, rank)) < 1e-12, name
-    assert core.requires_grad == [number in which for number in range(3)]
-
-
 @pytest.mark.parametrize("how", ["dual", "jvp", "jacfwd", "inside vmap"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", EACH)
 def test_forward_mode(door: str, how: str):
     def attend(mesh, q, k, v):
         def run(*tensors):
-            return DOORS[door](mesh, *tensors)
+            return cut_contiguously(door, mesh, *tensors)
 
         if how == "dual":
             run(q, k, forward_ad.make_dual(v, v))
@@ -130,10 +104,12 @@ TRANSFORMS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", EACH)
 def test_transforms_of_torch_func(door: str):
     for transform in TRANSFORMS.values():
-        text = on_ranks(2, lambda mesh, *tensors, of=transform: of(lambda *x: DOORS[door](mesh, *x), *tensors))
+        text = on_ranks(
+            2, lambda mesh, *tensors, of=transform: of(lambda *x: cut_contiguously(door, mesh, *x), *tensors)
+        )
         assert text.count("transforms of torch.func are not supported") == 2, text
 
 

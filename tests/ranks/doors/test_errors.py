@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks
-from cp_styles.torch_api import context_parallel
+from tests.doors import door
 from tests.oracle import randn
 from tests.ranks.attention_case import Core, cp_mesh, on_every_rank, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
@@ -100,10 +102,7 @@ class Nothing(nn.Module):
             lambda s: parallel(parallel(Core(), s.mesh), s.mesh),
             "Core is context parallel already: apply AttentionContextParallel to a module once",
         ),
-        (
-            lambda s: context_attention(*s.leaves()[0], "cp"),
-            "needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got str",
-        ),
+        (lambda s: context_attention(*s.leaves()[0], "cp"), "or a process group, got str"),
         (
             lambda s: context_attention(*s.leaves()[0], init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))),
             "needs a 1-D mesh, got axes ('dp', 'cp'): pass mesh[\"cp\"]",
@@ -384,15 +383,6 @@ def _jagged(x: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1).contiguous(), torch.tensor([0, 4]))
 
 
-def _in_block(mesh):
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        # Not a module's code, which would read the shape of a tensor that has none.
-        with context_parallel(mesh):
-            return F.scaled_dot_product_attention(*tensors)
-
-    return attend
-
-
 class Plain(nn.Module):
     """Reads no shape of its inputs."""
 
@@ -400,11 +390,11 @@ class Plain(nn.Module):
         return F.scaled_dot_product_attention(*tensors)
 
 
-DOORS = {
-    "function": lambda mesh: partial(context_attention, mesh=mesh),
-    "block": _in_block,
-    "module": lambda mesh: parallelize_module(Plain(), mesh, ModuleContextParallel(checks=Checks(inputs=False))),
-    "style": lambda mesh: parallelize_module(Core(), mesh, AttentionContextParallel()),
+DOORS: dict[str, dict[str, Any]] = {
+    "function": {},
+    "block": {"core": F.scaled_dot_product_attention},  # not a module's code, which would read a shape that is none
+    "module": {"core": Plain(), "checks": Checks(inputs=False)},
+    "style": {},
 }
 ODD = {
     "2 dims": (lambda x: x[0, 0], r"query must have 4 dims .*, got \(4, 8\)"),
@@ -416,15 +406,63 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DOORS)
 @pytest.mark.parametrize("odd", ODD)
-def test_one_rank_has_tensors_that_no_attention_takes(door: str, odd: str):
+def test_one_rank_has_tensors_that_no_attention_takes(name: str, odd: str):
     change, words = ODD[odd]
 
     def on(rank: int):
-        attend = DOORS[door](init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+        attend = door(name, cp_mesh(2), **copy.deepcopy(DOORS[name]))
         attend(*(change(x) if rank else x for x in torch.zeros(3, 1, 2, 4, 8)))
 
     other, own = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
     assert re.search(words, str(own)), own
+    assert "ranks [1] of mesh axis 'cp' refused" in str(other)
+
+
+# -- options --
+
+
+def test_sinks_of_another_shape_are_refused():
+    for shape in ((2,), (1, 4), ()):
+        text = refusals(lambda s, shape=shape: context_attention(*s.leaves()[0], s.mesh, sink_H=torch.zeros(shape)))
+        assert "sink_H must be one logit for each of 4 query heads" in text
+
+
+def test_what_is_not_there_is_refused_by_name():
+    """prime-rl#3397: an argument swallowed by **kwargs. Nothing here takes any, so a softcap is a TypeError at once."""
+
+    def softcap(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, softcap=30.0)
+
+    def dropout(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, dropout_p=0.1)
+
+    assert "unexpected keyword argument 'softcap'" in refusals(softcap)
+    assert "unexpected keyword argument 'dropout_p'" in refusals(dropout)
+
+    class Swallowing(Core):
+        def forward(self, query, key, value, **kwargs):
+            return super().forward(query, key, value)
+
+    def s_aux(s: Scene):
+        parallel(Swallowing(), s.mesh)(*s.leaves()[0], s_aux=torch.zeros(4))
+
+    assert "got a tensor 's_aux' of shape (4,) beside query, key and value" in refusals(s_aux)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_dim": 3}, "seq_dim=3 must be 2"),
+        ({"return_lse": True, "sink_H": torch.zeros(2)}, "return_lse=True is not"),
+    ],
+)
+def test_what_one_rank_alone_asks_for(options, words: str):
+    def on(rank: int):
+        x = torch.zeros(1, 2, 4, 8)
+        context_attention(x, x, x, cp_mesh(2), **(options if rank else {}))
+
+    other, own = run_ranks(on, 2, return_errors=True)
+    assert words in str(own)
     assert "ranks [1] of mesh axis 'cp' refused" in str(other)

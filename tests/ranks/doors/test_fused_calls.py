@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
 from cp_styles.testing import RankError, run_ranks
+from tests.doors import EACH, LENGTH, cut_contiguously
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, randn
 from tests.ranks.attention_case import cp_mesh
-from tests.ranks.each_door import DOORS, LENGTH
 
 STYLES = [AttentionContextParallel, ModuleContextParallel]
 
@@ -96,7 +96,7 @@ def backward_after(door: str, changed: str, *, around=contextlib.nullcontext) ->
         leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
         tensors = dict(zip(CHANGED, ((x * 2.0).mul_(0.5) for x in leaves), strict=False))
         with around():
-            out = DOORS[door](mesh, *tensors.values())
+            out = cut_contiguously(door, mesh, *tensors.values())
         tensors["out"] = out
         if changed:
             with torch.no_grad():
@@ -107,7 +107,7 @@ def backward_after(door: str, changed: str, *, around=contextlib.nullcontext) ->
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", EACH)
 def test_what_was_changed_in_place_has_no_gradient(door: str, changed: str):
     with pytest.raises(RankError) as caught:
         backward_after(door, changed)

@@ -1,4 +1,4 @@
-"""Options that no other test passes; ``python -m tests.options`` counts the files of each."""
+"""Options that no other test passes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,10 @@ from cp_styles.batch import chunked_token_losses
 from cp_styles.collectives import GradScale, gather, split
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.options import uses
 from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 
 LENGTH = 12
-
-
-def test_every_option_is_in_a_test():
-    assert [pair for pair, files in uses().items() if not files] == []
 
 
 class Echo(nn.Module):

@@ -23,9 +23,9 @@ from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
+from tests.doors import by_varlen
 from tests.oracle import allowed, dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
-from tests.ranks.each_door import packed
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -260,7 +260,7 @@ FUNCTIONS = {
         partial(context_attention, mesh=(mesh, "cp"), mask=Causal()), backend="aot_eager", fullgraph=True
     ),
     "flex": lambda mesh: partial(context_flex_attention, mesh=(mesh, "cp"), mask=Causal(), enable_gqa=True),
-    "varlen": lambda mesh: partial(packed, (mesh, "cp"), FIRST.layout.length, {}),
+    "varlen": lambda mesh: by_varlen((mesh, "cp"), causal=True, mask=None, length=FIRST.layout.length),
 }
 
 

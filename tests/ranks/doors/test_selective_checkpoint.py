@@ -26,9 +26,9 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import sampled
+from tests.doors import door
 from tests.oracle import allowed, document_of, randn
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank, run_attention
-from tests.ranks.each_door import door
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias
 
 RANKS = 3

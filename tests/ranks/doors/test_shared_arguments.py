@@ -21,9 +21,9 @@ from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatt
 from cp_styles.decoding import KVCache
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence, context_roll
+from tests.doors import causal_scores
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, on_every_rank
-from tests.ranks.each_door import causal_scores
 
 Q = [randn(seed, 1, 2, 4, 8) for seed in range(3)]  # of one rank: [B, H, L, D]
 PACK = [x[0].transpose(0, 1) for x in Q]

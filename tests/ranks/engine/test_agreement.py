@@ -30,8 +30,8 @@ from cp_styles import (
 from cp_styles.comm.agreement import WIDTH, Meeting, StatusRow, compare, start_status
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.doors import door
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank, run_attention
-from tests.ranks.each_door import door
 
 RANKS, LENGTH = 2, 21
 

@@ -17,6 +17,7 @@ from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import sampled
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 
 LENGTH = 16
@@ -70,15 +71,15 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
     return sent / (problem.inputs[0].nbytes / ranks), list(traces), list(kernels)
 
 
-@pytest.mark.parametrize("door", ["style", "function"])
-@pytest.mark.parametrize("strategy", [Ring, AllGather])
-@pytest.mark.parametrize(("ranks", "units"), [(1, (0, 0, 0)), (2, (9, 6, 6)), (4, (54, 49, 36))])
-def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, units: tuple[int, int, int]):
+@sampled(2, door=["style", "function"], strategy=[Ring, AllGather],
+         sent=[(1, (0, 0, 0)), (2, (9, 6, 6)), (4, (54, 49, 36))])  # fmt: skip
+def test_bytes_of_causal_head_tail(door: str, strategy, sent: tuple[int, tuple[int, int, int]]):
     """u = one rank's query shard; of N (N - 1) pairs of ranks, half need all of the other's keys and half of them half,
     so 3/4 * 2 u a pair forward, as many gradients home, and once more where keys are not kept: N = 2: 6 u and 9 u.
     By default those of one source are kept: with N = 4, that is half of a source's keys, 1 u, on all ranks but rank 0,
     which needs all, 2 u.
     """
+    ranks, units = sent
     problem = Problem(length=LENGTH, dtype=torch.float32)
     for chosen, expected in zip((strategy(keep=0), strategy(), strategy(keep=64)), units, strict=True):
         sent, _, kernels = costs(problem, ranks, door, strategy=chosen, layout=head_tail, mask=Causal())

@@ -1,10 +1,9 @@
-"""What the parity grid does not have: rows before heads, float16, uneven heads, forwards of other shapes."""
+"""What the grid does not have: heads by turns, large gradients, other forwards, outputs that stay DTensors."""
 
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -14,17 +13,8 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.oracle import attention_inputs, dense_attention, error, randn
+from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, on_every_rank, parallel, run_attention
-
-STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0))
-BALANCERS = (contiguous, head_tail)
-MASKS = {True: Causal(), False: Full()}
-
-
-@cache
-def problem(length: int, causal: bool, kv_heads: int, scale: float | None) -> Problem:
-    return Problem(length=length, causal=causal, kv_heads=kv_heads, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -48,23 +38,6 @@ def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.Mon
         with torch.no_grad():
             out = context_attention(*part, cp_mesh(4), sink_H=sink_H, **options)
         return error(out, layout.shard(expected, 2, rank), whole=expected)
-
-    assert max(run_ranks(on, 4)) < EXACT
-
-
-@pytest.mark.parametrize("strategy", [Ulysses(size=2, inner=Ulysses()), Ulysses()], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
-def test_ranks_without_a_head(strategy, packed: bool):
-    """One head on 4 ranks, on one level and on two. ``packed``: what autograd saves goes through numpy."""
-    case = Problem(length=12, heads=1, kv_heads=1)
-
-    def through_numpy(saved: torch.Tensor) -> Any:
-        return saved.numpy(force=True).copy() if packed else saved
-
-    def on(rank: int) -> float:
-        attend = partial(context_attention, mesh=cp_mesh(4), mask=Causal(), strategy=strategy, layout=contiguous)
-        with torch.autograd.graph.saved_tensors_hooks(through_numpy, torch.as_tensor):
-            return max(run_attention(attend, case, rank, 4, layout=contiguous))
 
     assert max(run_ranks(on, 4)) < EXACT
 
@@ -95,19 +68,12 @@ def test_large_gradients_of_heads_go_back_one_after_the_other(lengths, layout, s
         assert sent == messages
 
 
-@on_every_rank(3)
-def test_rows_before_heads(mesh, rank: int):
-    """[B, S, H, D], as projections leave them."""
-    core = parallel(Core(seq_dim=1), mesh, seq_dim=1)
-    return max(run_attention(core, problem(13, True, 2, None), rank, 3, seq_dim=1))
-
-
 @pytest.mark.parametrize("attention", [Core, DenseCore])
 @on_every_rank(2)
 def test_a_forward_that_is_called_past_its_module(mesh, rank: int, attention):
     """``module.forward(...)`` calls no hooks, and attends to the whole sequence as ``module(...)`` does, or is refused
     as that is."""
-    whole = problem(13, True, 2, None)
+    whole = Problem(length=13, kv_heads=2)
     core = parallel(attention(), mesh)
     for act in (core, core.forward, core):
         if attention is Core:
@@ -142,3 +108,52 @@ def test_a_forward_that_names_no_arguments(mesh, rank: int):
     with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required (pos|argument)"):
         by_name(*given.shard(head_tail, rank, 2)[0])
     return max(errors)
+
+
+@pytest.mark.parametrize("balancer", [contiguous, head_tail])
+@on_every_rank(3)
+def test_outputs_that_stay_dtensors(mesh, rank: int, balancer):
+    """use_local_output=False: DTensors with the whole shape, whatever reduction's gradient comes back to them."""
+    problem = Problem(length=12)
+    weights = problem.cotangent[:, :, :1].clone()  # the same for all positions, so that a sum over them can weigh
+    ones = weights.expand_as(problem.cotangent)
+    expected = expected_attention(problem.inputs, ones, torch.ones(12, 12, dtype=torch.bool).tril())
+    core = parallel(Core(), mesh, layout=balancer, use_local_output=False)
+    layout = balancer(12, 3)
+    worst = []
+    for reduce in (
+        lambda out: (out.full_tensor() * weights).sum(),  # the same loss on every rank: counted once by DTensor
+        lambda out: (out.sum(2, keepdim=True).full_tensor() * weights).sum(),
+        lambda out: (out.to_local() * weights).sum(),
+    ):
+        leaves, _ = problem.shard(balancer, rank, 3)
+        out = core(*leaves)
+        assert out.shape == problem.inputs[0].shape
+        assert out.device_mesh == mesh
+        found = [out.to_local(), *torch.autograd.grad(reduce(out), leaves)]
+        worst += [error(mine, layout.shard(whole, 2, rank)) for mine, whole in zip(found, expected, strict=True)]
+    return max(worst)
+
+
+@on_every_rank(3)
+def test_uneven_dtensors_are_not_handed_out(mesh, rank: int):
+    """DTensor takes every dim for cut as torch.chunk cuts, so full_tensor() of these would be wrong."""
+    problem = Problem(length=13)
+    core = parallel(Core(), mesh, use_local_output=False)
+    with pytest.raises(ValueError, match=r"has \[5, 5, 3\] on its ranks, but the layout gives \[5, 4, 4\]"):
+        core(*problem.shard(head_tail, rank, 3)[0])
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@on_every_rank(3)
+def test_reshapes_inside_the_module(mesh, rank: int, length: int):
+    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules."""
+    problem = Problem(length=length)
+
+    class Joined(Core):
+        def forward(self, query, key, value):
+            out = super().forward(query, key, value).transpose(1, 2).contiguous()
+            return out.view(out.shape[0], out.shape[1], -1).unsqueeze(0).expand(1, -1, -1, -1)[0]
+
+    core = parallel(Joined(), mesh)
+    return max(run_attention(lambda *qkv: core(*qkv).unflatten(2, (4, 8)).transpose(1, 2), problem, rank, 3))

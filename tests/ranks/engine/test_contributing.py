@@ -8,31 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_styles.mask import Full
-from cp_styles.testing import run_ranks
+from tests import cases
+from tests.cases import Case, judge, sensible
 from tests.covering import in_parts
-from tests.cuda_ops import cuda_ops_on_cpu
 from tests.layouts import layouts
-from tests.oracle import allowed, attention_inputs, error, expected_attention, mask_cases, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.engine.test_parity_grid import attempt, problem
-from tests.ranks.parity_grid import KERNELS, LAYOUTS, MASKS, STRATEGIES, MaskValue, Row, grid, makes_sense
+from tests.oracle import MASKS, MaskValue, allowed, attention_inputs, error, expected_attention, mask_cases, randn
+from tests.seeds import shown
+from tests.tables import KERNELS, LAYOUTS, STRATEGIES
 from tests.unit.test_plan import check_plans
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-
-GRID = grid()  # made before an example joins its axes
-# The axes of the grid, and the value on each whose rows an example takes over.
-AXES = {
-    "mask": (MASKS, "causal"),
-    "layout": (LAYOUTS, "head_tail"),
-    "strategy": (STRATEGIES, "ring"),
-    "kernel": (KERNELS, "flash"),
+# The dimension of each example, and the value whose rows of the grid it takes over.
+TABLES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mask": ("mask", MASKS, "causal"),
+    "balancer": ("layout", LAYOUTS, "head_tail"),
+    "strategy": ("strategy", STRATEGIES, "ring"),
+    "kernel": ("kernel", KERNELS, "reference"),
 }
 
 
@@ -41,7 +37,7 @@ def block(kind: str, what: str) -> str:
 
 
 def example(what: str, right: str = "", wrong: str = "") -> dict[str, Any]:
-    """The example's row of the grid; with ``right`` replaced by ``wrong`` in its code."""
+    """The example's row of a table; with ``right`` replaced by ``wrong`` in its code."""
     source = block("object", what)
     assert not right or source.count(right) == 1
     names: dict[str, Any] = {}
@@ -49,68 +45,57 @@ def example(what: str, right: str = "", wrong: str = "") -> dict[str, Any]:
     return eval(f"{{{block('row', what)}}}", names)
 
 
-def value_of(what: str, entry: Any) -> Any:
-    """As the grid has it: masks are told the length and what the oracle is told."""
-    if what != "mask":
-        return entry
-    mask, sees = entry
-    return lambda length, *_: MaskValue(mask, allowed(sees, length, length))
+@pytest.fixture
+def enter(monkeypatch):
+    """Puts an example into its table. A mask is told the sizes, and is put there with its oracle."""
+
+    def put(what: str, name: str, entry: Any) -> None:
+        if what == "mask":
+            mask, sees = entry
+            entry = lambda sizes: MaskValue(mask, allowed(sees, sizes.length, sizes.length))  # noqa: E731
+        monkeypatch.setitem(TABLES[what][1], name, entry)
+        cases._mask_of.cache_clear()
+
+    return put
 
 
-def rows_of(what: str, name: str, ranks: int) -> list[Row]:
-    """Rows of the grid with the example in the place of a built-in one, in float64, on so many ranks."""
-    axis = "layout" if what == "balancer" else what
-    taken = [row for row in GRID if getattr(row, axis) == AXES[axis][1]]
-    rows = {replace(row, **{axis: name}, dtype=torch.float64, ranks=ranks): None for row in taken}
-    return [row for row in rows if makes_sense(row)]
+def rows_of(what: str, name: str, ranks: int) -> list[Case]:
+    """Rows of the grid with the example in the place of a built-in one, in float64 with a backward, on these ranks."""
+    dimension, _, taken = TABLES[what]
+    values = {dimension: name, "dtype": "float64", "ranks": ranks, "backward": "once", "autocast": False}
+    rows = (replace(case, **values) for case in cases.grid() if getattr(case, dimension) == taken)
+    return [case for case in dict.fromkeys(rows) if sensible(case) == case]
 
 
-def wrong_rows(rows: list[Row], ranks: int) -> list[tuple[Row, float]]:
-    for row in rows:  # the oracle's work is done once, not once a rank
-        problem(row.mask, row.heads, row.dtype, row.length)
-
-    def on(rank: int):
-        mesh = cp_mesh(ranks)
-        return [attempt(row, index, rank, mesh) for index, row in enumerate(rows)]
-
-    wrong = []
-    with cuda_ops_on_cpu():
-        found = run_ranks(on, ranks)
-    for row, *parts in zip(rows, *found, strict=True):
-        expected, layout = problem(row.mask, row.heads, row.dtype, row.length)[2], row.cut()
-        whole = [layout.unshard(by_rank, 2) for by_rank in zip(*parts, strict=True)]
-        worst = max(error(*pair) for pair in zip(whole, expected, strict=True))
-        if not worst <= EXACT:  # NaN is wrong too
-            wrong.append((row, worst))
-    return wrong
+def wrong_rows(rows: list[Case]) -> list[str]:
+    return [f"{verdict.words}: {shown(case)}" for case in rows if (verdict := judge(case)).kind != "exact"]
 
 
 @in_parts(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("what", ["mask", "balancer", "strategy", "kernel"])
-def test_the_rows_of_the_grid(what: str, ranks: int, part: int, monkeypatch):
-    """Out and gradients in float64, through both doors, with every other axis of the grid: other rows for each number
-    of ranks."""
+def test_the_rows_of_the_grid(what: str, ranks: int, part: int, enter):
+    """Out and gradients, with every other dimension of the grid: other rows for each number of ranks."""
     entries = example(what)
     for name, entry in entries.items():
-        monkeypatch.setitem(AXES["layout" if what == "balancer" else what][0], name, value_of(what, entry))
+        enter(what, name, entry)
         rows = rows_of(what, name, ranks)
-        first = 4 * (ranks - 1 + 4 * part) % len(rows)
-        assert wrong_rows((rows * 2)[first : first + 4], ranks) == []
+        first = 3 * (ranks - 1 + 4 * part) % len(rows)
+        assert wrong_rows((rows * 2)[first : first + 3]) == []
     if what == "kernel":
         assert set(entries["counting"].calls) == {"backward"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_of_them_together(ranks: int, monkeypatch):
+def test_all_of_them_together(ranks: int, enter):
     chosen = {}
-    for what in ("mask", "balancer", "strategy", "kernel"):
-        axis = "layout" if what == "balancer" else what
+    for what, (dimension, *_) in TABLES.items():
         name, entry = next(iter(example(what).items()))
-        monkeypatch.setitem(AXES[axis][0], name, value_of(what, entry))
-        chosen[axis] = name
-    rows = [Row(**chosen, heads=(6, 3), dtype=torch.float64, ranks=ranks, length=length) for length in (5, 23, 137)]
-    assert wrong_rows([row for row in rows for _ in range(2)], ranks) == []
+        enter(what, name, entry)
+        chosen[dimension] = name
+    rows = [Case(**chosen, heads=(6, 3), ranks=ranks, length=length, door=door)
+            for length, door in ((5, "function"), (23, "module"), (137, "style"))]  # fmt: skip
+    assert wrong_rows(rows) == []
 
 
 @settings(max_examples=25)
@@ -126,7 +111,7 @@ def test_every_attended_pair_once_in_the_layout(length: int, ranks: int, data: s
     cases = mask_cases(length)
     case = cases[data.draw(st.sampled_from(sorted(cases)))]
     for balancer in example("balancer").values():
-        layout = balancer(length, ranks, case.mask)
+        layout = balancer(case.mask)(length, ranks)
         assert (layout.length, layout.ranks) == (length, ranks)
         check_plans(layout, layout, case.mask, allowed(case.sees, length, length))
 
@@ -134,7 +119,7 @@ def test_every_attended_pair_once_in_the_layout(length: int, ranks: int, data: s
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_the_balancer_has_fewer_positions_than_ranks(length: int):
     for balancer in example("balancer").values():
-        assert sum(balancer(length, 5, Full()).lengths) == length
+        assert sum(balancer(Full())(length, 5).lengths) == length
 
 
 def test_tiles_of_the_kernel_are_attention():
@@ -161,14 +146,13 @@ SABOTAGE = {
 
 
 @pytest.mark.parametrize("what", SABOTAGE)
-def test_mistakes_are_noticed(what: str, monkeypatch):
+def test_mistakes_are_noticed(what: str, enter):
     name, entry = next(iter(example(what, *SABOTAGE[what]).items()))
-    monkeypatch.setitem(AXES[what][0], name, value_of(what, entry))
-    rows = [row for row in rows_of(what, name, 3) if row.length == 23][:4]
-    assert wrong_rows(rows, 3)
+    enter(what, name, entry)
+    assert wrong_rows(rows_of(what, name, 3)[:4])
 
 
 def test_a_balancer_that_loses_positions_is_noticed():
     (balancer,) = example("balancer", "range(0, length, block)", "range(block, length, block)").values()
     with pytest.raises(ValueError, match="where position 0 comes next"):
-        balancer(23, 3, Full())
+        balancer(Full())(23, 3)

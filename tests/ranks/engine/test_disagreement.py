@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from math import inf
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,17 +24,18 @@ from cp_styles import flex_attention
 from cp_styles.collectives import all_to_all
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal
-from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies import Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests import cases
+from tests.cases import Case, sensible
 from tests.covering import sampled
+from tests.doors import DOORS, EACH, cut_contiguously, door
 from tests.oracle import randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, plain, run_attention
-from tests.ranks.each_door import DOORS, OTHERS, door
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -39,29 +44,55 @@ LENGTH = Even.problem.inputs[0].shape[2]
 STYLES = {"module": ModuleContextParallel, "style": AttentionContextParallel}
 
 
-class Calls(nn.Module):
-    """Calls attention with options that a test sets, of its own on each rank."""
-
-    options: dict
-
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options)
-
-
 LAYOUTS = {"balancer": contiguous, "layout": contiguous(LENGTH, RANKS)}
 
 
-@sampled(1, option=[{"is_causal": True}, {"scale": 0.5}], door=list(STYLES), layout=list(LAYOUTS))
-def test_ranks_that_disagree_in_the_call(option: dict, door: str, layout: str):
-    """A module may decide by what it sees of the sequence, where ranks do not see the same."""
+class Odd(NamedTuple):
+    """What one of three ranks has different: (rank, field, value). The fields of all, which doors, and the error."""
 
-    def act(s: Scene):
-        module = parallelize_module(Calls(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
-        module.options = option if s.rank == 0 else {}
-        module(*s.leaves(contiguous)[0])
+    odd: tuple[int, str, Any]
+    words: str
+    needs: str = "keys"
+    fields: Mapping[str, Any] = MappingProxyType({})
 
-    ((what, value),) = option.items()
-    assert f"disagree on {what}: ranks [1, 2] differ from rank 0 (rank 0: {value}, rank 1: " in refusals(act)
+
+OTHERS, SECOND = r": ranks \[1, 2\] differ from rank 0 ", r": ranks \[1\] differ from rank 0 "
+# tests/fuzz.py combines these with everything else.
+ODD = {
+    "scale": Odd((0, "scale", 0.5), f"scale{OTHERS}.rank 0: 0.5, rank 1: "),
+    "is_causal": Odd((0, "mask", "full"), f"is_causal{OTHERS}.rank 0: False, rank 1: ", "sdpa",
+                     {"mask": "is_causal", "masked_by": "call"}),
+    "a mask": Odd((1, "mask", "window"), f"mask{SECOND}.rank 0: Causal", fields={"mask": "causal"}),
+    "a strategy": Odd((1, "strategy", "all-gather"), f"strategy{SECOND}.rank 0: Ring"),
+    "a shape": Odd((1, "heads", (3, 3)), f"shape{SECOND}"),
+    "autocast": Odd((1, "autocast", True), f"dtype{SECOND}.*float32.*, rank 1: .*bfloat16", "autocast",
+                    {"dtype": "float32"}),
+    "a layout": Odd((1, "layout", "striped"), f"layout{SECOND}"),
+    "a balancer alone": Odd((1, "balancer", True), "layout: .*rank 1: contiguous", fields={"balancer": False}),
+    "no balancer": Odd((0, "balancer", False), "layout: .*rank 1: contiguous", fields={"balancer": True}),
+    "no sink": Odd((0, "sink", None), f"sink{OTHERS}", "sink", {"sink": 1.0}),
+    "another sink": Odd((0, "sink", -inf), f"sink{OTHERS}", "sink", {"sink": 1.0}),
+    "a score function": Odd((1, "score", "softcap"), f"kernel{SECOND}", "scores", {"score": "alibi"}),
+}  # fmt: skip
+
+
+def is_of_door(name: str, way: str, **_: object) -> bool:
+    return ODD[name].needs in DOORS[way].takes
+
+
+@sampled(1, where=is_of_door, name=list(ODD), way=["module", "style", "function", "flex"], balancer=[False, True])
+def test_one_rank_has_one_thing_different(name: str, way: str, balancer: bool):
+    """All ranks say who differs in what, and a good call on the same group is exact right afterwards."""
+    odd, words, _, fields = ODD[name]
+    good = Case(**({"door": way, "ranks": RANKS, "length": 12, "heads": (6, 3), "balancer": balancer} | dict(fields)))
+    assert sensible(good) == good
+
+    def on(rank: int):
+        with pytest.raises(ValueError, match="disagree on (the contents of the )?" + words):
+            cases.run_rank(rank, replace(good, odd=odd))
+        return cases.run_rank(rank, good)
+
+    assert cases.compared(good, run_ranks(on, RANKS, timeout_seconds=20)).kind == "exact"
 
 
 class Layers(nn.Module):
@@ -102,19 +133,6 @@ def test_ranks_that_leave_out_different_layers(which: str, steps: int):
     for error in run_ranks(on, 2, timeout_seconds=20, return_errors=True):
         assert isinstance(error, ValueError)
         assert re.search(r"are not at the same place: .* in module", str(error))
-
-
-@sampled(1, door=list(STYLES), layout=list(LAYOUTS))
-def test_one_rank_under_autocast(door: str, layout: str):
-    """Its keys are half as large, which only the call shows."""
-
-    def act(s: Scene):
-        module = parallelize_module(Core(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
-        with torch.autocast("cpu", torch.bfloat16, enabled=s.rank == 1):
-            module(*(x.detach().float() for x in s.leaves(contiguous)[0]))
-
-    words = r"disagree on dtype: ranks \[1\] differ from rank 0 \(.*float32.*, rank 1: .*bfloat16"
-    assert re.search(words, refusals(act))
 
 
 class Failing(nn.Module):
@@ -168,18 +186,6 @@ def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
     assert message in lines["rank 1"]
     for line in (lines["rank 0"], lines["rank 2"]):
         assert f"ranks [1] of mesh axis 'cp' {refused} (their own error says why)" in line
-
-
-@pytest.mark.parametrize("named", [0, 1])
-def test_only_one_rank_is_given_the_layout(named: int):
-
-    def act(s: Scene):
-        layout = LAYOUTS["layout" if s.rank == named else "balancer"]
-        module = parallelize_module(Calls(), s.mesh, AttentionContextParallel(layout=layout))
-        module.options = {}
-        module(*s.leaves(contiguous)[0])
-
-    assert re.search(f"disagree on layout: .*rank {1 - named}: contiguous", refusals(act))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -252,7 +258,7 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
         assert "ranks [1] of mesh axis 'cp' refused" in str(other)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", EACH[2:])
 @pytest.mark.parametrize(
     "wrong",
     [{"strategy": Ulysses(size=2)}, {"strategy": "ring"}, {"layout": 7}, {"layout": head_tail(12, 2)}],
@@ -291,34 +297,19 @@ def test_one_rank_fails_inside_a_block(place: str):
     assert "ranks [1] of mesh axis 'cp' refused the attention inside" in third
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
-@pytest.mark.parametrize("mine", [None, 2.0], ids=["none", "another"])
-def test_one_rank_has_another_sink(strategy, mine: float | None):
-    def act(s: Scene):
-        sink = torch.ones(s.leaves()[0][0].shape[1], dtype=torch.float64)
-        own = sink if s.rank else None if mine is None else sink * mine
-        context_attention(*s.leaves()[0], s.mesh, sink_H=own, strategy=strategy)
-
-    assert "disagree on sink: ranks [1, 2] differ from rank 0" in refusals(act)
-
-
 def cut_by(documents: list[int]):
     return lambda length, ranks: per_document_head_tail(length, ranks, documents=documents)
 
 
-@pytest.mark.parametrize("door", [*STYLES, "function"])
-def test_balancers_of_one_name_that_cut_differently(door: str):
+@pytest.mark.parametrize("name", [*STYLES, "function"])
+def test_balancers_of_one_name_that_cut_differently(name: str):
     """Compared is what they say: of equal lengths here, but not the same positions."""
     pairs = [cut_by([6, 6]), cut_by([12])]
     assert pairs[0](LENGTH, RANKS).lengths == pairs[1](LENGTH, RANKS).lengths
 
     def act(s: Scene):
         layout = pairs[s.rank == 1]
-        leaves = [x * 1 for x in s.leaves(layout)[0]]
-        if door == "function":
-            context_attention(*leaves, s.mesh, layout=layout)
-        else:
-            parallelize_module(Core(), s.mesh, STYLES[door](layout=layout))(*leaves)
+        door(name, s.mesh, layout=layout)(*(x * 1 for x in s.leaves(layout)[0]))
 
     assert re.search(r"disagree on layout: ranks \[1\] differ from rank 0 .*\(\(0, 2\), \(10, 12\)\)", refusals(act))
 
@@ -379,7 +370,9 @@ def test_ranks_whose_flex_functions_read_other_values(kind: str):
     assert f"disagree on {what}: ranks [1] differ from rank 0" in refusals(act)
 
 
-MESHES = DOORS | {"a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)}
+MESHES = {name: partial(cut_contiguously, name) for name in EACH} | {
+    "a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)
+}
 
 
 @pytest.mark.parametrize("door", MESHES)
@@ -402,20 +395,16 @@ DOCUMENTS = ([4, 8], [6, 6], [8, 4])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["backward at once", "backward after the next batch"])
-@pytest.mark.parametrize("door", [*STYLES, "function", "block"])
+@pytest.mark.parametrize("name", [*STYLES, "function", "block"])
 @on_every_rank(RANKS, timeout_seconds=20.0)
-def test_a_balancer_that_reads_the_batch(rank: int, door: str, late: bool):
+def test_a_balancer_that_reads_the_batch(rank: int, name: str, late: bool):
     """It is asked for every batch, and not again in a backward, when it may be the next batch's already."""
     s, batch = Even(rank, threading.Barrier(1)), {}
 
     def cut(length: int, ranks: int):
         return per_document_head_tail(length, ranks, documents=batch["documents"])
 
-    attend = {
-        "function": lambda *qkv: context_attention(*qkv, s.mesh, layout=cut, mask=Causal()),
-        "block": lambda *qkv: in_block(s, cut, *qkv),
-    }.get(door)
-    attend = attend or parallelize_module(Core(), s.mesh, STYLES[door](layout=cut))
+    attend = door(name, s.mesh, layout=cut)
     runs = []
     for batch["documents"] in DOCUMENTS:
         layout = cut(LENGTH, RANKS)
@@ -427,11 +416,6 @@ def test_a_balancer_that_reads_the_batch(rank: int, door: str, late: bool):
         if late:
             out.backward(cotangent)
         s.check([out, *(leaf.grad for leaf in leaves)], layout)
-
-
-def in_block(s: Scene, layout, *qkv):
-    with context_parallel(s.mesh, layout=layout):
-        return Core()(*qkv)
 
 
 @pytest.mark.parametrize("others", [[0, 1, 2], [3]], ids=str)
@@ -449,16 +433,12 @@ def test_ranks_in_different_numbers_of_groups(others: list[int]):
     assert max(map(max, run_ranks(on, 4, timeout_seconds=10))) < EXACT
 
 
-@pytest.mark.parametrize("door", ["flex", "varlen"])
+@pytest.mark.parametrize("name", ["flex", "varlen"])
 @on_every_rank(2)
-def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(mesh, rank: int, door: str):
+def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(mesh, rank: int, name: str):
     """flex_attention and varlen_attn take tensors as they are. Messages of other sizes would end the process."""
     dtype = (torch.float32, torch.bfloat16)[rank]
     q, k, v = (torch.randn(1, 2, 8, 16, dtype=dtype) for _ in range(3))
-    if door == "flex":
-        attend = partial(context_flex_attention, q, k, v, mesh, layout=contiguous)
-    else:
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        attend = partial(context_varlen_attention, q, k, v, mesh, [0, 16], layout=contiguous)
+    attend = door(name, mesh, length=16, layout=contiguous)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="disagree on dtype"):
-        attend()
+        attend(q, k, v)

@@ -206,7 +206,7 @@ def test_the_ops_of_a_step_of_a_ring():
 
 
 @sampled(
-    2,
+    1,
     strategy=[
         Ring(),
         Ring(keep=0),
@@ -276,7 +276,7 @@ def ops_over_documents(documents: tuple[int, ...], layout, strategy) -> list[lis
         return run_ranks(on, 4)
 
 
-@sampled(2, strategy=[Ring(), AllGather(), Ulysses()], layout=[contiguous, head_tail, striped])
+@sampled(1, strategy=[Ring(), AllGather(), Ulysses()], layout=[contiguous, head_tail, striped])
 def test_the_ops_of_a_pack_do_not_grow_with_its_documents(strategy, layout):
     """A pack is one call, one merge and one sum, whatever its rows are; and so are messages of many ranges of rows.
     Views count too, but for those that are joined."""
@@ -287,9 +287,7 @@ def test_the_ops_of_a_pack_do_not_grow_with_its_documents(strategy, layout):
     assert few == many
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses(), Ulysses(size=2)], ids=plain)
+@sampled(1, kv_heads=[4, 2], batch=[1, 2], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses(), Ulysses(size=2)])
 def test_long_documents_of_few_heads_are_packed(strategy, batch: int, kv_heads: int, monkeypatch):
     """Six documents of 16 to 21 tokens; more than 4 are long here. After Ulysses a rank has one head of all of them.
     No other test has these lengths, whose schedules are cached."""
@@ -357,8 +355,7 @@ def test_the_calls_of_documents_after_ulysses():
     assert round(run.backward.peak / 2**20) == 655
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
-@pytest.mark.parametrize("layout", [contiguous, head_tail, striped])
+@sampled(1, strategy=[Ring(), AllGather()], layout=[contiguous, head_tail, striped])
 def test_the_ops_of_many_documents_are_those_of_few(strategy, layout):
     """In a dry run for a GPU: what is computed, and what is copied, merged and added."""
     shapes = Shapes(8, 2, 64, 64, torch.bfloat16, torch.device("cuda"))

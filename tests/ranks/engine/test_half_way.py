@@ -48,7 +48,6 @@ from cp_styles.collectives import (
     split,
     sync_inputs,
 )
-from cp_styles.collectives.exchange import Blocks
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import PendingTransfers, TransferError, end_connections
@@ -64,10 +63,10 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel_unshard
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
+from tests.doors import door
 from tests.gpu_tensors import BreaksRule, gpus, put
 from tests.oracle import randn
 from tests.ranks.attention_case import Problem, cp_mesh, on_every_rank
-from tests.ranks.each_door import door
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
@@ -115,6 +114,24 @@ def caught(act: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+Acts = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def rank_1_leaves(ranks: int, acts: Callable[[int], Acts]) -> list[list[BaseException | None]]:
+    """What the two acts of each rank raise: rank 1 leaves its first one, and all hear of it at once, and afterwards."""
+
+    def on(rank: int) -> tuple[list[BaseException | None], float]:
+        both, began = acts(rank), time.monotonic()
+        return [caught(act) for act in both], time.monotonic() - began
+
+    found = run_ranks(on, ranks, timeout_seconds=20)
+    for rank, ((first, second), seconds) in enumerate(found):
+        assert isinstance(first, OutOfMemory if rank == 1 else TransferError), first
+        assert isinstance(second, TransferError), second
+        assert seconds < SOON
+    return [errors for errors, _ in found]
+
+
 STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
 
 
@@ -133,24 +150,17 @@ def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
     layout = head_tail(LENGTH, RANKS)
     problem = Problem(length=LENGTH, heads=6, kv_heads=6)
 
-    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+    def acts(rank: int) -> Acts:
         options = {"mask": Causal(), "layout": layout, "strategy": strategy, "checks": checks}
         attend = partial(context_attention, mesh=cp_mesh(RANKS), **options)
         leaves, cotangent = problem.shard(layout, rank, RANKS)
         kernel = Failing(way if rank == 1 else "nowhere", left=last_call(strategy))
-        began = time.monotonic()
-        first = caught(lambda: attend(*leaves, kernel=kernel).backward(cotangent))
-        second = caught(lambda: attend(*leaves))
-        return first, second, time.monotonic() - began
+        return lambda: attend(*leaves, kernel=kernel).backward(cotangent), lambda: attend(*leaves)
 
-    found = run_ranks(on, RANKS, timeout_seconds=20)
-    assert isinstance(found[1][0], OutOfMemory)
-    for rank, (first, second, seconds) in enumerate(found):
-        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
+    found = rank_1_leaves(RANKS, acts)
+    for rank, (first, _) in enumerate(found):
         words = rf"context_attention \(mesh axis 'cp'\): on rank {rank}, a transfer with rank \d \(of all"
         assert rank == 1 or re.match(words, str(first)), first
-        assert isinstance(second, TransferError)
-        assert seconds < SOON
     assert "this rank has left an operation of the ranks half way, by OutOfMemory" in str(found[1][1])
 
 
@@ -422,34 +432,6 @@ def test_collectives_whose_backwards_run_in_another_order(which: str):
         assert "in the backward of a function of cp_styles.collectives (call 2 over these ranks), rank 1" in str(error)
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("which", ["all_to_all", "all_to_all, async"])
-def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
-    fails, pack = threading.local(), Blocks.pack
-
-    def failing(self, tensors):
-        if getattr(fails, "now", False):
-            raise OutOfMemory
-        return pack(self, tensors)
-
-    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
-        x = torch.randn(6, 6, requires_grad=True)
-        call = partial(COLLECTIVES[which], x, dist.group.WORLD)
-        out = call()
-        began = time.monotonic()
-        fails.now = rank == 1
-        first = caught(call if way == "forward" else lambda: out.sum().backward())
-        fails.now = False
-        return first, caught(call), time.monotonic() - began
-
-    monkeypatch.setattr(Blocks, "pack", failing)
-    found = run_ranks(on, RANKS, timeout_seconds=20)
-    for rank, (first, second, seconds) in enumerate(found):
-        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
-        assert isinstance(second, TransferError)
-        assert seconds < SOON
-
-
 DOORS = ["style", "module", "function", "flex"]
 
 
@@ -548,35 +530,45 @@ def test_a_rank_leaves_while_samples_are_on_their_way(at: str):
         assert "sync_inputs (mesh axis" in str(error)
 
 
-WITH_MESSAGES = {
-    "cp_styles.batch._sum_bucket": WITHOUT_ATTENTION["sum_gradients"],
-    "cp_styles.decoding._visible": decoded,
-    "cp_styles.decoding._part": decoded,
-    "cp_styles.joint_layout.JointLayout.whole": lambda _: OF_KEYS["whole tokens"](),
-}
+def twice(act: Callable[[Any], Any]) -> Callable[[Any], Acts]:
+    return lambda group: (partial(act, group), partial(act, group))
 
 
-@pytest.mark.parametrize("at", WITH_MESSAGES)
-def test_one_rank_leaves_a_function_that_communicates(at: str, monkeypatch):
+def collective(which: str, way: str, group: Any) -> Acts:
+    call = partial(COLLECTIVES[which], torch.randn(8, 8, requires_grad=True), group)
+    out = call()
+    return call if way == "forward" else lambda: out.sum().backward(), call
+
+
+# Where in a function rank 1 fails.
+WITH_MESSAGES: dict[str, tuple[str, Callable[[Any], Acts]]] = {
+    "sum_gradients": ("cp_styles.batch._sum_bucket", twice(summed)),
+    "context_decode": ("cp_styles.decoding._visible", twice(decoded)),
+    "context_decode, its part": ("cp_styles.decoding._part", twice(decoded)),
+    "whole tokens": ("cp_styles.joint_layout.JointLayout.whole", twice(lambda _: OF_KEYS["whole tokens"]())),
+    **{f"{which}, {way}": ("cp_styles.collectives.exchange.Blocks.pack", partial(collective, which, way))
+       for which in ("all_to_all", "all_to_all, async") for way in ("forward", "backward")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_MESSAGES)
+def test_one_rank_leaves_a_function_that_communicates(name: str, monkeypatch):
+    at, prepare = WITH_MESSAGES[name]
     fails, real = threading.local(), resolve_name(at)
 
     def run_or_fail(*args: Any) -> Any:
         if getattr(fails, "now", False):
+            fails.now = False
             raise OutOfMemory
         return real(*args)
 
-    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
-        group, began = cp_mesh(4).get_group(), time.monotonic()
+    def acts(rank: int) -> Acts:
+        both = prepare(cp_mesh(4).get_group())
         fails.now = rank == 1
-        first = caught(lambda: WITH_MESSAGES[at](group))
-        fails.now = False
-        return first, caught(lambda: WITH_MESSAGES[at](group)), time.monotonic() - began
+        return both
 
     monkeypatch.setattr(at, run_or_fail)
-    for rank, (first, second, seconds) in enumerate(run_ranks(on, 4, timeout_seconds=20)):
-        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
-        assert isinstance(second, TransferError)
-        assert seconds < SOON
+    rank_1_leaves(4, acts)
 
 
 @on_every_rank(RANKS, timeout_seconds=20)

@@ -24,7 +24,7 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.covering import at_night, in_parts, sampled
+from tests.covering import sampled
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
@@ -90,8 +90,8 @@ def test_logits_of_ten_thousand(dtype: torch.dtype, kernel):
             assert mine <= 3 * alone + rounding, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, *at_night(torch.float32)], ids=str)
-def test_tiles_and_rows_that_see_nothing(dtype: torch.dtype):
+@sampled(1, dtype=[torch.float64, torch.float16, torch.float32], strategy=STRATEGIES)
+def test_tiles_and_rows_that_see_nothing(dtype: torch.dtype, strategy):
     """Tiles that a dense mask hides entirely: alone, before and after a tile with keys; and rows without keys."""
     length, ranks = 24, 4
     inputs, cotangent = attention_inputs(length=length, kv_heads=2, dtype=dtype)
@@ -105,23 +105,20 @@ def test_tiles_and_rows_that_see_nothing(dtype: torch.dtype):
         "every other row": (torch.arange(length) % 2 == 0)[:, None].expand(length, length),
     }
     masks: list[Mask] = [Dense(allowed) for allowed in sees.values()]
-    settings = [(contiguous(length, ranks), {"mask": mask, "strategy": s}) for mask in masks for s in STRATEGIES]
-    results = iter(gathered(inputs, cotangent, ranks, settings))
-    for name, allowed in sees.items():
+    settings = [(contiguous(length, ranks), {"mask": mask, "strategy": strategy}) for mask in masks]
+    for (name, allowed), found in zip(sees.items(), gathered(inputs, cotangent, ranks, settings), strict=True):
         wanted = expected_attention(inputs, cotangent, allowed)
-        for strategy in STRATEGIES:
-            found = next(results)
-            assert all(bool(x.isfinite().all()) for x in found), (name, strategy)
-            dead = ~allowed.any(1)
-            assert not found[0][:, :, dead].any(), "rows that see nothing are zero, exactly"
-            assert not found[1][:, :, dead].any()
-            # Rounding of logits of some hundreds, a relative error of their weights; float16 rounds the results too.
-            bound = EXACT if dtype == torch.float64 else 500 * torch.finfo(torch.float32).eps
-            bound += 20 * torch.finfo(dtype).eps if dtype == torch.float16 else 0.0
-            # Who sees one key has dq = dk = 0, and what is left is rounding of terms as large as the query.
-            scales = [max(x, inputs[0].double(), key=torch.norm) if 1 <= i < 3 else x for i, x in enumerate(wanted)]
-            for mine, one, scale in zip(found, wanted, scales, strict=True):
-                assert error(mine, one, whole=scale) < bound, (name, strategy)
+        assert all(bool(x.isfinite().all()) for x in found), name
+        dead = ~allowed.any(1)
+        assert not found[0][:, :, dead].any(), "rows that see nothing are zero, exactly"
+        assert not found[1][:, :, dead].any()
+        # Rounding of logits of some hundreds, a relative error of their weights; float16 rounds the results too.
+        bound = EXACT if dtype == torch.float64 else 500 * torch.finfo(torch.float32).eps
+        bound += 20 * torch.finfo(dtype).eps if dtype == torch.float16 else 0.0
+        # Who sees one key has dq = dk = 0, and what is left is rounding of terms as large as the query.
+        scales = [max(x, inputs[0].double(), key=torch.norm) if 1 <= i < 3 else x for i, x in enumerate(wanted)]
+        for mine, one, scale in zip(found, wanted, scales, strict=True):
+            assert error(mine, one, whole=scale) < bound, name
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -206,9 +203,7 @@ def least(mask: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
     return mask - mask.amax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MASKED)
-@in_parts(4)
+@sampled(1, dtype=[torch.float64, torch.float32, torch.bfloat16], name=list(MASKED), part=range(4))
 def test_rows_that_are_masked_throughout_with_numbers(dtype: torch.dtype, name: str, part: int):
     """Where a logsumexp would have no digits left for the number of keys, the rows are what one device makes of them.
 

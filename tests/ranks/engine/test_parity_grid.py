@@ -1,113 +1,105 @@
-"""Strategy x mask x layout x kernel x heads x dtype x ranks x length, generated, against the float64 oracle.
-
-What the grid covers is held by the first test, as numbers in tutorials/support.md; see parity_grid.py for how its rows
-are chosen.
-"""
+"""Attention in every combination of two values, of tests/cases.py, against the float64 oracle."""
 
 from __future__ import annotations
 
+import random
 import re
-from functools import cache, partial
+from itertools import combinations
+from math import inf
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from cp_styles.functions.attention import context_attention
-from cp_styles.testing import run_ranks
-from tests.cuda_ops import cuda_ops_on_cpu
-from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
-from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel
-from tests.ranks.parity_grid import BATCHES, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs, whole_grid
+from tests import cases
+from tests.cases import DIMENSIONS, GRID, Case, coverage, covering, grid, judge, pairs_of, sensible
+from tests.doors import DOORS
+from tests.seeds import shown
+from tests.tables import divides
 
-# Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
-# error plus FLOOR times the dtype's epsilon, half a rounding: a merge rounds once more than one device does.
-RATIO, FLOOR = 1.5, 0.25
+PARTS = 15
 
 
-def test_what_the_grid_covers():
-    """Every two values of any two axes meet, but two ranks of heads in an odd number of ranks; the page shows it."""
-    assert missing_pairs() == set()
-    page = (Path(__file__).parents[3] / "tutorials/support.md").read_text()
-    (shown,) = re.findall(r"<!-- grid -->\n(.*?)\n<!-- end of grid -->", page, re.DOTALL)
-    assert shown == coverage(), "put what python -m tests.ranks.parity_grid prints into tutorials/support.md"
-
-
-@cache
-def problem(mask: str, heads: tuple[int, int], dtype: torch.dtype, length: int):
-    """Whole inputs and cotangent, the oracle's results, and in low precision the errors of one device's attention."""
-    row = Row("ring", mask, "contiguous", "flash", heads, dtype, 1, length)
-    value = row.value()
-    shape = {"length": length, "batch": BATCHES[length], "heads": heads[0], "kv_heads": heads[1], "dim": 8}
-    inputs, cotangent = attention_inputs(dtype=dtype, **shape)
-    bias = None if value.bias is None else value.bias.double()
-    expected = expected_attention(inputs, cotangent, value.sees, bias=bias)
-    if dtype == torch.float64:
-        return inputs, cotangent, expected, [0.0] * 4
-    given = value.sees
-    if value.bias is not None:
-        given = value.bias if value.sees is None else value.bias.masked_fill(~value.sees, float("-inf"))
-    given = given.expand(BATCHES[length], heads[0], length, length)  # fused attention takes no mask of three dims
-    one = partial(F.scaled_dot_product_attention, attn_mask=given, enable_gqa=True)
-    alone = attend_and_differentiate(one, inputs, cotangent)
-    return inputs, cotangent, expected, [error(*pair) for pair in zip(alone, expected, strict=True)]
-
-
-def attempt(row: Row, index: int, rank: int, mesh) -> list[torch.Tensor]:
-    """``[out, dq, dk, dv]`` of a row on a rank; every third row goes through the module's door."""
-    inputs, cotangent, _, _ = problem(row.mask, row.heads, row.dtype, row.length)
-    layout = row.cut()
-    options = {
-        "strategy": STRATEGIES[row.strategy],
-        "layout": layout,
-        "mask": row.value().mask,
-        "kernel": KERNELS[row.kernel],
-    }
-    if index % 3:
-        attend = partial(context_attention, mesh=mesh, **options)
-    else:
-        attend = parallel(Core(causal=False), mesh, **options)
-    try:
-        return attend_and_differentiate(
-            attend, [layout.shard(x, 2, rank) for x in inputs], layout.shard(cotangent, 2, rank)
-        )
-    except Exception as failure:
-        raise AssertionError(f"{row}: {failure}") from failure
-
-
-def check(of_grid: tuple[Row, ...], ranks: int) -> None:
-    """The rows on so many ranks."""
-    rows = [(index, row) for index, row in enumerate(of_grid) if row.ranks == ranks]
-    for _, row in rows:
-        problem(row.mask, row.heads, row.dtype, row.length)  # once, and not once a rank
-
-    def on(rank: int):
-        mesh = cp_mesh(ranks)
-        return [attempt(row, index, rank, mesh) for index, row in rows]
-
-    wrong = []
-    with cuda_ops_on_cpu():
-        found = run_ranks(on, ranks)
-    for (_, row), *parts in zip(rows, *found, strict=True):
-        _, _, expected, alone = problem(row.mask, row.heads, row.dtype, row.length)
-        layout, slack = row.cut(), 0.0 if row.dtype == torch.float64 else FLOOR * torch.finfo(row.dtype).eps
-        for what, wanted, mine, by_rank in zip(
-            ("out", "dq", "dk", "dv"), expected, alone, zip(*parts, strict=True), strict=True
-        ):
-            assert {part.dtype for part in by_rank} == {row.dtype}
-            off = error(layout.unshard(by_rank, 2), wanted)
-            if not off <= (EXACT if row.dtype == torch.float64 else RATIO * mine + slack):  # NaN is wrong too
-                wrong.append(f"{what} {off:.2e}, alone {mine:.2e}: {row}")
+def check(rows: list[Case]) -> None:
+    wrong = [f"{verdict.kind}: {verdict.words}: {shown(case)}" for case in rows if not (verdict := judge(case)).good]
     assert not wrong, f"{len(wrong)} wrong, such as\n" + "\n".join(wrong[:12])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_grid(ranks: int):
-    check(grid(), ranks)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_grid(part: int):
+    check([*grid()[part::PARTS]])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", RANKS)
-def test_every_strategy_mask_and_layout(ranks: int):
-    check(whole_grid(), ranks)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_two_values(part: int):
+    """Of all dimensions."""
+    names = tuple(name for name in DIMENSIONS if name != "compiled")
+    check([*covering(names, compiled="no")[part::PARTS]])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", DIMENSIONS["strategy"])
+@pytest.mark.parametrize("layout", DIMENSIONS["layout"])
+def test_every_strategy_mask_and_layout(strategy: str, layout: str):
+    """By the function, which takes all of them; other values at random."""
+    fixed = {"door": "function", "strategy": strategy, "layout": layout}
+    masks = (mask for mask in DIMENSIONS["mask"] if mask != "is_causal")
+    drawn = (
+        cases.drawn(random.Random(seed), seed, **fixed, mask=mask, ranks=2 + 2 * (seed % 2))
+        for seed, mask in enumerate(masks)
+    )
+    check([*drawn])
+
+
+NAMED = {
+    "rows before heads": Case(door="style, [B, S, H, D]", ranks=3, mask="is_causal", masked_by="call", length=13,
+                              heads=(4, 2), layout="head_tail"),
+    "the logsumexp goes on to the loss": Case(door="function, [B, S, H, D]", ranks=4, mask="causal", length=21, batch=2,
+                                              heads=(6, 2), dim=8, lse=True, layout="head_tail"),
+    "expanded keys": Case(door="module", ranks=3, mask="is_causal", masked_by="call", length=13, heads=(4, 4),
+                          strides="of one head"),
+    "one head on four ranks": Case(ranks=4, strategy="Ulysses x Ulysses", mask="causal", length=12),
+    "one head on four ranks, saved elsewhere": Case(ranks=4, strategy="Ulysses", mask="causal", length=12, batch=2,
+                                                    checkpoint="saved elsewhere"),
+    "a sink of minus infinity is none": Case(ranks=4, mask="causal", length=13, heads=(4, 2), sink=-inf),
+    "another mask in each row, a bias and sinks": Case(mask="another in each row & float", length=21, batch=3,
+                                                       heads=(4, 4), sink=1.0, layout="head_tail"),
+    "scores that learn": Case(door="flex in module", ranks=3, mask="BlockMask", masked_by="call", length=60, batch=2,
+                              heads=(4, 2), score="learned", lse=True, layout="head_tail"),
+    "scores that mask": Case(door="flex", strategy="Ulysses", mask="BlockMask of documents", masked_by="call",
+                             length=60, batch=2, heads=(4, 2), score="masking", lse=True, layout="striped"),
+    "documents and a window of varlen_attn": Case(door="varlen in module", ranks=4, mask="windowed documents",
+                                                  masked_by="call", length=61, heads=(4, 2), lse=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_by_name(name: str):
+    """What the grid combines with everything, with plain numbers."""
+    assert sensible(NAMED[name]) == NAMED[name]
+    verdict = judge(NAMED[name])
+    assert verdict.kind == "exact", verdict.words
+
+
+def makes_sense(pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
+    """Two ranks exchange heads, so two must divide the ranks. A door has kernels, or packs, or torch's own call."""
+    found = dict(pair)
+    door, mask = found.get("door", "function"), str(found.get("mask", "full"))
+    takes = DOORS[str(door)].takes
+    return (
+        divides(str(found.get("strategy", "ring")), int(str(found.get("ranks", 2))))
+        and ("kernel" in takes or found.get("kernel", "default") == "default")
+        and (mask != "is_causal" or "sdpa" in takes or "door" not in found)
+        and not ("packs" in takes and (mask.startswith(("prefix", "bool", "float", "BlockMask", "another"))))
+    )
+
+
+def test_what_the_grid_covers():
+    """Every two values of any two dimensions meet that make sense together; the page shows it."""
+    values = [(name, value) for name in GRID for value in dict.fromkeys(DIMENSIONS[name])]
+    pairs = {pair for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
+    covered = set().union(*(pairs_of(case, GRID) for case in grid()))
+    assert {pair for pair in pairs - covered if makes_sense(pair)} == set()
+    page = (Path(__file__).parents[3] / "tutorials/support.md").read_text()
+    (shown,) = re.findall(r"<!-- grid -->\n(.*?)\n<!-- end of grid -->", page, re.DOTALL)
+    assert shown == coverage(), "put what python -m tests.cases prints into tutorials/support.md"

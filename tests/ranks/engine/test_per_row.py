@@ -9,7 +9,6 @@ import torch
 
 from cp_styles import (
     Causal,
-    Dense,
     Documents,
     PerRow,
     by_work,
@@ -20,7 +19,7 @@ from cp_styles import (
 )
 from cp_styles.plan import make_plan
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
-from tests.oracle import document_of, error, randn
+from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 
 LENGTH = 21
@@ -33,32 +32,6 @@ def seen(causal: bool = True) -> torch.Tensor:
     rows = [torch.tensor([document_of(row)(p) for p in range(LENGTH)]) for row in ROWS]
     mask = torch.stack([ids[:, None] == ids[None] for ids in rows])[:, None]
     return mask & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if causal else mask
-
-
-def test_with_a_dense_mask_of_every_row_and_sinks():
-    bias = randn(7, 3, 4, LENGTH, LENGTH)
-    problem = Problem(length=LENGTH, batch=3, causal=False)
-    sink = randn(8, 4)
-    q, k, v = (x.clone().requires_grad_() for x in problem.inputs)
-    whole_sink = sink.clone().requires_grad_()
-    logits = (q @ k.mT * q.shape[-1] ** -0.5 + bias).masked_fill(~seen(), float("-inf"))
-    weights = torch.softmax(torch.cat([logits, whole_sink[None, :, None, None].expand(3, 4, LENGTH, 1)], -1), -1)
-    out = weights[..., :-1] @ v
-    problem.expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), problem.cotangent, retain_graph=True)]
-    (expected_sink,) = torch.autograd.grad(out, whole_sink, problem.cotangent)
-
-    def on(rank: int) -> tuple[list[float], torch.Tensor]:
-        own = sink.clone().requires_grad_()
-
-        def attend(q, k, v):
-            mask = DOCUMENTS & Causal() & Dense(bias)
-            return context_attention(q, k, v, cp_mesh(2), mask=mask, sink_H=own)
-
-        return run_attention(attend, problem, rank, 2), own.grad
-
-    results = run_ranks(on, 2)
-    assert max(max(errors) for errors, _ in results) < EXACT
-    assert error(sum(grad for _, grad in results), expected_sink) < EXACT
 
 
 def test_each_row_sends_what_its_own_mask_needs():

@@ -40,8 +40,7 @@ from tests.ranks.training_scene import DOORS, RIGHT, ByHand, Two, attended, inpu
 ONLY_WARN = Checks(only_warn=True)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("micro", [1, 3])
+@sampled(1, door=DOORS, micro=[1, 3])
 def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(door: str, micro: int):
     """On each rank, with micro-batches accumulated or not."""
     steps = [0, 0]
@@ -179,8 +178,7 @@ class _Counted(torch.optim.SGD):
         self.steps += 1
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("case", ["another model", "a layer unfrozen later"])
+@sampled(1, door=DOORS, case=["another model", "a layer unfrozen later"])
 def test_news_after_a_right_training_is_compared_at_once(door: str, case: str):
     """In the step after the first wrong one, whatever was trained before: SFT and then DPO, or a notebook."""
 
@@ -219,8 +217,7 @@ def test_another_model_with_an_optimizer_of_somebodys_own(door: str):
     raised(on)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("left_out", ["head", "layers.0", "layers.1"])
+@sampled(1, door=DOORS, left_out=["head", "layers.0", "layers.1"])
 def test_parameters_that_are_left_out_are_named(door: str, left_out: str):
     """In front of an attention, between two, and behind the last."""
 

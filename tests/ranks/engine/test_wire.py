@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Dense, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
@@ -21,10 +20,9 @@ from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled
 from tests.oracle import allowed, mask_cases
 from tests.ranks.attention_case import Problem, cp_mesh, run_attention
-from tests.ranks.parity_grid import uneven
+from tests.tables import LAYOUTS, cut_by
 
 LENGTH, BATCH, HEADS, KV_HEADS, DIM = 29, 2, 4, 2, 8
-DOCUMENTS = (1, 14, 1, 13)
 
 
 def rows_needed(layout: SequenceLayout, seen: torch.Tensor) -> list[int]:
@@ -75,21 +73,10 @@ def row_bytes(problem: Problem) -> int:
     return 2 * BATCH * KV_HEADS * DIM * problem.inputs[0].element_size()
 
 
-LAYOUTS = {
-    "contiguous": lambda ranks, mask: contiguous(LENGTH, ranks),
-    "head_tail": lambda ranks, mask: head_tail(LENGTH, ranks),
-    "striped": lambda ranks, mask: striped(LENGTH, ranks),
-    "documents": lambda ranks, mask: per_document_head_tail(LENGTH, ranks, documents=DOCUMENTS),
-    "by_work": lambda ranks, mask: by_work(LENGTH, ranks, mask=mask),
-    "uneven": lambda ranks, mask: uneven(LENGTH, ranks),
-}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_plan_is_the_lower_bound(layout, ranks: int):
+@sampled(1, ranks=[2, 3, 4, 8], layout=list(LAYOUTS))
+def test_the_plan_is_the_lower_bound(layout: str, ranks: int):
     for case in mask_cases(LENGTH).values():
-        own = layout(ranks, case.mask)
+        own = cut_by(layout, case.mask)(LENGTH, ranks)
         assert rows_planned(own, case.mask) == rows_needed(own, allowed(case.sees, LENGTH, LENGTH))
 
 
@@ -99,7 +86,7 @@ def test_the_wire_is_the_lower_bound(layout: str, strategy):
     ranks, calls, needed = 3, [], []
     for case in mask_cases(LENGTH).values():
         seen = allowed(case.sees, LENGTH, LENGTH)
-        own = LAYOUTS[layout](ranks, case.mask)
+        own = cut_by(layout, case.mask)(LENGTH, ranks)
         calls.append((Problem(length=LENGTH, kv_heads=KV_HEADS, mask=seen, dtype=torch.float32), own, case.mask))
         needed.append(sum(rows_needed(own, seen)))
     times = 2 if strategy.keep else 3

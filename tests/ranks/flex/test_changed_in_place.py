@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles import (
-    AttentionContextParallel,
-    Causal,
-    Dense,
-    FlexMask,
-    ModuleContextParallel,
-    PerRow,
-    SequenceScope,
-    context_attention,
-    context_flex_attention,
-    head_tail,
-)
+from cp_styles import Causal, Dense, FlexMask, Mask, PerRow, head_tail
 from cp_styles.testing import run_ranks
+from tests.doors import door
 from tests.oracle import error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -32,40 +19,11 @@ LAYOUT = head_tail(LENGTH, RANKS)
 INPUTS = [randn(i, 2, 2, LENGTH, 4) for i in range(4)]  # query, key, value and a cotangent
 
 
-class Attend(nn.Module):
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
+DOORS = ("function", "flex", "module", "style", "scope")
 
 
-def by_function(mask, mesh):
-    return lambda *tensors: context_attention(*tensors, mesh, mask=mask, layout=LAYOUT)
-
-
-def by_flex(mask, mesh):
-    return lambda *tensors: context_flex_attention(*tensors, mesh, mask=mask, layout=LAYOUT)
-
-
-def by_style(style, mask, mesh):
-    return parallelize_module(Attend(), mesh, style(layout=LAYOUT, mask=mask))
-
-
-def by_scope(mask, mesh):
-    module = parallelize_module(Attend(), mesh, ModuleContextParallel())
-
-    def attend(*tensors):
-        with SequenceScope(LAYOUT, mask=mask):
-            return module(*tensors)
-
-    return attend
-
-
-DOORS = {
-    "function": by_function,
-    "flex": by_flex,
-    "module": partial(by_style, ModuleContextParallel),
-    "style": partial(by_style, AttentionContextParallel),
-    "scope": by_scope,
-}
+def attended(name: str, mask: Mask, mesh) -> Callable[..., torch.Tensor]:
+    return door(name, mesh, causal=False, mask=mask, layout=LAYOUT)
 
 
 def block_mask_of(ids, *, sink=False, rows=False):
@@ -94,9 +52,9 @@ def allowed(name: str, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("changes", [range(RANKS), [1]], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize(
-    ("door", "mask"), [*((door, "band") for door in DOORS), *(("module", mask) for mask in MASKS if mask != "band")]
+    ("name", "mask"), [*((name, "band") for name in DOORS), *(("module", mask) for mask in MASKS if mask != "band")]
 )
-def test_every_rank_raises_at_the_next_call(door: str, mask: str, changes):
+def test_every_rank_raises_at_the_next_call(name: str, mask: str, changes):
     """A backward that comes after the change uses the values of its forward."""
     before = torch.arange(LENGTH).expand(2, -1) // torch.tensor([[5], [7]])
     *whole, grad = INPUTS
@@ -104,7 +62,7 @@ def test_every_rank_raises_at_the_next_call(door: str, mask: str, changes):
 
     def on(rank: int):
         ids = before.clone()
-        attend = DOORS[door](MASKS[mask](ids), cp_mesh(RANKS))
+        attend = attended(name, MASKS[mask](ids), cp_mesh(RANKS))
         leaves = [LAYOUT.shard(x, 2, rank).requires_grad_() for x in whole]
         out = attend(*leaves)
         if rank in changes:
@@ -141,7 +99,7 @@ def test_tensors_of_inference_mode():
 def test_a_dense_mask():
     def on(rank: int) -> None:
         tensor = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-        attend = DOORS["module"](Dense(tensor), cp_mesh(RANKS))
+        attend = attended("module", Dense(tensor), cp_mesh(RANKS))
         parts = [LAYOUT.shard(x, 2, rank) for x in INPUTS[:3]]
         attend(*parts)
         tensor[rank:, 0] = False  # not the same on all ranks

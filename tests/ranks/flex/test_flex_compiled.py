@@ -21,6 +21,7 @@ from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -84,8 +85,7 @@ def never(graph, example_inputs):
     raise AssertionError("torch.compile made a graph of an attention")
 
 
-@pytest.mark.parametrize("asked", ["return_lse", "return_aux"])
-@pytest.mark.parametrize("door", DOORS)
+@sampled(1, asked=["return_lse", "return_aux"], door=DOORS)
 def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     """As its users have it at the top of a file: the engine runs, and nothing is compiled (in float64)."""
     compiled = torch.compile(flex_attention, backend=never)
@@ -105,10 +105,10 @@ def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize(("door", "how"), [("module", "whole"), ("block", "itself"), ("module", "its caller")])
-@pytest.mark.parametrize("name", ["plain", "masked"])
-def test_torchs_own_function_is_refused(name: str, door: str, how: str):
+@sampled(1, way=[("module", "whole"), ("block", "itself"), ("module", "its caller")], name=["plain", "masked"])
+def test_torchs_own_function_is_refused(name: str, way: tuple[str, str]):
     """Compiled as one graph, with its errors while it is traced; by itself; and with its caller."""
+    door, how = way
     attend = torch.nn.attention.flex_attention.flex_attention
     if how != "its caller":
         attend = torch.compile(attend, backend="eager", fullgraph=how == "whole")

@@ -61,7 +61,7 @@ def attended(problem: Problem, ranks: int, **options) -> tuple[list[float], list
     return list(errors), list(counts)
 
 
-@sampled(2, way=STRATEGIES, causal=[True, False], layout=[contiguous, head_tail])
+@sampled(1, way=STRATEGIES, causal=[True, False], layout=[contiguous, head_tail])
 def test_documents_are_attended_as_on_one_device(way, causal: bool, layout):
     """Grouped heads and a batch of 2, which the pack holds one after the other."""
     strategy, ranks = way
@@ -163,7 +163,7 @@ WINDOWS = {
 }
 
 
-@sampled(2, way=STRATEGIES, window=WINDOWS, layout=[contiguous, head_tail, striped], documents=[True, False])
+@sampled(1, way=STRATEGIES, window=WINDOWS, layout=[contiguous, head_tail, striped], documents=[True, False])
 def test_windows_need_no_mask(way, window: str, layout, documents: bool):
     """Equal to one device, and runs of rows are calls with a window. How many, test_plan says for longer ones."""
     (strategy, ranks), (mask, (before, after)) = way, WINDOWS[window]

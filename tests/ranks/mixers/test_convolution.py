@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import Causal, Documents, SequenceScope, by_work, contiguous, head_tail
+from cp_styles import contiguous
 from cp_styles.layout import SequenceLayout, striped
 from cp_styles.mixers import context_causal_conv1d
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -43,7 +43,7 @@ def on_one(inputs, cotangent_BCS, documents):
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent_BCS)]
 
 
-def on_ranks(layout: SequenceLayout, documents, inputs, cotangent_BCS, given=None):
+def on_ranks(layout: SequenceLayout, documents, inputs, cotangent_BCS):
     """The same on ranks: parts put together, gradients of parameters summed; and the bytes that each rank sent."""
     width = inputs[1].shape[1]
 
@@ -52,9 +52,7 @@ def on_ranks(layout: SequenceLayout, documents, inputs, cotangent_BCS, given=Non
         x = layout.shard(inputs[0], 2, rank).clone().requires_grad_()
         leaves = [x, *(each.clone().requires_grad_() for each in inputs[1:])]
         with CommunicationTrace() as trace:
-            out = context_causal_conv1d(
-                conv(*leaves[1:]), x, mesh, width=width, documents=documents, layout=given or layout
-            )
+            out = context_causal_conv1d(conv(*leaves[1:]), x, mesh, width=width, documents=documents, layout=layout)
             out.mul_(1.0)  # as a model may: no view that cannot be changed
         sent = sum(size for name, size in trace.events if name.startswith("all_to_all"))
         return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(cotangent_BCS, 2, rank))], sent
@@ -98,27 +96,6 @@ def test_equals_one_process_and_sends_the_rows_before(case):
     for one, expected in zip(found, on_one(inputs, cotangent, documents), strict=True):
         assert error(one, expected) < EXACT
     assert sent == [rows * 2 * CHANNELS * 8 for rows in rows_sent(layout, documents, width)]
-
-
-@pytest.mark.parametrize("balancer", [contiguous, head_tail, None])
-def test_balancers_and_scopes(balancer):
-    """A balancer's length is that of all ranks together; without a layout, that of the scope, with its documents."""
-    inputs, cotangent = drawn(4, 21)
-    if balancer is not None:
-        found, _ = on_ranks(balancer(21, 3), (21,), inputs, cotangent, balancer)
-        expected = on_one(inputs, cotangent, (21,))
-    else:
-        mask = Documents((2, 1, 18)) & Causal()
-        layout = by_work(21, 3, mask=mask, block=2)
-
-        def main(rank: int):
-            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
-            with SequenceScope(layout, mask=mask), torch.no_grad():
-                return context_causal_conv1d(conv(*inputs[1:]), layout.shard(inputs[0], 2, rank), mesh, width=4)
-
-        found, expected = [layout.unshard(run_ranks(main, 3), 2)], on_one(inputs, cotangent, (2, 1, 18))[:1]
-    for one, each in zip(found, expected, strict=True):
-        assert error(one, each) < EXACT
 
 
 @pytest.mark.parametrize(

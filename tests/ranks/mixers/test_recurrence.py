@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from cp_styles.comm.point_to_point import TransferError
 from cp_styles.layout import striped
 from cp_styles.mixers import Recurrence, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests import mixers
 from tests.covering import at_night
 from tests.layouts import layouts
+from tests.mixers import Mixing
 from tests.oracle import error, randn
 from tests.ranks.mixers import kernels
 
@@ -72,14 +75,14 @@ def on_one(family, documents, cotangent):
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), cotangent)]
 
 
-def on_ranks(family, layout, documents, cotangent, given=None):
+def on_ranks(family, layout, documents, cotangent):
     kernel, tokens, weights = FAMILIES[family](layout.length)
 
     def main(rank: int):
         mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
         leaves = {name: layout.shard(x, 1, rank).clone().requires_grad_() for name, x in tokens.items()}
         leaves |= {name: x.clone().requires_grad_() for name, x in weights.items()}
-        scan = context_recurrence(kernel, mesh, layout=given or layout, documents=documents)
+        scan = context_recurrence(kernel, mesh, layout=layout, documents=documents)
         with CommunicationTrace() as trace:
             out = scan(**leaves, **OPTIONS.get(family, {}))
         sent = sum(size for _, size in trace.events[1:])  # after the agreement
@@ -129,13 +132,25 @@ def test_equals_one_process_and_sends_the_maps(case):
     assert sent == [each * BATCH * HEADS * KEYS * 8 for each in columns_sent(layout, documents, columns)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("balancer", [contiguous, head_tail])
-def test_families(family, balancer):
-    layout, documents = balancer(13, 3), (4, 9)
-    found, _ = on_ranks(family, layout, documents, cotangent_of(13), balancer)
-    for one, expected in zip(found, on_one(family, documents, cotangent_of(13)), strict=True):
-        assert error(one, expected) < EXACT
+# What tests/mixers.py draws with everything else, with plain numbers: rolls and convolutions too.
+_SIZES: dict[str, Any] = {"ranks": 3, "length": 13, "batch": 2, "layout": "head_tail"}
+NAMED = {
+    **{f"{kind}, a balancer": Mixing(kind=kind, balancer=True, documents=2, heads=(2, groups), keys=3, **_SIZES)
+       for kind, groups in (("delta", 1), ("kda", 2), ("gla", 2), ("ssd", 1), ("scan", 2))},
+    **{f"{kind}, states": Mixing(kind=kind, heads=(2, 1), values=4, states="both", **_SIZES)
+       for kind in ("delta", "ssd", "delta, values first")},
+    "cu_seqlens": Mixing(kind="gla", heads=(2, 2), documents=3, said_by="cu_seqlens", **_SIZES),
+    "a convolution, a balancer": Mixing(balancer=True, width=4, **_SIZES),
+    "a convolution in a scope": Mixing(documents=3, said_by="scope", width=4, **_SIZES | {"layout": "by_work"}),
+    "a roll": Mixing(kind="roll", documents=2, width=3, **_SIZES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_by_name(name: str):
+    assert mixers.sensible(NAMED[name]) == NAMED[name]
+    verdict = mixers.judge(NAMED[name])
+    assert verdict.kind == "exact", verdict.words
 
 
 @pytest.mark.nightly
@@ -149,38 +164,6 @@ def test_many_ranks_send_little(balancer, ranks):
     assert sent == [each * BATCH * HEADS * KEYS * 8 for each in columns_sent(layout, documents, VALUES + KEYS)]
     maps = len(layout.chunks[1]) * (ranks - 1)
     assert max(sent) < maps * BATCH * HEADS * KEYS * (VALUES + KEYS) * 8 / 3
-
-
-@pytest.mark.parametrize("family", ["delta", "ssd", "delta, values first"])
-def test_initial_and_final_states(family):
-    """Both are the whole sequence's. Gradients of the initial state are shares."""
-    values_first, family = family != "delta", family.partition(",")[0]
-    kernel, tokens, weights = FAMILIES[family](9)
-    layout, said = head_tail(9, 2), OPTIONS.get(family, {"state_v_first": values_first})
-    shape = (BATCH, HEADS, VALUES, KEYS) if values_first else (BATCH, HEADS, KEYS, VALUES)
-    begin, on_state, on_out = randn(20, *shape), randn(21, *shape), cotangent_of(9)
-    flags = {"initial_states": begin, "return_final_states": True}
-    names = (
-        dict(zip(("initial_state", "output_final_state"), flags.values(), strict=True)) if family != "ssd" else flags
-    )
-    first = next(iter(names))
-
-    def run(function, given, share):
-        state = begin.clone().requires_grad_()
-        out, final = function(**given, **weights, **said, **(names | {first: state}))
-        loss = (out * share).sum() + (final * on_state).sum() * share.shape[1] / 9
-        (grad,) = torch.autograd.grad(loss, state)
-        return out.detach(), final.detach(), grad
-
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        cut = {name: layout.shard(x, 1, rank) for name, x in tokens.items()}
-        return run(context_recurrence(kernel, mesh, layout=layout), cut, layout.shard(on_out, 1, rank))
-
-    expected, found = run(kernel, tokens, on_out), list(zip(*run_ranks(main, 2), strict=True))
-    assert error(layout.unshard(found[0], 1), expected[0]) < EXACT
-    assert all(error(each, expected[1]) < EXACT for each in found[1])
-    assert error(sum(found[2]), expected[2]) < EXACT
 
 
 @pytest.mark.parametrize("family", ["delta", "ssd", *at_night("kda", "gla")])
@@ -211,18 +194,6 @@ def test_bfloat16_by_ratio(family):
     for number, (part, alone, right) in enumerate(zip(parts, one, exact, strict=True)):
         mine = layout.unshard(part, 1) if number <= len(tokens) else torch.stack(part).sum(0)
         assert error(mine.double(), right) <= (3**0.5 if number else 1.1) * error(alone.double(), right) + 1e-6
-
-
-def test_cu_seqlens_are_the_documents():
-    layout, documents = contiguous(12, 2), (5, 4, 3)
-    kernel, tokens, _ = gla(12)
-
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        cut = {name: layout.shard(x, 1, rank) for name, x in tokens.items()}
-        return context_recurrence(kernel, mesh, layout=layout)(**cut, cu_seqlens=torch.tensor([0, 5, 9, 12]))[0]
-
-    assert error(layout.unshard(run_ranks(main, 2), 1), on_one("gla", documents, cotangent_of(12))[0]) < EXACT
 
 
 @pytest.mark.parametrize(

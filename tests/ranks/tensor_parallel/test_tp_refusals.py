@@ -26,7 +26,7 @@ from cp_styles import (
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.mask import Dense
 from cp_styles.testing import run_ranks
-from tests.covering import at_night
+from tests.covering import at_night, sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, Scaled, composed_mesh, exact, part_of
@@ -155,22 +155,23 @@ def test_a_module_that_joins_the_sequence_with_the_heads():
     assert "not sharded along the sequence: the module reduced or gathered the sequence dim" in refused(act)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
-@pytest.mark.parametrize(
-    ("end", "placement", "shape"),
-    [
-        (lambda out: out.transpose(1, 2).flatten(2), HEADS, (2, 6, 16)),
-        (lambda out: out.mean(1), HEADS, (2, 6, 8)),
-        (lambda out: out.mean(1, keepdim=True), HEADS, (2, 1, 6, 8)),
-        (lambda out: out.permute(0, 3, 2, 1), HEADS, (2, 8, 6, 2)),
-        (lambda out: out[:1], HEADS, (1, 2, 6, 8)),
-        (lambda out: (out, out.unsqueeze(0)), HEADS, (1, 2, 2, 6, 8)),
-        (lambda out: out.repeat(2, 1, 1, 1), Shard(0), (2, 4, 6, 8)),
-        (lambda out: out.permute(2, 1, 0, 3), Shard(0), (6, 4, 1, 8)),
-    ],
-    ids=["joined", "mean", "kept mean", "turned", "row", "two", "rows twice", "batch behind"],
-)
-def test_outputs_that_do_not_show_their_heads(end, placement, shape, full: bool):
+# What a module returns, how the query was placed, and the shape of that on a rank.
+UNCLEAR = {
+    "joined": (lambda out: out.transpose(1, 2).flatten(2), HEADS, (2, 6, 16)),
+    "mean": (lambda out: out.mean(1), HEADS, (2, 6, 8)),
+    "kept mean": (lambda out: out.mean(1, keepdim=True), HEADS, (2, 1, 6, 8)),
+    "turned": (lambda out: out.permute(0, 3, 2, 1), HEADS, (2, 8, 6, 2)),
+    "row": (lambda out: out[:1], HEADS, (1, 2, 6, 8)),
+    "two": (lambda out: (out, out.unsqueeze(0)), HEADS, (1, 2, 2, 6, 8)),
+    "rows twice": (lambda out: out.repeat(2, 1, 1, 1), Shard(0), (2, 4, 6, 8)),
+    "batch behind": (lambda out: out.permute(2, 1, 0, 3), Shard(0), (6, 4, 1, 8)),
+}
+
+
+@sampled(1, full=[False, True], name=list(UNCLEAR))
+def test_outputs_that_do_not_show_their_heads(name: str, full: bool):
+    end, placement, shape = UNCLEAR[name]
+
     def act(mesh: DeviceMesh) -> None:
         parallel(Returns(end), mesh)(*Cut(Problem(length=12, kv_heads=2), (placement,) * 3, full=full).leaves(mesh))
 
