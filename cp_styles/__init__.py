@@ -7,9 +7,9 @@ from cp_styles.batch import global_loss, global_token_count, next_token_labels, 
 from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
 from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.checks.proof import UnverifiedModelWarning
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
-from cp_styles.engine.checks import Checks
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention

@@ -98,8 +98,8 @@ new_dtensor: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__, D
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
-    """What a DTensor is beside its part; ``shape`` and ``stride`` are global. Seen: 2.11 to 2.15 (DTensorSpec and
-    TensorMeta)."""
+    """The description of a DTensor without its local tensor; ``shape`` and ``stride`` are global. Seen: 2.11 to 2.15
+    (DTensorSpec and TensorMeta)."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
@@ -214,7 +214,7 @@ def _store_of(group: dist.ProcessGroup, name: str) -> Any:
 
 
 def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:
-    """The backend of a group for host tensors, if it is the one of this name, else None. Seen: 2.11 to 2.15."""
+    """The backend of a group for host tensors, if it has this name, else None. Seen: 2.11 to 2.15."""
     if f"cpu:{name}" not in dist.get_backend_config(group):
         return None
     return group._get_backend(torch.device("cpu"))  # pyright: ignore[reportAttributeAccessIssue]
@@ -346,7 +346,7 @@ def torch_balances_load() -> bool:
 def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
     """The ranks of each line along the axis of a 1-D mesh in the mesh that it was taken from: the same on all ranks.
 
-    Of a mesh that was not taken from another, or of several axes in one, its own ranks. Seen: 2.11 to 2.15.
+    For a mesh that was not taken from another, or of several axes in one: its own ranks. Seen: 2.11 to 2.15.
     """
     root, (name,) = mesh._get_root_mesh(), mesh.mesh_dim_names or ("",)
     names = root.mesh_dim_names or ()
@@ -396,7 +396,7 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     Each is (object, name of its attribute that holds the function), innermost first. The name is None for an
     autograd.Function that is not torch's, because it is not known what its backward does.
 
-    Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
+    Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of non-reentrant checkpoints, in
     ``checkpoint``'s generator and in the hooks that it opens).
     """
     reruns: list[tuple[Any, str | None]] = []
@@ -622,7 +622,7 @@ def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
 def resolve_operators() -> None:
     """Make the Python objects of torch's ops now, which torch makes when an op is first used under a dispatch mode.
 
-    If two threads use an op for the first time, torch 2.13 makes two objects, keeps one, and calls the other one after
+    If two threads use an op for the first time, torch 2.13 makes two objects, keeps one, and calls the second one after
     it was freed: a segmentation fault. Seen: 2.11 to 2.15 (the list of names).
     """
     for qualified in torch._C._dispatch_get_all_op_names():  # pyright: ignore[reportAttributeAccessIssue]

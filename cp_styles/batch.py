@@ -52,7 +52,7 @@ from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world
 from cp_styles.comm.group_state import state_of, states
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
@@ -173,9 +173,9 @@ def shard_batch(
             document.
 
     Returns:
-        The same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No communication.
-        ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this layout,
-        puts results together again, with the padding at the end.
+        A dict with the same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No
+        communication. ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this
+        layout, puts results together again, with the padding at the end.
 
     Raises:
         TypeError: an entry with a dim that is no tensor.
@@ -233,14 +233,14 @@ def pad_at_end(name: str, x: torch.Tensor, dim: int, padding: int, fill: float) 
     return torch.cat((x, x.new_full(shape, fill)), dim)
 
 
-def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
 
     With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
 
     Args:
         labels: this rank's labels: integers of any shape.
-        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        mesh: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         ignore_index: the label of a token without a target, which does not count.
 
     Raises:
@@ -253,7 +253,7 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
 
     Example: see :func:`global_loss`.
     """
-    _, group = axis_and_group("global_token_count", group, ordered=False)
+    _, group = axis_and_group("global_token_count", mesh, ordered=False)
     state_of(group).the(Losses).number += 1
     end_forwards(group)
     with collective(group, "global_token_count", ValueError):
@@ -288,10 +288,10 @@ def chunked_token_losses(
 ) -> torch.Tensor:
     """The sum of the losses of this rank's tokens, for :func:`global_loss`, from hidden states before the last layer.
 
-    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one after the other, and
+    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one by one, and
     once more in the backward (one more product of hidden states and weight). Every token has its own loss, so with
-    :func:`global_loss` the result is that of the whole sequence on one device, however it is split. On a rank without
-    tokens the sum is 0, and its backward runs as that of the others does.
+    :func:`global_loss` the result equals the result of the whole sequence on one device, however it is split. On a rank
+    without tokens the sum is 0, and its backward runs as on the remaining ranks.
 
     Args:
         hidden_BLD: hidden states of this rank's tokens; any number of dims before the last.
@@ -309,7 +309,7 @@ def chunked_token_losses(
         0-dim, in float32 or wider. No communication.
 
     Raises:
-        ValueError: labels or weights whose shape is not that of the tokens.
+        ValueError: labels or weights that do not have the shape of the tokens.
 
     Example::
 
@@ -347,18 +347,19 @@ def chunked_token_losses(
 
 
 def global_loss(
-    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: GroupOrMesh, *, averaged_over: int | None = None
+    token_losses: torch.Tensor, token_count: torch.Tensor | int, mesh: MeshOrGroup, *, averaged_over: int | None = None
 ) -> torch.Tensor:
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
-    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over ``group``
-    (:func:`sum_gradients`) are those of one device. (A mean of the ranks' means would weight tokens differently.)
+    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over these ranks
+    (:func:`sum_gradients`) equal the gradients on one device. (A mean of the ranks' means would weight tokens
+    differently.)
 
     Args:
         token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
             for ignored tokens; any shape. A DTensor must be replicated.
         token_count: from :func:`global_token_count`, one number, the same on all ranks. 0 gives nan, as on one device.
-        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        mesh: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
             by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
             ranks for FSDP2 and DDP, see the top of this file. None is 1, and an error if FSDP2 or DDP is seen to
@@ -392,7 +393,7 @@ def global_loss(
                 "otherwise the sum would be wrong"
             )
         token_losses = token_losses.to_local()
-    _, group = axis_and_group("global_loss", group, ordered=False)
+    _, group = axis_and_group("global_loss", mesh, ordered=False)
     if isinstance(token_count, torch.Tensor) and token_count.numel() != 1:
         raise ValueError(
             f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
@@ -478,7 +479,7 @@ class _SumOverGroup(torch.autograd.Function):
             group,
             "global_loss",
             f"the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
-            f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is that of all "
+            f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is of all "
             "ranks together, global_token_count(labels, group), over the same group",
         )
         ctx.factor = torch.where(apart, torch.nan, float(averaged_over))
@@ -504,28 +505,28 @@ def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text
 @torch.no_grad()
 def sum_gradients(
     parameters: nn.Module | Iterable[torch.Tensor],
-    group: GroupOrMesh,
+    mesh: MeshOrGroup,
     *,
     bucket_bytes: int = 25 * 2**20,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Sum ``.grad`` over the ranks of ``group``, in place. Call it once after the last backward of a step.
+    """Sum ``.grad`` over the ranks of ``mesh``, in place. Call it once after the last backward of a step.
 
     Under context parallelism each rank has the gradients of its own tokens. This makes them the gradients of the whole
     sequence. It is not for parameters that FSDP2 or DDP already reduce over the same ranks.
 
     A parameter that has a gradient on some ranks only gets one on all ranks. A parameter without a gradient on all
     ranks keeps None. For a DTensor parameter the local tensors are summed. If the placements of a gradient differ from
-    those of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel norms as
-    partial sums.)
+    the placements of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel
+    norms as partial sums.)
 
     Args:
         parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
-        group: the cp ranks.
+        mesh: the cp ranks: a 1-D mesh, (mesh, axis name), or a process group.
         bucket_bytes: gradients of one dtype are sent together, as many as take at most this, or one that is larger.
             The extra memory is one such bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
-            dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
+            dtype; gradients of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), one all-reduce for each bucket, and one
     of a byte for each parameter if ranks differ in which gradients they have. Where gradients are compared behind a
@@ -533,7 +534,7 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
-            ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DTensor
+            ``reduce_dtype``, or if gradients are already reduced over these ranks. The reducer may be DTensor
             (parameters on a mesh over these ranks), this function, the backward of
             :func:`~cp_styles.collectives.split`, or DDP around a model with a style or in a block. This function and
             split are known only as long as nothing but a backward has changed the gradient. DDP is not known around
@@ -545,7 +546,7 @@ def sum_gradients(
 
     Example: see :func:`global_loss`.
     """
-    axis, group = axis_and_group("sum_gradients", group, ordered=False)
+    axis, group = axis_and_group("sum_gradients", mesh, ordered=False)
 
     def check() -> list[torch.Tensor]:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
@@ -707,7 +708,7 @@ def _keep_note_if_more_is_added(parameter: torch.Tensor) -> None:
 def _with_gradient_anywhere(
     check: Callable[[], list[torch.Tensor]], axis: str, group: dist.ProcessGroup, options: tuple[int, str]
 ) -> list[torch.Tensor]:
-    # The same on every rank. ``options`` are bucket_bytes and reduce_dtype.
+    # Equal on every rank. ``options`` are bucket_bytes and reduce_dtype.
     parameters: list[torch.Tensor] = []
     present = b""
 

@@ -32,7 +32,7 @@ from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents
@@ -62,7 +62,8 @@ class MeanOfMeansWarning(UserWarning):
 
 
 class ShardedBatch(dict[str, Any]):
-    """This rank's part of a batch: its entries by name, and what depends on the whole batch. Of :class:`BatchSharder`.
+    """This rank's part of a batch: its entries by name, and what depends on the whole batch. :class:`BatchSharder`
+    makes it.
 
     Attributes:
         layout: the cut of this batch.
@@ -82,7 +83,8 @@ class ShardedBatch(dict[str, Any]):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions [L] of this rank's tokens in the whole sequence. Those in documents are in ``position_ids``."""
+        """The positions [L] of this rank's tokens in the whole sequence. Positions in documents are in
+        ``position_ids``."""
         return self.layout.positions(self._rank, device=self.tokens.device)
 
     @property
@@ -105,7 +107,7 @@ class ShardedBatch(dict[str, Any]):
 
     def token_count(self, *, ahead: int = 1) -> torch.Tensor:
         """The number of tokens of all ranks that have a label, see :func:`~cp_styles.global_token_count`."""
-        return global_token_count(self._labels(ahead), self._sharder.loss_group)
+        return global_token_count(self._labels(ahead), self._sharder.loss_mesh)
 
     def loss(
         self, logits_BLV: torch.Tensor, *, ahead: int = 1, token_count: torch.Tensor | int | None = None
@@ -116,13 +118,13 @@ class ShardedBatch(dict[str, Any]):
         :func:`~cp_styles.global_loss`.
 
         Args:
-            logits_BLV: this rank's logits, in any floating dtype. Those of 16 bits are converted to float32 first.
+            logits_BLV: this rank's logits, in any floating dtype. 16-bit logits are converted to float32 first.
             ahead: how many tokens ahead these logits predict, for models that predict several; up to ``predicted`` of
                 the sharder.
             token_count: the divisor. None: :meth:`token_count`. For accumulation over several batches, the sum of
                 theirs.
 
-        Communication: that of global_loss, and of global_token_count if ``token_count`` is None.
+        Communication: as global_loss, and as global_token_count if ``token_count`` is None.
 
         Raises:
             ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
@@ -146,7 +148,7 @@ class ShardedBatch(dict[str, Any]):
             logits_BLV.flatten(0, -2), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
         count = self.token_count(ahead=ahead) if token_count is None else token_count
-        return global_loss(losses, count, self._sharder.loss_group, averaged_over=self._sharder.averaged_over)
+        return global_loss(losses, count, self._sharder.loss_mesh, averaged_over=self._sharder.averaged_over)
 
     def _labels(self, ahead: int) -> torch.Tensor:
         labels = self.get(_name_of_labels(ahead), self.get("labels") if ahead == 1 else None)
@@ -172,17 +174,17 @@ class BatchSharder:
         batch = sharder(tokens)  # whole tokens [B, S], or a dict with input_ids
         logits = model(batch.tokens, batch.positions)  # of transformers: model(**batch.inputs).logits
         batch.loss(logits).backward()  # the mean over the tokens of all ranks
-        sharder.sum_gradients(model)  # now every gradient equals that of one device
+        sharder.sum_gradients(model)  # now every gradient equals the gradient on one device
 
     Nothing else may shift labels, average losses or cut tokens. The functions in :mod:`cp_styles.batch` are the parts
     of this class, for steps of another form.
 
-    The part, a :class:`ShardedBatch`, has these entries beside those of the batch:
+    The part, a :class:`ShardedBatch`, has these entries in addition to the entries of the batch:
 
     - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one. Tokens alone
       are their own labels. ``shift_labels_2`` and so on, if more are ``predicted``;
-    - ``position_ids``, if the batch has none: 0 to S - 1, or those of ``positions``. Positions of packed documents,
-      which restart at 0, are cut as they are.
+    - ``position_ids``, if the batch has none: 0 to S - 1, or the result of ``positions``. Positions of packed
+      documents, which restart at 0, are cut as they are.
 
     Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document: labels end and
     positions restart at their borders, and :meth:`ShardedBatch.scope` separates them in the attention. (Attention of
@@ -196,8 +198,8 @@ class BatchSharder:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
         layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
         seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
-            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Those that are cut must be
-            tensors.)
+            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Entries that are cut must
+            be tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
         predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of
             those for the token after the next one.
@@ -208,8 +210,8 @@ class BatchSharder:
         positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
             family, ESM): ``partial(position_ids_of, model)``, with
             :func:`~cp_styles.integrations.transformers.position_ids_of`.
-        loss_group: the ranks over whose tokens the loss is the mean, and gradients are summed. None: those of ``mesh``.
-            With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
+        loss_mesh: the ranks over whose tokens the loss is the mean, and gradients are summed. None: the ranks of
+            ``mesh``. With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
         averaged_over: the number by which DDP or FSDP2, if one of them reduces the gradients, divides them: the number
             of ranks that it reduces over. None: as :func:`~cp_styles.global_loss` has it. See the top of
             :mod:`cp_styles.batch`.
@@ -226,7 +228,7 @@ class BatchSharder:
 
     def __init__(
         self,
-        mesh: GroupOrMesh,
+        mesh: MeshOrGroup,
         *,
         layout: SequenceLayout | Balancer = head_tail,
         seq_dims: Mapping[str, int | None] | None = None,
@@ -235,11 +237,11 @@ class BatchSharder:
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        loss_group: GroupOrMesh | None = None,
+        loss_mesh: MeshOrGroup | None = None,
         averaged_over: int | None = None,
     ) -> None:
         self._name = type(self).__name__
-        self._mesh, self._loss_group = mesh, loss_group
+        self._mesh, self._loss_mesh = mesh, loss_mesh
         self.mesh_axis = axis_and_group(self._name, mesh)[0]
         self.averaged_over = averaged_over
         if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
@@ -265,9 +267,9 @@ class BatchSharder:
         return axis_and_group(self._name, self._mesh)[1]
 
     @property
-    def loss_group(self) -> GroupOrMesh:
+    def loss_mesh(self) -> MeshOrGroup:
         """The ranks over whose tokens the loss is the mean."""
-        return self._group if self._loss_group is None else self._loss_group
+        return self._group if self._loss_mesh is None else self._loss_mesh
 
     def __call__(self, batch: torch.Tensor | Batch) -> ShardedBatch:
         if get_worker_info() is not None:
@@ -322,9 +324,9 @@ class BatchSharder:
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
-        sum_gradients(parameters, self.loss_group)
+        sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
-        losses = state_of(axis_and_group(self._name, self.loss_group, ordered=False)[1]).the(Losses).number
+        losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).the(Losses).number
         before, self._losses = self._losses, losses
         unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
         state.trained.clear()

@@ -37,7 +37,7 @@ _about: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def known_about(thing: Any) -> dict[Any, Any]:
-    """What is known about an object of a caller, such as a tensor, by the function that knows it. It ends with the
+    """Facts about an object of a caller, such as a tensor, by the function that computed them. It ends with the
     object, which no value may hold."""
     table: dict[Any, Any] | None = _about.get(thing)
     if table is None:

@@ -11,11 +11,11 @@ import torch
 from cp_styles.bounded_cache import known_about
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
-_GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: places become far apart
+_GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: neighbours get distant numbers
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A 63-bit checksum of the bytes of a tensor, in the order of its elements. The same on every machine.
+    """A 63-bit checksum of the bytes of a tensor, in the order of its elements. Every machine computes the same number.
 
     It reads the tensor once. On CUDA the host waits for the device. Expanded dims count once. No communication.
     """

@@ -6,7 +6,7 @@ rank then computes the same new token. Its attention over the keys of one rank i
 
     cache = KVCache(mesh, layout, k, v)              # what this rank has computed of the prompt
     for _ in range(new_tokens):
-        cache.append(k_new, v_new)                   # on all ranks alike; one rank keeps each key
+        cache.append(k_new, v_new)                   # on every rank; one rank keeps each key
         out = context_decode(q_new, cache)           # the same on all ranks
 
 Shapes: B batch, H query heads, G key/value heads, L new tokens, M keys of this rank, S positions of all ranks, D head
@@ -23,23 +23,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, report_failure
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
-from cp_styles.comm.groups import axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
-from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
+from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import as_attended
+from cp_styles.kernels.base import Where
+from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
 from cp_styles.layout import SequenceLayout, refuse_other_cut
-from cp_styles.mask import Causal, Full, Mask, PerRow, check_plain_mask
+from cp_styles.mask import Causal, Full, Mask, PerRow
+from cp_styles.mask.dense import check_plain_mask
 from cp_styles.troubleshooting import see
 
 __all__ = ["KVCache", "context_decode"]
@@ -65,7 +67,7 @@ class KVCache(_OverOneGroup):
     what, so this class never communicates. ``copy.deepcopy(cache)`` goes on by itself from there.
 
     Args:
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         layout: the layout with which the prompt was cut; a layout of 0 positions if there is no prompt.
         k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
         v_BGME: this rank's values of the prompt.
@@ -74,23 +76,23 @@ class KVCache(_OverOneGroup):
         prompt: the layout of the prompt.
         length: number of positions of all ranks together.
 
-    Memory: this rank's keys and values, and room for an eighth more. While the room is made there are two copies. That
+    Memory: this rank's keys and values, and room for an eighth more. While the room is made there are two copies, which
     happens once in as many tokens as fit into it on all ranks.
 
     Raises:
-        ValueError, TypeError: on this rank, and at the next call over the group on the others.
+        ValueError, TypeError: on this rank, and at the next call over the group on the remaining ranks.
 
     Example: see :func:`context_decode`.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh,
+        mesh: MeshOrGroup,
         layout: SequenceLayout,
         k_BGMD: torch.Tensor,
         v_BGME: torch.Tensor,
     ) -> None:
-        self.axis, self.group = axis_and_group("KVCache", group)
+        self.axis, self.group = axis_and_group("KVCache", mesh)
         self._rank, self._ranks = self.group.rank(), self.group.size()
         if not isinstance(layout, SequenceLayout):
             self._refuse(TypeError(f"KVCache: layout must be the SequenceLayout of the prompt, got {layout!r}"))
@@ -112,7 +114,7 @@ class KVCache(_OverOneGroup):
         self._own = DeviceTables(layout.positions(self._rank, "cpu"))
         self.length = layout.length
         self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
-        self._held = k_BGMD.shape[2]  # how many rows of these are keys and values; the others are room
+        self._held = k_BGMD.shape[2]  # how many rows of these are keys and values; the rest is room
         self._first = 0  # keys of positions before are not needed any more
         self._freed = 0  # how many of this rank's keys are not stored any more
         self._unread: Callable[[], int] | None = None
@@ -139,15 +141,15 @@ class KVCache(_OverOneGroup):
         return torch.cat((*self._own.on(new.device), new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
-        """Add the keys and values of the next L positions. Call it alike on all ranks. No communication.
+        """Add the keys and values of the next L positions. Every rank makes the same call. No communication.
 
         Args:
-            k_BGLD: keys of the new positions, the same on all ranks. This rank keeps those of its own positions.
+            k_BGLD: keys of the new positions, the same on all ranks. This rank keeps the keys of its own positions.
             v_BGLE: their values.
 
         Raises:
-            ValueError: on this rank, and at the next call over the group on the others: batch, heads, head dims or
-                dtype are not those of the prompt.
+            ValueError: on this rank, and at the next call over the group on the remaining ranks: batch, heads, head
+                dims or dtype differ from the prompt.
         """
         given, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._kv))
         if given != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
@@ -170,11 +172,11 @@ class KVCache(_OverOneGroup):
             self._held += rows
 
     def crop(self, length: int) -> None:
-        """Remove the positions from ``length`` on, on all ranks alike. No communication.
+        """Remove the positions from ``length`` on. Every rank makes the same call. No communication.
 
         Raises:
-            ValueError: on this rank, and at the next call over the group on the others: ``length`` is larger than
-                :attr:`length`, or smaller than the prompt, whose positions cannot be removed.
+            ValueError: on this rank, and at the next call over the group on the remaining ranks: ``length`` is larger
+                than :attr:`length`, or smaller than the prompt, whose positions cannot be removed.
         """
         if not self.prompt.length <= length <= self.length:
             self._refuse(
@@ -197,7 +199,7 @@ class KVCache(_OverOneGroup):
             self._store(unused)
 
     def select_rows(self, index_B: torch.Tensor) -> None:
-        """Row b of the batch becomes the former row ``index_B[b]``, as in beam search. Call it alike on all ranks.
+        """Row b of the batch becomes the former row ``index_B[b]``, as in beam search. Every rank makes the same call.
 
         No communication.
         """
@@ -323,7 +325,7 @@ def context_decode(
     floating-point dtype, CPU or CUDA.
 
     Args:
-        q_BHLD: queries. They are those of the last L positions of the cache, so append these first.
+        q_BHLD: the queries of the last L positions of the cache, so append these first.
         cache: keys and values.
         mask: which keys each query attends to. Default: ``Causal()``. ``Full()`` for queries of another sequence, as
             in cross-attention. A mask of bands, which may differ between rows (``PerRow``).
@@ -364,7 +366,7 @@ class DecodeCall:
     """The arguments of :func:`context_decode`, except the query and the cache, and those that only doors have.
 
     Attributes:
-        score_mod: that of flex_attention.
+        score_mod: as flex_attention takes it.
         alike: one more number that must be the same on all ranks.
         refuse: raises for errors that only this rank may see.
         expanded: the keys and values of this rank, if the cache holds what they are computed from, position by
@@ -417,7 +419,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
 def _agree(
     name: str, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
 ) -> None:
-    """Raise on every rank unless all ranks call alike."""
+    """Raise on every rank unless all ranks make the same call."""
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
         if call.refuse is not None:
@@ -484,7 +486,8 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
 def _visible(
     name: str, cache: KVCache, mask: Mask, attn_mask: torch.Tensor | None, q: torch.Tensor
 ) -> tuple[slice, torch.Tensor | None]:
-    """Which of this rank's keys some query attends to, and the bias [B, H, L, M] (with 1s) that hides the others."""
+    """Which of this rank's keys some query attends to, and the bias [B, H, L, M] (with 1s) that hides the remaining
+    keys."""
     queries = torch.arange(cache.length - q.shape[2], cache.length, device="cpu")
     rows = mask.masks if isinstance(mask, PerRow) else (mask,)
     lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in rows), strict=True))
@@ -538,7 +541,8 @@ def _part(
 def _of_all_ranks(
     name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, alike: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them that tells whether they decode alike."""
+    """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them, which differs if they decode different
+    calls."""
     number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
     mine = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
     parts_PN = mine.new_empty(cache.group.size(), mine.numel())
@@ -549,7 +553,7 @@ def _of_all_ranks(
 
 
 def _check_alike(name: str, cache: KVCache, different: int) -> None:
-    """On every rank alike, because all have gathered the same numbers."""
+    """Equal on every rank, because all have gathered the same numbers."""
     if different:
         raise ValueError(
             f"{name}: the ranks of mesh axis {cache.axis!r} decode different tokens: their queries, the lengths of "

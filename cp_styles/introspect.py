@@ -17,7 +17,7 @@ from cp_styles._compat import tensors_in, tree_map_only
 
 
 def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device: torch.device) -> list[torch.Tensor]:
-    """The tensors that a mask_mod or score_mod reads beside its arguments, in the order of their first use.
+    """The tensors that a mask_mod or score_mod reads in addition to its arguments, in the order of their first use.
 
     They are found by calling it once, so they may come from closures, globals, attributes of modules or elsewhere.
     """
@@ -114,7 +114,8 @@ def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
-    """The positional arguments of a module's forward by name; of a wrapper's those of the module that it wraps."""
+    """The positional arguments of a module's forward by name; for a wrapper, the arguments of the module that it
+    wraps."""
     names, inner = _parameter_names(type(module)), module
     while not names and (inner := wrapped_by(inner)) is not None:
         names = _parameter_names(type(inner))

@@ -1,4 +1,4 @@
-"""Joint attention: some tokens, such as a text, are whole on every rank, and the others, such as an image, are cut.
+"""Joint attention: some tokens, such as a text, are whole on every rank, and the rest, such as an image, is cut.
 
 Shapes: B batch, H heads, L local tokens, D head dim, T tokens that are whole on every rank, P ranks.
 """
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import is_traced
 from cp_styles.collectives import gather
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
@@ -26,7 +27,7 @@ Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class JointLayout:
-    """The first ``prefix`` and the last ``suffix`` tokens of each rank are the same on all ranks; the others are cut.
+    """The first ``prefix`` and the last ``suffix`` tokens of each rank are the same on all ranks; the rest is cut.
 
     For attention over a text and an image together (Flux: ``prefix``, Stable Diffusion 3: ``suffix``), where every rank
     computes the whole text stream, and its part of the image. Give this layout to ``context_attention`` or
@@ -36,14 +37,14 @@ class JointLayout:
     The gradients of the text's inputs, and of parameters in the text stream, are each rank's share: sum them over the
     ranks, like all other gradients. A loss of the text itself must be counted on one rank only.
 
-    Positions of masks are those of prefix, cut tokens and suffix, one after the other.
+    Positions of masks count prefix, cut tokens and suffix, in this order.
 
     Attributes:
         prefix: number of tokens at the beginning that are whole on every rank.
         suffix: number of tokens at the end that are.
-        rest: the layout of the other tokens, or its balancer. Inputs are cut with it.
+        rest: the layout of the remaining tokens, or its balancer. Inputs are cut with it.
 
-    Communication, in addition to that of the attention: a gather of the result of the text, T H D numbers, of which
+    Communication, in addition to the attention: a gather of the result of the text, T H D numbers, of which
     each rank sends its share to the P - 1 others. And one all-gather of 8 numbers, by which the ranks check that the
     text is the same. Backward: a reduce-scatter of the text.
 
@@ -69,7 +70,7 @@ class JointLayout:
 
     @cached_property
     def balancer(self) -> Balancer:
-        """The layout of what :meth:`cut` leaves, of all tokens counted once. The same object each time."""
+        """The layout of what :meth:`cut` leaves, of all tokens counted once. It returns the same object each time."""
         return partial(joined, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
 
     def check(self, name: str, tensors: Tensors) -> None:
@@ -100,7 +101,7 @@ class JointLayout:
         layout = SequenceLayout.from_chunks(
             (_share(self.prefix, each, ranks), _share(self.suffix, each, ranks, self.prefix)) for each in range(ranks)
         )
-        text = gather(own, 2, group, reduce_gradients=True, layout=layout, check=False)
+        text = gather(own, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
 
 
@@ -143,13 +144,13 @@ def attend_jointly(
 
 
 def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceLayout | Balancer) -> SequenceLayout:
-    """Whole tokens shared among the ranks, and between them the others as ``rest`` cuts them."""
+    """Whole tokens shared among the ranks, and between them the rest as ``rest`` cuts it."""
     size = length - prefix - suffix
     cut = rest if isinstance(rest, SequenceLayout) else rest(size, ranks)
     if cut.length != size or cut.ranks != ranks:
         raise ValueError(
             f"JointLayout: the layout cuts {cut.length} tokens for {cut.ranks} ranks, but {ranks} ranks hold {size} "
-            f"beside the {prefix + suffix} that are whole on every rank"
+            f"in addition to the {prefix + suffix} that are whole on every rank"
         )
     return SequenceLayout.from_chunks(
         [

@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.mask import Mask, work_from
+from cp_styles.mask import Mask
+from cp_styles.mask.linear_pieces import work_from
 from cp_styles.troubleshooting import see
 
 Chunk: TypeAlias = tuple[int, int]
@@ -32,7 +33,7 @@ Chunk: TypeAlias = tuple[int, int]
 class Stripes:
     """Blocks of ``block`` positions, given to ``ranks`` ranks in turn; the last block may be shorter.
 
-    Rank r holds the positions from ``r block`` on, ``block`` in each ``period``. What is needed of stripes is computed
+    Rank r holds the positions from ``r block`` on, ``block`` in each ``period``. Everything about stripes is computed
     from these numbers. Nothing is listed that grows with their number.
     """
 
@@ -141,7 +142,7 @@ class SequenceLayout:
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """For each rank, half-open ranges of global positions, ascending; no two of them touch.
 
-        Those of :class:`Stripes` are listed when they are asked for first. Plans and cuts do not need them.
+        The chunks of :class:`Stripes` are listed when they are asked for first. Plans and cuts do not need them.
         """
         return self.held.chunks() if isinstance(self.held, Stripes) else self.held
 
@@ -324,9 +325,9 @@ def per_document_head_tail(
     """Each document cut head-tail by itself: causal work is balanced for documents of any length, and so are tokens.
 
     Each token of a document that is cut head-tail costs the same, and more in a longer document. Ranks are filled one
-    after the other, with a mixture of a document whose tokens cost more than the average and one whose tokens cost
-    less, in the proportion that costs the average. When one of the two ends, the next of its kind takes its place. So
-    most short documents stay whole on one rank, and a long one is cut over few neighbouring ranks. A rank attends to
+    after the other, with a mixture of a document whose tokens cost more than the average and a document whose tokens
+    cost less, in the proportion that costs the average. When one of the two ends, the next of its kind takes its place.
+    So most short documents stay whole on one rank, and a long one is cut over few neighbouring ranks. A rank attends to
     few other ranks, in few tiles.
 
     The mixtures are rounded to whole tokens. If that leaves the work unbalanced by more than 2 %, as it may in very
@@ -671,7 +672,7 @@ def ranges_of(sizes: Iterable[int]) -> tuple[Chunk, ...]:
 
 
 def joined_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
-    """The same positions in the same order. A range that begins where the one before it ends is joined to that one."""
+    """Equal positions in equal order. A range that begins where the range before it ends is joined to it."""
     joined: list[Chunk] = []
     for start, stop in ranges:
         if start == stop:

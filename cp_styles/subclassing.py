@@ -50,7 +50,7 @@ def put_before_class(
 
     ``members(cls)`` returns further members of the subclass. A module that has such a class already keeps it.
 
-    A parametrized module (``torch.nn.utils.parametrize``) has a class of its own, before that of the user. It stays the
+    A parametrized module (``torch.nn.utils.parametrize``) has a class of its own, before the user's class. It stays the
     first: ``remove_parametrizations`` takes the properties out of it, and puts its first base in its place.
     """
     cls = outermost = type(module)

@@ -71,7 +71,7 @@ def run_ranks(
         fn: called once for each rank; its first argument is the rank.
         world_size: number of ranks.
         args: further arguments of ``fn``.
-        timeout_seconds: how long a rank waits for the others in one collective.
+        timeout_seconds: how long a rank waits for its peers in one collective.
         return_errors: return the exception of a failed rank in place of its result, instead of raising.
         may_time_out: do not raise RankTimeout. For tests of the timeout itself.
 
@@ -191,7 +191,7 @@ class CommunicationTrace(TorchDispatchMode):
     """Records what this rank (this thread) sends while the mode is on: names, bytes and order of the operations.
 
     Use ``with CommunicationTrace() as trace:`` around forward and backward. It sees point-to-point messages, c10d
-    collectives and functional collectives, also those of DTensor.
+    collectives and functional collectives, also from DTensor.
 
     ``trace.calls`` counts calls by short name (``send``, ``all_gather``, ...). ``trace.events`` lists (name, bytes).
     :meth:`calls_over` counts the calls over one axis of a mesh. ``trace.sent_bytes`` is the sum of the bytes that leave

@@ -22,15 +22,9 @@ from typing import TypeVar
 
 import torch
 
-from cp_styles.kernels import (
-    CUDA_CUDNN,
-    CUDA_EFFICIENT,
-    CUDA_EFFICIENT_FLOAT32,
-    CUDA_FLASH,
-    ReferenceKernel,
-    SdpaKernel,
-)
+from cp_styles.kernels import ReferenceKernel, SdpaKernel
 from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_EFFICIENT_FLOAT32, CUDA_FLASH
 from tests.varlen_op import varlen_backward, varlen_forward
 
 NAN = math.nan

@@ -72,9 +72,11 @@ from cp_styles import (
     flex_attention,
 )
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, CompiledFlexKernel, Kernel, kernel_for_tiles
+from cp_styles.kernels import CompiledFlexKernel, Kernel
+from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.merge import OnlineSoftmax, RowSum
 from cp_styles.kernels.packing import Pack
+from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH
 from cp_styles.layout import SequenceLayout, head_tail
 from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, ON_GPU, REFERENCE, ByTile, cuda_ops_on_cpu
 from tests.gpu_record import (
@@ -352,7 +354,7 @@ def two_ranks(strategy: str, dtype: torch.dtype) -> Iterator[Check]:
         def compare(mask: Any, seen: torch.Tensor) -> Found:
             inputs, cotangent = attention_inputs(length=137, heads=4, kv_heads=2, dim=64, dtype=dtype)
             expected = expected_attention(inputs, cotangent, seen)
-            attend = partial(context_attention, group=dist.group.WORLD, mask=mask, **options)
+            attend = partial(context_attention, mesh=dist.group.WORLD, mask=mask, **options)
             parts = [there(cut.shard(x, 2, rank)) for x in (*inputs, cotangent)]
             found = attend_and_differentiate(attend, parts[:3], parts[3])
             return judge(errors_of([back(x) for x in found], expected, cut, rank), dtype)
@@ -483,7 +485,7 @@ def rows() -> Iterator[Check]:
         expected = expected_attention(inputs, cotangent, value.sees, bias=bias)
         parts = [cut.shard(x, 2, rank).to(DEVICE) for x in (*inputs, cotangent)]
         options = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
-        attend = partial(context_attention, group=dist.group.WORLD, **options)
+        attend = partial(context_attention, mesh=dist.group.WORLD, **options)
         return judge(errors_of(attend_and_differentiate(attend, parts[:3], parts[3]), expected, cut, rank), dtype)
 
     with group("cpu:gloo,cuda:nccl") as (rank, ranks):

@@ -291,7 +291,7 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
         options |= {"documents": documents, "fill": fill}
         call = lambda x: context_roll(x, -case.width, 1, mesh, **options)  # noqa: E731
     elif case.kind.startswith("conv"):
-        options |= {"documents": documents, "width": case.width, "dim": dim_of(case)}
+        options |= {"documents": documents, "width": case.width, "seq_dim": dim_of(case)}
 
         def call(x: torch.Tensor, **weights: torch.Tensor) -> Any:
             def conv(x: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
 from cp_styles.explain import Explanation, explain
-from cp_styles.kernels import Kernel, kernel_for_tiles
-from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
 from cp_styles.kernels.merge import FUSED_MERGE, TORCH_MERGE, Merge
 from cp_styles.layout import head_tail
 from cp_styles.strategies import Strategy
@@ -286,7 +286,7 @@ def results_of_ranks(
         for rank in range(problem.ranks):
             parts = [layout.shard(x, 2, rank) for x in tensors]
             with messages.world(rank, problem.ranks):
-                attend = partial(context_attention, group=dist.group.WORLD, checks=Checks(agreement=False), **options)
+                attend = partial(context_attention, mesh=dist.group.WORLD, checks=Checks(agreement=False), **options)
                 found.append(attend_and_differentiate(attend, parts[:3], parts[3]))
     return [layout.unshard(list(parts), 2) for parts in zip(*found, strict=True)]
 

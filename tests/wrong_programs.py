@@ -55,8 +55,8 @@ from cp_styles import (
 )
 from cp_styles.collectives import gather, split
 from cp_styles.joint_layout import JointLayout
-from cp_styles.kernels import CPU_FLASH
 from cp_styles.kernels.base import Kernel, OtherBackward
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel

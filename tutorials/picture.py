@@ -17,7 +17,8 @@ from matplotlib.patches import Polygon, Rectangle
 
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.mask import Causal, Mask
-from cp_styles.plan import Cover, Plan, attended_pairs, imbalance, make_plan
+from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
+from cp_styles.plan.tiles import Cover
 
 # Okabe and Ito's colours without their black and yellow, told apart by all common kinds of colour vision.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

@@ -33,14 +33,14 @@ _LAYER_CHECKS: tuple[Callable[[nn.Module, str, Iterable[nn.Module]], None], ...]
 _FORWARD_OBSERVERS: tuple[Callable[[nn.Module], ForwardObserver | None], ...] = (TransformersCheck.of, PositionCheck.of)
 
 
-def check_layers(model: nn.Module, name: str, local: Iterable[nn.Module], *, check_inputs: bool) -> None:
+def check_layers(model: nn.Module, name: str, local: Iterable[nn.Module], *, inputs: bool) -> None:
     """Check the layers of a module to which a style is applied, now or by hooks when they are called.
 
-    ``local``: modules whose input is whole on each rank. ``check_inputs``: see ModuleContextParallel.
+    ``local``: modules whose input is whole on each rank. ``inputs``: see Checks.
     """
     for check in _LAYER_CHECKS:
         check(model, name, local)
-    if check_inputs:
+    if inputs:
         refuse_rotary_embedding_outside(model, name)
 
 

@@ -17,12 +17,12 @@ and DTensor reduces their gradients. With FSDP2 the graph contains tensors that 
 knows. Then the optimizers of DTensors are asked, and what differs must be in one model with the tensor in the graph.
 
 [Note: compiled] Inside a compiled graph, the autograd graph does not lead from an attention's inputs to parameters.
-When the backward of the graph runs, the running node is that of the whole graph, and leads to the inputs of the graph.
-So a backward notes these parameters, and later forwards compare them, until an error has named them. Reentrant
-checkpoints are alike: their forward has no graph. Their recomputation notes what is in it and in front of it.
+When the backward of the graph runs, the running node is the node of the whole graph, and leads to the inputs of the
+graph. So a backward notes these parameters, and later forwards compare them, until an error has named them. Reentrant
+checkpoints are similar: their forward has no graph. Their recomputation notes what is in it and in front of it.
 
-[Note: ZeRO] ZeroRedundancyOptimizer steps each parameter on one rank, and gives it to the others. So the ranks have
-equal parameters even if nobody summed the gradients. Of its steps number 1, 2, 4, ... the gradients are compared too.
+[Note: ZeRO] ZeroRedundancyOptimizer steps each parameter on one rank, and sends it to the remaining ranks. So the ranks
+have equal parameters even if nobody summed the gradients. In its steps number 1, 2, 4, ... gradients are compared too.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
-from cp_styles.engine.checks import Checks
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
@@ -64,7 +64,7 @@ _MOST_COMPARED = 32  # parameters whose values travel once they are known to dif
 _MOST_NAMED = 4
 _REQUIRES_GRAD = attrgetter("requires_grad")
 T = TypeVar("T")
-# By how much float32 sums in another order may move parameters apart, relative to their norm, in one step. Steps add up
+# By how much float32 sums in another order may change parameters, relative to their norm, in one step. Steps add up
 # as a random walk does.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 
@@ -74,13 +74,13 @@ class UnreducedGradientsError(ValueError):
 
 
 class UnreducedGradientsWarning(UserWarning):
-    """The same as :class:`UnreducedGradientsError`, where ``Checks(only_warn=True)`` asks for a warning; or
+    """The warning in place of :class:`UnreducedGradientsError`, where ``Checks(only_warn=True)`` asks for a warning; or
     parameters that differ by no more than rounding."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a comparison, the same on all ranks. ``apart``: parameters differ by more than rounding."""
+    """The result of a comparison, equal on all ranks. ``apart``: parameters differ by more than rounding."""
 
     text: str
     apart: bool
@@ -112,7 +112,7 @@ class ParameterWatch(RankCheck):
         self._looked_at: list[_LookedAt] = []
 
     def learn(self, checks: Checks) -> None:
-        """Leave out what is meant to differ, see :class:`~cp_styles.engine.checks.Checks`."""
+        """Leave out what is meant to differ, see :class:`~cp_styles.comm.checks.Checks`."""
         if checks.local:
             self._local.update((id(item), ref(item)) for item in checks.local)
 
@@ -150,7 +150,8 @@ class ParameterWatch(RankCheck):
     def backward_in_graph(self, group: dist.ProcessGroup, recomputed: Sequence[torch.Tensor] = ()) -> None:
         """Note, weakly, the parameters behind the node whose backward is running. See [Note: compiled].
 
-        Those behind ``recomputed`` tensors, which a reentrant checkpoint has detached from the graph, too.
+        Also the parameters behind ``recomputed`` tensors, which a reentrant checkpoint has detached from the graph,
+        too.
 
         It does so at the backwards number 1, 2, 4, 8, .... No communication.
         """
@@ -200,8 +201,8 @@ class ParameterWatch(RankCheck):
         return StatusRow()
 
     def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Compared]:
-        """The parameters behind an attention, and those of their optimizers. These come first, in an order that is the
-        same on all ranks."""
+        """The parameters behind an attention, and all parameters of their optimizers. These come first, in an order
+        that is the same on all ranks."""
         nearest = behind[0] if behind else None
         behind = [*behind, *_alive(self._known.values())]
         ids, left_out = set(map(id, behind)), self._ids_of_local()
@@ -241,7 +242,7 @@ class ParameterWatch(RankCheck):
         beyond = False
         for most, least in zip(spread[::2], spread[1::2], strict=True):
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
-            beyond = beyond or not difference <= tolerance * norm  # not a number is apart
+            beyond = beyond or not difference <= tolerance * norm  # nan differs
         named = differing[:_MOST_NAMED]
         names = [path for _, path in places_of([entry.parameter for entry in named])]
         listed = ", ".join(f"{path} {tuple(entry.shape)}" for path, entry in zip(names, named, strict=True))
@@ -261,7 +262,7 @@ _REMEDY = (
     "Context parallelism leaves each rank its own share of every gradient. Sum the shares of all parameters: "
     "sum_gradients(model, mesh[{axis!r}]) between backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP "
     "over a mesh that contains this axis; cp_styles/batch.py has the line for each. Ranks that began with different "
-    "weights also raise this: seed them alike. If parameters are meant to differ, such as experts that exist on one "
+    "weights also raise this: give them one seed. If parameters are meant to differ, such as experts that exist on one "
     "rank only, give the style or call checks=Checks(local=[experts]). Checks(only_warn=True) "
     "makes this a warning"
 )
@@ -273,7 +274,7 @@ _ROUNDED = (
 
 @dataclass(frozen=True, eq=False)
 class _Compared:
-    """What is compared of a parameter.
+    """The parts of a parameter that are compared.
 
     Attributes:
         parameter: the parameter.
@@ -294,7 +295,7 @@ class _Compared:
 
 
 _LookedAt = tuple[_Compared, int]
-"""What is compared, and its checksum."""
+"""The compared tensors, and their checksum."""
 
 
 @dataclass(slots=True, eq=False)
@@ -314,7 +315,7 @@ class _News:
 
 @dataclass(eq=False)
 class _Steps:
-    """What is known about an optimizer that has made a step.
+    """Facts about an optimizer that has made a step.
 
     Attributes:
         world: where it did. (Ranks may be threads.)
@@ -393,7 +394,7 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The same from nodes of the autograd graph. For the node of a compiled graph, in the order of use in it."""
+    """As above, from nodes of the autograd graph. For the node of a compiled graph, in the order of use in it."""
     waiting = deque(nodes)
     seen = set(waiting)
     for _ in range(_MOST_NODES):
@@ -437,7 +438,7 @@ def _sampled(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
 
 
 def _of_one_model(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the first tensor may be in one model with some of the others."""
+    """Whether the first tensor may be in one model with some of the remaining tensors."""
     first, *others = [model for model, _ in places_of(tensors)] or [None]
     return first is None or first in others or not any(others)
 

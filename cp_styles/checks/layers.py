@@ -93,7 +93,7 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
         if calls is None or calls.forward_state.mixing:
             return
         past = cache_given(calls.inputs)
-        past = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
+        past = getattr(past, "self_attention_cache", past)  # it also has keys of an encoder
         if isinstance(past, LayerCaches) and past.prefilled:
             return
     raise NotImplementedError(

@@ -88,9 +88,9 @@ class PositionCheck(ForwardObserver):
             raise ValueError(
                 f"{who} takes {name} and was given none: it would count this rank's tokens from "
                 f"{self._first}. Pass {name}={advice}, as **batch.inputs of BatchSharder does (in a context_parallel "
-                "block those of the whole sequence, as one of its buffers; in a Trainer of transformers "
-                "ContextParallelTrainer does it); or apply the style with check_inputs=False if the model does not use "
-                f"them{see('Positions that count from 0')}"
+                "block the positions of the whole sequence, as one of its buffers; in a Trainer of transformers "
+                "ContextParallelTrainer does it); or apply the style with checks=Checks(inputs=False) if the model "
+                f"does not use them{see('Positions that count from 0')}"
             )
 
     def _refuse_positions_of_padding(
@@ -103,7 +103,7 @@ class PositionCheck(ForwardObserver):
             raise ValueError(
                 f"{who} counts tokens from position {padding + 1}, because {padding} is the position of "
                 f"padding, but {POSITIONS} give that or a smaller one to a token. Pass {POSITIONS}={_OF_TOKENS}; or "
-                "apply the style with check_inputs=False if the model was trained with positions from 0"
+                "apply the style with checks=Checks(inputs=False) if the model was trained with positions from 0"
                 f"{see('Positions after that of padding')}"
             )
 
@@ -126,7 +126,7 @@ def _refuse_from_first(binding: Binding, name: str, positions: torch.Tensor, len
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
             f"sequence begins at {first + begin}: {remedy}. "
             "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If all "
-            "ranks have them whole, as a text beside a cut image, apply the style to the other attentions alone"
+            "ranks have them whole, as a text with a cut image, apply the style to the remaining attentions alone"
             f"{see('Positions that count from 0')}"
         )
 
@@ -143,8 +143,8 @@ def _begin_of_part(binding: Binding, length: int) -> int:
 
 
 def _rows_begin_at_0(positions: torch.Tensor) -> bool:
-    # Of time, height and width, [3 or 4, B, S], where nothing has cut the inputs of a language model. Rows with padding
-    # on the left begin with some value twice. The longest row of a batch has no padding.
+    # Positions in time, height and width, [3 or 4, B, S], where nothing has cut the inputs of a language model. Rows
+    # with padding on the left begin with some value twice. The longest row of a batch has no padding.
     if positions.ndim != 3 or positions.shape[-1] < 2:
         return False
     start, second = positions[..., 0], positions[..., 1]
@@ -154,9 +154,9 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """The position of padding tokens, if the first token has the one after it. None for models that count from 0.
+    """The position of padding tokens, if the first token has the position after it. None for models that count from 0.
 
-    It is also the id of the padding token. Such models have a table of positions with a row for padding, and beside it
+    It is also the id of the padding token. Such models have a table of positions with a row for padding, and also
     transformers' function that makes positions from token ids.
     """
     for module in model.modules():

@@ -1,6 +1,6 @@
 """Arguments with which a model of transformers would compute on one rank's part of the tokens: labels, caches, windows.
 
-A ``generate()`` is recognized by its frames: its calls look like those of any other caller.
+A ``generate()`` is recognized by its frames: its calls look like the calls of any other caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cp_styles._compat import callers
 from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given, word_for_cache
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
-from cp_styles.mask import All, Chunked, SlidingWindow
+from cp_styles.mask import Chunked, SlidingWindow
+from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 _TOKENS = "input_ids", "inputs_embeds", "hidden_states"
@@ -49,7 +50,7 @@ class TransformersCheck(ForwardObserver):
             if past is None:
                 self._refuse_windows(calls, kind, inputs)
             return
-        cache = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
+        cache = getattr(past, "self_attention_cache", past)  # it also has keys of an encoder
         if isinstance(cache, LayerCaches) and cache.prefilled:
             _check_new_tokens(name, kind, inputs, cache, has_encoder=cache is not past)
             return  # they are the same on all ranks and whole: nothing is cut
@@ -148,7 +149,7 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
             f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of "
             f"{layer.length} positions and {new} new tokens it is {expected}: the cache is of another prompt, or "
             "was used by an earlier generate(); or this is assisted decoding, which runs the whole prompt once "
-            "more whatever the cache holds. Call prefill for each prompt (where prompts begin alike, "
+            "more whatever the cache holds. Call prefill for each prompt (where prompts share their beginning, "
             "copy.deepcopy(cache) for each), go on with the whole conversation from its start, and decode without "
             "an assistant"
         )
@@ -223,7 +224,7 @@ def makes_local_masks(config: Any) -> bool:
     """
     implementation = getattr(config, "_attn_implementation", None)
     masking = sys.modules.get("transformers.masking_utils")
-    if masking is None:  # a model that is written like those of transformers
+    if masking is None:  # a model that is written as transformers writes its own
         return implementation in ("sdpa", "eager")
     function = None if implementation is None else masking.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     return getattr(function, "__module__", None) == masking.__name__

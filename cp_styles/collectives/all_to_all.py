@@ -11,6 +11,7 @@ from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import Facts, Group, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives.rows import contiguous_rows, sizes_of
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import even_sizes, ranges_of
 
 
@@ -18,11 +19,11 @@ def all_to_all(
     x: torch.Tensor,
     scatter_dim: int,
     gather_dim: int,
-    group: Group,
+    mesh: Group,
     *,
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
-    check: bool = True,
+    checks: Checks = CHECKS,
     async_op: bool = False,
 ) -> Any:
     """Cut ``scatter_dim`` among the ranks and gather ``gather_dim``.
@@ -37,15 +38,10 @@ def all_to_all(
             ``gather_dim``. The other sizes are the same on all ranks.
         scatter_dim: the dim to cut. Dims may be negative.
         gather_dim: the dim to gather, in rank order.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         scatter_sizes: the size of each rank's part of ``scatter_dim``; the sum is ``x.shape[scatter_dim]``. None: as
             equal as possible, the first ranks get the remainder.
-        gather_sizes: the size of each rank's part of ``gather_dim``. None: the sizes that the ranks have. Without
-            ``check``, and under torch.compile, every rank must then have the size of this one.
-        check: compare the arguments of the ranks first, so that every rank raises if one is wrong. Pass False only if
-            the ranks are known to agree. Otherwise they may hang, crash or exchange wrong data.
-        async_op: return at once; ``.wait()`` gives the result. The backward overlaps in the same way: see
-            :class:`Pending`.
+        gather_sizes: the size of each rank's part of ``gather_dim``. None: the sizes that the ranks have.
+        mesh, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
         The tensor, or with ``async_op`` a :class:`Pending` of it. It is contiguous, with this rank's part of
@@ -54,17 +50,15 @@ def all_to_all(
 
     Communication: one all-to-all. A rank sends ``x`` without its own part. It makes at most one contiguous copy before
     (none if ``scatter_dim`` is the outermost dim of a contiguous ``x``) and one after (none if ``gather_dim`` comes
-    before ``scatter_dim``, and only dims of size one come before it). ``check`` adds one agreement of
-    the ranks (:class:`~cp_styles.Checks`). The backward sends the same, and every rank must run it, in the same
-    order.
+    before ``scatter_dim``, and only dims of size one come before it). The backward sends the same, and every rank must
+    run it, in the same order.
 
     Raises:
-        ValueError: bad or equal dims, sizes with a wrong sum, ranks that disagree; on every rank, with ``check``.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``group`` is not a group.
+        ValueError: equal dims, sizes with a wrong sum; and as all functions of this package.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
     """
-    peers = peers_of(group)
+    peers = peers_of(mesh)
 
     def describe() -> Facts:
         scatter, gather = dim_of(x, scatter_dim, "scatter_dim"), dim_of(x, gather_dim, "gather_dim")
@@ -90,7 +84,7 @@ def all_to_all(
         }
         return facts_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
 
-    gathered = consult(peers, "all_to_all", describe, check)
+    gathered = consult(peers, "all_to_all", describe, checks.agreement)
     scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
     cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
     whole = gathered if gather_sizes is None else tuple(gather_sizes)
@@ -101,5 +95,5 @@ def all_to_all(
     else:
         op = Exchange(peers, scatter, gather, contiguous_rows(cut), (ranges_of(whole),), to_columns=False)
     if not async_op:
-        return differentiable(op, x, check=check)[0].contiguous()
-    return start(op, x, check=check).then(lambda results: results[0].contiguous())
+        return differentiable(op, x, check=checks.agreement)[0].contiguous()
+    return start(op, x, check=checks.agreement).then(lambda results: results[0].contiguous())

@@ -110,7 +110,7 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
     state, behind = state_of(resolve_group(peers.name)), part.grad_fn
-    state.the(Losses).number += 1  # of whole sequences, as those of preferences are
+    state.the(Losses).number += 1  # losses of whole sequences, as in preference training
     gathers = state.the(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
@@ -156,7 +156,7 @@ def _nodes(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
             waiting.extend(following)
 
 
-# Parts of the names of autograd's nodes: those of this file, our ops, and DTensor's way in and out.
+# Parts of the names of autograd's nodes: of this file, of our ops, and of DTensor's way in and out.
 _COMMUNICATES = ("_ApplyBackward", "_SendBackward", "_ReceiveBackward", "cp_styles", "TorchTensor", "Redistribute")
 
 
@@ -191,12 +191,12 @@ def start(op: Exchange, *tensors: torch.Tensor, check: bool) -> Pending[Tensors]
     if op.peers.size == 1 or is_traced():  # the compiler schedules the waits itself
         result = differentiable(op, *tensors, check=check)
         return Pending(lambda: result)
-    journey = _Journey(op, check)
-    token = _Send.apply(journey, *tensors)
-    return Pending(lambda: _Receive.apply(journey, token))
+    running = _AsyncExchange(op, check)
+    token = _Send.apply(running, *tensors)
+    return Pending(lambda: _Receive.apply(running, token))
 
 
-class _Journey:
+class _AsyncExchange:
     """State that the two halves share. A token tensor without elements connects their nodes in the autograd graph."""
 
     def __init__(self, op: Exchange, check: bool) -> None:
@@ -208,34 +208,34 @@ class _Journey:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.journey = journey
-        journey.forward = _whole(journey.op, journey.op.start, *tensors)
+    def forward(ctx: Any, running: _AsyncExchange, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.running = running
+        running.forward = _whole(running.op, running.op.start, *tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
-        started, ctx.journey.backward = ctx.journey.backward, None
-        adjoint = ctx.journey.op.adjoint()
+        started, ctx.running.backward = ctx.running.backward, None
+        adjoint = ctx.running.op.adjoint()
         return None, *_whole(adjoint, adjoint.finish, started)
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, token: torch.Tensor) -> Tensors:
-        ctx.journey = journey
-        started, journey.forward = journey.forward, None
+    def forward(ctx: Any, running: _AsyncExchange, token: torch.Tensor) -> Tensors:
+        ctx.running = running
+        started, running.forward = running.forward, None
         assert started is not None
-        return _whole(journey.op, journey.op.finish, started)
+        return _whole(running.op, running.op.finish, started)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        journey, adjoint = ctx.journey, ctx.journey.op.adjoint()
-        if journey.check:
-            _begin_backward(adjoint.peers, journey.number)
-        journey.backward = _whole(adjoint, adjoint.start, *grads)
+        running, adjoint = ctx.running, ctx.running.op.adjoint()
+        if running.check:
+            _begin_backward(adjoint.peers, running.number)
+        running.backward = _whole(adjoint, adjoint.start, *grads)
         return None, grads[0].new_empty(0)
 
 
@@ -283,7 +283,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """forward: x; its backward runs those of the others too, with zeros. For exchanges that a rank uses nothing of.
+    """Identity on x. Its backward also runs the backward of the remaining tensors, with zero gradients, for exchanges
+    of which a rank uses nothing.
 
     A checkpoint ends a recomputation where it has all saved tensors, and begins none where nothing is saved. So this
     saves one: then every rank recomputes, and the exchanges before are run again on all ranks.

@@ -8,7 +8,7 @@ column dim, the column dim, the dims after it. Rank i has the rows ``rows.layout
     to rows:     every rank has all rows of its columns      ->  its rows of all columns; columns that several ranks
                                                                  had are summed
 
-Each direction is the adjoint of the other, for any columns:
+The two directions are adjoint, for any columns:
 
     columns cut among the ranks       all-to-all, and the all-to-all back
     KV heads that several ranks need  grouped-query Ulysses, and the sum of their gradients
@@ -172,7 +172,7 @@ class Blocks:
             wire = columns[0].new_empty(sum(self.received))
         packed, arriving = wire.new_empty(before + after), wire.split_with_sizes(self.received)
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
-        # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
+        # thread of one can interrupt a post of its peer that holds a lock which it then polls for. So every second
         # rank copies its own block before it posts, and the remaining ranks after.
         if rank % 2:
             self._fill(arriving[rank], rank, rank + 1, columns)
@@ -295,7 +295,7 @@ class Blocks:
 
 
 def arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """What a functional collective over the peers receives. It waits for it."""
+    """Wait for a functional collective over the peers; its result."""
     if is_traced():
         return wait_tensor(wire)
     try:

@@ -11,6 +11,7 @@ from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.device_copies import numbers_on
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
 
@@ -18,16 +19,16 @@ TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor
 
 
 def head_exchange(
-    peers: Peers, heads: Sequence[int], layout: SequenceLayout, *, seq_dim: int, head_dim: int
+    peers: Peers, heads: Sequence[int], layout: SequenceLayout, *, seq_dim: int, heads_dim: int
 ) -> Exchange:
     """The exchange of :func:`seq_to_heads` for tensors of ``heads`` heads, queries first. Autograd does not record it.
 
-    ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums those of
-    KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for the output
-    of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
+    ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums the
+    gradients of KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for
+    the output of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
     """
     ranges = tuple(head_ranges(count, heads[0], peers.size) for count in heads)
-    return Exchange(peers, seq_dim, head_dim, Rows(layout), ranges)
+    return Exchange(peers, seq_dim, heads_dim, Rows(layout), ranges)
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
@@ -53,12 +54,12 @@ def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
 
 def seq_to_heads(
     tensors: TensorOrTensors,
-    group: Group,
+    mesh: Group,
     *,
     seq_dim: int = 2,
-    head_dim: int = 1,
+    heads_dim: int = 1,
     layout: Layout = None,
-    check: bool = True,
+    checks: Checks = CHECKS,
     async_op: bool = False,
 ) -> Any:
     """Gather the sequence and cut the heads, so that attention can run locally. q, k and v are sent in one message.
@@ -70,52 +71,45 @@ def seq_to_heads(
 
     ::
 
-        q, k, v = seq_to_heads((q, k, v), group)
+        q, k, v = seq_to_heads((q, k, v), mesh)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        out = heads_to_seq(out, group, heads=query_heads)
+        out = heads_to_seq(out, mesh, heads=query_heads)
 
     Args:
         tensors: a tensor, or several of one dtype, queries first. The order of dims may be ``[B, H, S, D]``, as in
             torch's attention, or any other. The number of heads, and the sizes after the head dim (except the
-            sequence), may differ between tensors. The number of query heads is a multiple of the other numbers.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
+            sequence), may differ between tensors. The number of query heads is a multiple of the remaining numbers.
         seq_dim: the dim of the sequence; this rank's part of it.
-        head_dim: the dim of the heads; all of them.
-        layout: how the sequence is cut, see :data:`Layout`. The result is in global order. The padding of
-            :class:`Padded` is dropped and not sent. None: contiguous parts of the sizes that the ranks have. Without
-            ``check``, and under torch.compile, every rank must then have the size of this one.
-        check: see :func:`all_to_all`.
-        async_op: see :func:`all_to_all`.
+        heads_dim: the dim of the heads; all of them.
+        mesh, layout, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
-        The tensor, or a tuple of tensors. The first has the whole sequence of this rank's query heads. These are cut as
-        evenly as possible: the first ranks get the remainder, ranks beyond the number of heads get none. The others
-        have the KV heads that these queries attend to, once each, so that ``enable_gqa=True`` pairs them correctly. If
-        the pairing on this rank is not regular (3 query heads to 2 KV heads, for example), KV heads are repeated after
-        the exchange, one for each query head. The tensors are views of one buffer, the sequence outermost. Do not
-        change them in place.
+        The tensor, or a tuple of tensors, in global order, without padding. The first has the whole sequence of this
+        rank's query heads. These are cut as evenly as possible: the first ranks get the remainder, ranks beyond the
+        number of heads get none. The others have the KV heads that these queries attend to, once each, so that
+        ``enable_gqa=True`` pairs them correctly. If the pairing on this rank is not regular (3 query heads to 2 KV
+        heads, for example), KV heads are repeated after the exchange, one for each query head. The tensors are views of
+        one buffer, the sequence outermost. Do not change them in place.
 
     Communication: one all-to-all. A rank sends its part of the sequence of each head to every other rank that needs
-    it. One copy before; none after, or one if the layout is not contiguous. ``check`` costs what it costs in
-    :func:`all_to_all`.
+    it. One copy before; none after, or one if the layout is not contiguous.
 
     Raises:
-        ValueError: bad dims, head counts that do not divide, tensors that do not fit together, a layout that does not
-            fit the tensor, ranks that disagree; on every rank, with ``check``.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
+        ValueError: head counts that do not divide, tensors that do not fit together; and as all functions of this
+            package.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023). The single message for q, k and v, and fewer KV heads than ranks,
         are not in it.
     """
-    peers = peers_of(group)
+    peers = peers_of(mesh)
     single = isinstance(tensors, torch.Tensor)
     listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
 
     def describe() -> Facts:
-        described = [_head_facts(x, seq_dim, head_dim) for x in listed]
+        described = [_head_facts(x, seq_dim, heads_dim) for x in listed]
         if not described:
             raise ValueError("seq_to_heads got no tensors: pass (q, k, v)")
-        seq, head = seq_dim % listed[0].ndim, head_dim % listed[0].ndim
+        seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
         for x in listed:
             head_ranges(x.shape[head], listed[0].shape[head], peers.size)
             if _frame(x, seq, head) != _frame(listed[0], seq, head):
@@ -131,9 +125,9 @@ def seq_to_heads(
             same |= {f"{name} of tensor {index}": fact for name, fact in facts.items()}
         return same, described[0][1]
 
-    lengths = consult(peers, "seq_to_heads", describe, check)
+    lengths = consult(peers, "seq_to_heads", describe, checks.agreement)
     rows = rows_of(layout, peers) or contiguous_rows(lengths)
-    seq, head = seq_dim % listed[0].ndim, head_dim % listed[0].ndim
+    seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
     queries = listed[0].shape[head]
     columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in listed)
     op = Exchange(peers, seq, head, rows, columns)
@@ -150,19 +144,19 @@ def seq_to_heads(
 
     trimmed = [rows.trim(x, seq, peers.rank) for x in listed]
     if async_op:
-        return start(op, *trimmed, check=check).then(paired)
-    return paired(differentiable(op, *trimmed, check=check))
+        return start(op, *trimmed, check=checks.agreement).then(paired)
+    return paired(differentiable(op, *trimmed, check=checks.agreement))
 
 
 def heads_to_seq(
     x: torch.Tensor,
-    group: Group,
+    mesh: Group,
     *,
     seq_dim: int = 2,
-    head_dim: int = 1,
+    heads_dim: int = 1,
     heads: int | None = None,
     layout: Layout = None,
-    check: bool = True,
+    checks: Checks = CHECKS,
     async_op: bool = False,
 ) -> Any:
     """Gather the heads and cut the sequence: the inverse of :func:`seq_to_heads`, for the output of the attention.
@@ -174,18 +168,14 @@ def heads_to_seq(
 
     Args:
         x: the whole sequence, in global order, of this rank's heads: ``[B, H, S, D]``, or any other order of dims.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         seq_dim: the dim of the sequence; all of it.
-        head_dim: the dim of the heads; this rank's heads.
+        heads_dim: the dim of the heads; this rank's heads.
         heads: the total number of heads, cut as :func:`seq_to_heads` cuts them. None: the numbers that the ranks have.
-            Without ``check``, and under torch.compile, every rank must then have as many as this one.
-        layout: how the sequence is to be cut, see :data:`Layout`. With :class:`Padded`, shards are padded with zeros.
-            None: contiguous parts, as equal as possible; the first ranks get the remainder.
-        check: see :func:`all_to_all`.
-        async_op: see :func:`all_to_all`.
+        mesh, layout, checks, async_op: see :mod:`cp_styles.collectives`.
 
     Returns:
-        This rank's part of the sequence with all heads; contiguous. With ``async_op`` a :class:`Pending` of it.
+        This rank's part of the sequence with all heads; contiguous, padded with zeros with :class:`Padded`. With
+        ``async_op`` a :class:`Pending` of it.
 
     Communication: one all-to-all. A rank sends ``x`` without its own part of the sequence. One copy before, one after,
     and one more on ranks that pad. The first is not needed if the sequence is the outermost dim in memory. Attention on
@@ -196,13 +186,13 @@ def heads_to_seq(
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023).
     """
-    peers = peers_of(group)
+    peers = peers_of(mesh)
 
     def describe() -> Facts:
         same = {"heads": heads, "layout": layout, "async_op": async_op}
-        facts = _head_facts(x, seq_dim, head_dim, uneven="heads", **same)
+        facts = _head_facts(x, seq_dim, heads_dim, uneven="heads", **same)
         rows_of_whole(layout, x, seq_dim % x.ndim, peers)
-        head = head_dim % x.ndim
+        head = heads_dim % x.ndim
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
             raise ValueError(
                 f"rank {peers.rank} has {x.shape[head]} heads (dim {head} of {tuple(x.shape)}), but its share of "
@@ -210,20 +200,20 @@ def heads_to_seq(
             )
         return facts
 
-    head_counts = consult(peers, "heads_to_seq", describe, check)
-    seq, head = seq_dim % x.ndim, head_dim % x.ndim
+    head_counts = consult(peers, "heads_to_seq", describe, checks.agreement)
+    seq, head = seq_dim % x.ndim, heads_dim % x.ndim
     rows = rows_of_whole(layout, x, seq, peers)
     sizes = head_counts if heads is None else even_sizes(heads, peers.size)
     op = Exchange(peers, seq, head, rows, (ranges_of(sizes),), to_columns=False)
     if async_op:
-        return start(op, x, check=check).then(lambda results: rows.fill(results[0], seq))
-    return rows.fill(differentiable(op, x, check=check)[0], seq)
+        return start(op, x, check=checks.agreement).then(lambda results: rows.fill(results[0], seq))
+    return rows.fill(differentiable(op, x, check=checks.agreement)[0], seq)
 
 
-def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, uneven: str = "seq", **same: Any) -> Facts:
-    seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, head_dim, "head_dim")
+def _head_facts(x: torch.Tensor, seq_dim: int, heads_dim: int, uneven: str = "seq", **same: Any) -> Facts:
+    seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, heads_dim, "heads_dim")
     if seq == head:
-        raise ValueError(f"seq_dim and head_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
+        raise ValueError(f"seq_dim and heads_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
     return facts_of(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
 
 

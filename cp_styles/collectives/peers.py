@@ -7,17 +7,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, short
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.layout import SequenceLayout
 
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
-"""A process group, a mesh of one axis, a mesh with the name of one of its axes, or None for no communication."""
+Group: TypeAlias = MeshOrGroup | None
+"""A mesh of one axis, a mesh with the name of one of its axes, a process group, or None for no communication."""
 
 
 class Peers(NamedTuple):
@@ -28,32 +27,21 @@ class Peers(NamedTuple):
     size: int
 
 
-def peers_of(group: Group | Peers) -> Peers:
-    """The peers of ``group``, which may be peers already. For None and a group of one, no process group is used.
+def peers_of(mesh: Group | Peers) -> Peers:
+    """The peers of ``mesh``, which may be peers already. For None and a group of one, no process group is used.
 
-    Groups and meshes are resolved by :func:`~cp_styles.comm.groups.axis_and_group`.
-
-    Raises:
-        TypeError: for anything that is not a group.
-        ValueError: for a mesh of several axes without an axis name, an unknown axis, or a group this rank is not in.
+    Raises what :func:`~cp_styles.comm.groups.axis_and_group` raises.
     """
-    if group is None:
+    if mesh is None:
         return Peers("", 0, 1)
-    if isinstance(group, Peers):
-        return group
-    if isinstance(group, tuple):
-        if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not isinstance(group[1], str):
-            raise TypeError(f"{group!r} is not a group: pass a process group, a mesh, (mesh, axis name), or None")
-        mesh, axis = group
-        if axis not in (mesh.mesh_dim_names or ()):
-            raise ValueError(f"the mesh has the axes {mesh.mesh_dim_names}, not {axis!r}: pass the name of one of them")
-        group = mesh.get_group(axis) if is_traced() else mesh[axis]  # torch.compile cannot slice a mesh
-    _, group = axis_and_group("this function of cp_styles.collectives", group)
+    if isinstance(mesh, Peers):
+        return mesh
+    _, group = axis_and_group("this function of cp_styles.collectives", mesh)
     return Peers(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
 Facts: TypeAlias = tuple[Mapping[str, Any], StatusRow]
-"""What a rank reports before it communicates: values that must be the same on all ranks, and numbers of its own."""
+"""The report of a rank before it communicates: values that must be the same on all ranks, and numbers of its own."""
 
 
 def facts_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> Facts:
@@ -73,7 +61,8 @@ def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     """Compare the calls of all ranks; the row of each.
 
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
-    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
+    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the remaining ranks would hang in
+    ``call``.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`).
     """

@@ -1,4 +1,4 @@
-"""How a dim is cut over the ranks of a group: the forms that a caller can pass, and the one form used internally."""
+"""How a dim is cut over the ranks of a group: the forms that a caller can pass, and the form used internally."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from cp_styles.collectives.autograd import (
 )
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import holds
 
 
@@ -44,12 +45,12 @@ class GradScale(Enum):
 def split(
     x: torch.Tensor,
     dim: int,
-    group: Group,
+    mesh: Group,
     *,
     layout: Layout = None,
     fill: float = 0,
     grad_scale: GradScale = GradScale.NONE,
-    check: bool = True,
+    checks: Checks = CHECKS,
 ) -> torch.Tensor:
     """Keep this rank's part of a tensor that is the same on every rank.
 
@@ -61,29 +62,23 @@ def split(
     Args:
         x: a tensor of any dtype and number of dims. The caller must ensure that its values are the same on every rank.
         dim: the dim to cut.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        layout: how it is cut, see :data:`Layout`: head-tail, hybrid (:func:`nested_layout`), packed documents
-            (``per_document_head_tail``), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
-            as possible.
         fill: the value of the padding, with :class:`Padded`.
         grad_scale: how the gradient is scaled: see :class:`GradScale`. The gradients of parameters that ``x`` was
             computed from are whole on every rank. ``sum_gradients`` refuses them, but for GradScale.DOWN, with which
             each rank has 1/P of them.
-        check: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
         This rank's part, in the order of the layout, contiguous on every rank: at most one copy.
 
-    Communication: in the forward only the all-gather of ``check``. In the backward one all-gather (an all-to-all for
-    uneven sizes): a rank sends the gradient of its part, without padding, to the P - 1 others.
+    Communication: nothing in the forward. In the backward one all-gather (an all-to-all for uneven sizes): a rank sends
+    the gradient of its part, without padding, to the P - 1 others.
 
     Raises:
-        ValueError: a bad dim, a layout for another length or number of ranks, ``fill`` that the dtype cannot hold,
-            ranks that disagree; on every rank, with ``check``.
-        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
+        ValueError: ``fill`` that the dtype cannot hold; and as all functions of this package.
     """
-    peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check, fill)
-    part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, check)
+    peers, at, rows = _resolve_whole("split", x, dim, mesh, layout, grad_scale, checks, fill)
+    part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, checks)
     if grad_scale is not GradScale.DOWN:
         note_whole_gradients(part, x, peers)
     return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill).contiguous()
@@ -92,12 +87,12 @@ def split(
 def gather(
     x: torch.Tensor,
     dim: int,
-    group: Group,
+    mesh: Group,
     *,
     reduce_gradients: bool,
     layout: Layout = None,
     grad_scale: GradScale = GradScale.NONE,
-    check: bool = True,
+    checks: Checks = CHECKS,
 ) -> torch.Tensor:
     """Gather the parts of all ranks, on every rank.
 
@@ -110,48 +105,44 @@ def gather(
     Args:
         x: this rank's part. Only its size in ``dim`` may differ between ranks.
         dim: the dim to gather.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         reduce_gradients: False if all ranks compute the same thing with the result. Each rank then has the whole
             gradient, and L is counted once. Parameters behind the gather get whole gradients, which ``sum_gradients``
             refuses: with parameters there use True, and divide the loss by P. True if ranks compute different things
             (other heads, rows or targets), or each 1/P of the same, and L is the sum of their losses. A wrong value
             gives wrong gradients without an error, so there is no default.
-        layout: how it is cut, see :func:`split`. The result is in global order, without padding. None: contiguous parts
-            of the sizes that the ranks have. Without ``check``, and under torch.compile, every rank must then have the
-            size of this one.
         grad_scale: how the gradient is scaled: see :class:`GradScale`.
-        check: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
-        The whole tensor. It may be a view of the receive buffer: do not change it in place.
+        The whole tensor in global order, without padding. It may be a view of the receive buffer: do not change it in
+        place.
 
     Communication: one all-gather (an all-to-all for uneven sizes, so that padding is not sent): a rank sends its part
-    to the P - 1 others. In the backward nothing, or that of :func:`reduce_scatter`. ``check`` as in
-    :func:`all_to_all`.
+    to the P - 1 others. In the backward nothing, or one reduce-scatter.
 
     Raises:
         ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
     """
-    peers = peers_of(group)
+    peers = peers_of(mesh)
 
     def describe() -> Facts:
         at = dim_of(x, dim, "dim")
         check_local(rows_of(layout, peers), x, at, peers)
         return _facts(x, at, at, layout, grad_scale, reduce_gradients=reduce_gradients)
 
-    lengths = consult(peers, "gather", describe, check)
+    lengths = consult(peers, "gather", describe, checks.agreement)
     at = dim % x.ndim
     rows = rows_of(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
-    whole = _apply(exchange if reduce_gradients else Replicated(exchange), part, check)
+    whole = _apply(exchange if reduce_gradients else Replicated(exchange), part, checks)
     # With another scale equal gradients may be right: UP is for a loss that is divided by P.
     note_gather(whole, part, peers, reduced=reduce_gradients or grad_scale is not GradScale.NONE)
     return whole
 
 
 def reduce_scatter(
-    x: torch.Tensor, dim: int, group: Group, *, layout: Layout = None, check: bool = True
+    x: torch.Tensor, dim: int, mesh: Group, *, layout: Layout = None, checks: Checks = CHECKS
 ) -> torch.Tensor:
     """Sum a tensor over the ranks and keep this rank's part of the sum.
 
@@ -163,13 +154,11 @@ def reduce_scatter(
     Args:
         x: this rank's summand, of the same shape on every rank.
         dim: the dim to cut.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        layout: how it is cut, see :func:`split`; padding is zero.
-        check: see :func:`all_to_all`.
+        mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
     Returns:
-        This rank's part. The summands are added in rank order, in float32 or wider. So every run gives the same bits,
-        for even and uneven sizes.
+        This rank's part; padding is zero. The summands are added in rank order, in float32 or wider. So every run gives
+        the same bits, for even and uneven sizes.
 
     Communication: one all-to-all; the sum is local. A rank sends ``x`` without its own part, as in any reduce-scatter,
     and holds P blocks of its part for a short time. The backward is one all-gather, as in :func:`split`.
@@ -177,22 +166,22 @@ def reduce_scatter(
     Raises:
         ValueError, TypeError: as :func:`split`.
     """
-    peers, at, rows = _resolve_whole("reduce_scatter", x, dim, group, layout, GradScale.NONE, check)
-    return rows.fill(_apply(gather_exchange(peers, at, x.ndim, rows).adjoint(), x, check), at)
+    peers, at, rows = _resolve_whole("reduce_scatter", x, dim, mesh, layout, GradScale.NONE, checks)
+    return rows.fill(_apply(gather_exchange(peers, at, x.ndim, rows).adjoint(), x, checks), at)
 
 
 def _resolve_whole(
     call: str,
     x: torch.Tensor,
     dim: int,
-    group: Group,
+    mesh: Group,
     layout: Layout,
     grad_scale: GradScale,
-    check: bool,
+    checks: Checks,
     fill: float = 0,
 ) -> tuple[Peers, int, Rows]:
-    """The group, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
-    peers = peers_of(group)
+    """The peers, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
+    peers = peers_of(mesh)
 
     def describe() -> Facts:
         at = dim_of(x, dim, "dim")
@@ -201,7 +190,7 @@ def _resolve_whole(
             raise ValueError(f"a tensor of dtype {x.dtype} cannot hold fill={fill}: give it another dtype, x.long()")
         return _facts(x, -1, at, layout, grad_scale)
 
-    consult(peers, call, describe, check)
+    consult(peers, call, describe, checks.agreement)
     at = dim % x.ndim
     return peers, at, rows_of_whole(layout, x, at, peers)
 
@@ -212,6 +201,6 @@ def _facts(x: torch.Tensor, uneven_dim: int, dim: int, layout: Layout, grad_scal
     return facts_of(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
-def _apply(op: LinearMap, x: torch.Tensor, check: bool) -> torch.Tensor:
+def _apply(op: LinearMap, x: torch.Tensor, checks: Checks) -> torch.Tensor:
     """``op(x)`` with a last dim of one column added for the exchange: see :func:`gather_exchange`."""
-    return differentiable(op, x.unsqueeze(-1), check=check)[0].squeeze(-1)
+    return differentiable(op, x.unsqueeze(-1), check=checks.agreement)[0].squeeze(-1)

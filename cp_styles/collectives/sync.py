@@ -1,4 +1,4 @@
-"""Send the samples of all ranks to all ranks of a group, one after the other."""
+"""Send the samples of all ranks to all ranks of a group, one by one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cp_styles.comm.point_to_point import collective
 T = TypeVar("T")
 
 
-def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = None) -> Iterator[T]:
+def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = None) -> Iterator[T]:
     """Iterate over the samples of all ranks, in rank order. Every rank gets the same samples.
 
     This is for data-parallel loaders under sequence parallelism: the whole group works on the sample of one rank at a
     time. While it computes with one sample, the next one is being sent::
 
-        for sample in sync_inputs(next(loader), group, device="cuda"):
-            loss = step(split(sample["tokens"], 1, group))
+        for sample in sync_inputs(next(loader), mesh, device="cuda"):
+            loss = step(split(sample["tokens"], 1, mesh))
 
     Args:
         sample: nested dicts, lists and tuples of tensors and plain values. Structure, values, shapes and dtypes may
             differ between ranks. The tensors that are returned have no gradients.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None. With None it yields ``sample`` itself.
+        mesh: see :mod:`cp_styles.collectives`. With None it yields ``sample`` itself.
         device: tensors are moved there before they are sent, and arrive there. The group must have a backend for it
             (``"cuda"`` for NCCL). None: the kind of device that each tensor is on.
 
@@ -47,7 +47,7 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
     Raises:
         ValueError: on every rank, if one has a tensor that is not plain and dense, or a value that cannot be pickled.
     """
-    peers = peers_of(group)
+    peers = peers_of(mesh)
     if peers.size == 1:
         return iter([sample])
     tensors: list[torch.Tensor] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 from weakref import ref
 
 import torch
@@ -14,41 +14,53 @@ from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
 from cp_styles.comm.group_state import state_of
 from cp_styles.troubleshooting import see
 
-GroupOrMesh: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
+MeshOrGroup: TypeAlias = DeviceMesh | tuple[DeviceMesh, str] | dist.ProcessGroup
+"""The ranks that share a sequence: a 1-D mesh, ``mesh["cp"]``; a mesh and the name of an axis; or a process group."""
 
 
-def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tuple[str, dist.ProcessGroup]:
+def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tuple[str, dist.ProcessGroup]:
     """The ranks that share the sequence, and the name of their axis for messages. No communication.
 
     Args:
         name: name of the function that was called, for messages.
-        group: a process group, or a mesh with one axis.
+        mesh: a mesh with one axis, ``(mesh, axis name)``, or a process group.
         ordered: whether the order of the ranks matters, see :func:`refuse_other_order`. It does not for a sum.
 
     Raises:
-        TypeError: ``group`` is neither.
-        ValueError: a mesh of several axes, or one whose ranks are in another order than its group's; a group that this
-            rank is not in.
+        TypeError: ``mesh`` is none of these.
+        ValueError: a mesh of several axes without the name of one, an unknown axis, a mesh whose ranks are in another
+            order than the ranks of its group, a group that this rank is not in.
     """
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f'{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh["cp"]')
-        axis = (group.mesh_dim_names or ("cp",))[0]
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f'{name} needs a 1-D mesh, got axes {mesh.mesh_dim_names}: pass mesh["cp"]')
+        axis = (mesh.mesh_dim_names or ("cp",))[0]
         if is_traced():  # torch.compile does not know the contents of a mesh
-            return axis, group.get_group()
-        ranks = _group_on(group, name)
-        state = state_of(ranks)
+            return axis, mesh.get_group()
+        group = _group_on(mesh, name)
+        state = state_of(group)
         state.operations.axis = axis
-        if ordered and group not in state.in_order:
-            refuse_other_order(group, ranks)
-            state.in_order.add(group)  # looking at the ranks takes as long as a small tile
-        return axis, acting(ranks)
-    if isinstance(group, dist.ProcessGroup):
-        return "group", acting(group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
+        if ordered and mesh not in state.in_order:
+            refuse_other_order(mesh, group)
+            state.in_order.add(mesh)  # looking at the ranks takes as long as a small tile
+        return axis, acting(group)
+    if isinstance(mesh, dist.ProcessGroup):
+        return "group", acting(mesh)
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
-    raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
+    if not _is_axis(mesh):
+        got = type(mesh).__name__
+        raise TypeError(f"{name} needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got {got}")
+    whole, axis = mesh
+    if axis not in (whole.mesh_dim_names or ()):
+        raise ValueError(f"{name}: the mesh has the axes {whole.mesh_dim_names}, not {axis!r}: name one of them")
+    if is_traced():  # torch.compile cannot slice a mesh
+        return axis, whole.get_group(axis)
+    return axis_and_group(name, whole[axis], ordered=ordered)
+
+
+def _is_axis(mesh: object) -> TypeGuard[tuple[DeviceMesh, str]]:
+    return isinstance(mesh, tuple) and tuple(map(isinstance, mesh, (DeviceMesh, str))) == (True, True)
 
 
 def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
@@ -72,11 +84,11 @@ def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return stand_in.group
 
 
-def group_behind(ranks: GroupOrMesh) -> dist.ProcessGroup | None:
-    """The group of what a call gives, where it was seen before; None for what :func:`axis_and_group` refuses."""
-    if isinstance(ranks, DeviceMesh):
-        return acting(_group_on(ranks, "attention")) if ranks.ndim == 1 else None
-    return acting(ranks) if isinstance(ranks, dist.ProcessGroup) else None
+def group_behind(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
+    """The group of a call's argument without a look at the order of its ranks. None: ask :func:`axis_and_group`."""
+    if isinstance(mesh, DeviceMesh):
+        return acting(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
+    return acting(mesh) if isinstance(mesh, dist.ProcessGroup) else None
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

@@ -28,11 +28,11 @@ from cp_styles.comm.agreement import (
     report_failure,
     start_status,
 )
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
-from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
@@ -43,7 +43,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Causal, Dense, Full, Mask, digest
+from cp_styles.mask import Causal, Dense, Full, Mask
+from cp_styles.mask.dense import digest
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
 
@@ -88,8 +89,8 @@ class Binding:
         strategy: how keys and values get to the queries.
         layout: the layout, or the balancer that makes it from (length, ranks).
         mask: which keys each query attends to, in addition to ``is_causal`` of the call.
-        kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.kernel_for_tiles`. None prefers the fused
-            kernel of the call.
+        kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`. None
+            prefers the fused kernel of the call.
         heads: which query heads the tensors of a call are, if these are a share of more heads.
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         forward_state: state of the module's forward. An error is raised if its attention was not reached.
@@ -526,42 +527,6 @@ def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
         bindings = objects[LatestBindings] = LatestBindings(64)
         when_destroyed(group, bindings.clear)
     return bindings
-
-
-def binding_of_call(
-    name: str,
-    ranks: GroupOrMesh,
-    strategy: Strategy,
-    layout: SequenceLayout | Balancer,
-    mask: Mask,
-    kernel: Kernel | None = None,
-    *,
-    checks: Checks,
-) -> Binding:
-    """The binding of a function's call: the same one for the same arguments, with all that it has derived from them.
-
-    A mask that holds a tensor, a kernel of the user and modules in ``checks`` are not kept alive: with these
-    there is a new binding at each call.
-
-    Raises what :func:`~cp_styles.comm.groups.axis_and_group` and a Binding raise.
-    """
-    behind, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, checks)
-    latest = None if behind is None else state_of(behind).objects.get(LatestBindings)
-    try:
-        if latest is not None and key in latest:
-            latest.move_to_end(key)
-            return latest[key]
-    except TypeError:  # an argument of a wrong type, about which a Binding raises
-        pass
-    axis, group = axis_and_group(name, ranks)
-    try:
-        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
-    except Exception:  # this rank's argument may be the only wrong one
-        report_failure(name, group)
-        raise
-    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
-        bindings_of(group).put(key, binding)
-    return binding
 
 
 def _as_cut_by(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:

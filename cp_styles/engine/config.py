@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_styles._compat import OpaqueValue, constant_under_compile, register_opaque_value
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Dense, Mask
@@ -35,6 +35,7 @@ class AttentionConfig(OpaqueValue):
         parts: strategy, layout, mask and kernel, as :func:`parts_of` has them.
         scoped: the open SequenceScope applies to the call.
         named: the user has given a layout.
+        held: a style or block holds the binding, without which the op raises.
         problem: why there are no parts; the op raises it, on all ranks.
     """
 
@@ -46,6 +47,7 @@ class AttentionConfig(OpaqueValue):
     only_warn: bool
     scoped: bool
     named: bool
+    held: bool = False
     problem: str = ""
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -91,10 +93,11 @@ def config_in_graph(
     checks: Checks = CHECKS,
     scoped: bool = False,
     named: bool = False,
+    held: bool = False,
 ) -> ConfigInGraph:
     """The configuration as a value. torch.compile traces this function, so it guards each field that is read.
 
-    Local parameters of ``checks`` are not in it. ``scoped``, ``named``: see :class:`AttentionConfig`.
+    Local parameters of ``checks`` are not in it. ``scoped``, ``named``, ``held``: see :class:`AttentionConfig`.
 
     Raises:
         TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
@@ -103,7 +106,7 @@ def config_in_graph(
     parts = parts_of((strategy, layout, mask, kernel), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
-    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, scoped, named)
+    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, scoped, named, held)
     return ConfigInGraph(name, config, tensors[0] if tensors else None)
 
 

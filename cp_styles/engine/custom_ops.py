@@ -36,15 +36,15 @@ from cp_styles._compat import (
 )
 from cp_styles.checksum import digest
 from cp_styles.comm.agreement import begin_backward
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
 from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindings_of
 from cp_styles.engine.checkpoint import results_are_kept
-from cp_styles.engine.checks import Checks
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
 from cp_styles.engine.observers import attention_listener
-from cp_styles.engine.scope import ScopedBinding, SequenceScope
+from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.autocast import as_attended, attended_dtypes
 from cp_styles.kernels.base import LseGradient
@@ -83,10 +83,12 @@ def config_of(scoped: ScopedBinding) -> ConfigInGraph:
         where = binding.name, binding.axis, binding.group.group_name
         parts = binding.strategy, binding.layout, binding.mask, binding.kernel
         try:
-            in_graph = config_in_graph(*where, *parts, checks=binding.checks, scoped=True, named=named)
+            in_graph = config_in_graph(*where, *parts, checks=binding.checks, scoped=True, named=named, held=True)
         except TypeError as error:
             problem = f"under torch.compile {error}"
-            in_graph = ConfigInGraph(where[0], AttentionConfig(*where, (), True, False, True, named, problem), None)
+            in_graph = ConfigInGraph(
+                where[0], AttentionConfig(*where, (), True, False, True, named, True, problem), None
+            )
         # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
         runs = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.named, scoped.history)
         same = binding.group_state.the(BindingsInGraphs)
@@ -101,7 +103,7 @@ def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Sou
     group = group_of_name(config.group_name)
     bindings = bindings_of(group)
     source = bindings.pop(config, None)
-    if config.scoped:
+    if config.held:
         source = source or state_of(group).the(BindingsInGraphs).get(config)
         if source is None:
             raise destroyed_error()
@@ -112,6 +114,8 @@ def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Sou
     elif source is None or dense is not None:
         checks = Checks(config.agreement, config.only_warn)
         source = Binding(config.name, config.axis, group, *built(config.parts, dense), checks=checks)
+        if config.scoped:
+            source = ScopedBinding(source, None, state_of(group).the(ScopeHistory))
     return bindings.put(config, source)
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.comm.agreement import Where
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupState
-from cp_styles.engine.checks import Checks
 
 
 class ModelObserver(Protocol):

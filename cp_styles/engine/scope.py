@@ -18,10 +18,16 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from cp_styles._compat import graph_task_id
-from cp_styles.comm.groups import world
-from cp_styles.engine.binding import Binding
-from cp_styles.layout import Balancer, SequenceLayout, layout_made_by
+from cp_styles.comm.agreement import report_failure
+from cp_styles.comm.checks import Checks
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_behind, world
+from cp_styles.engine.binding import Binding, LatestBindings, bindings_of
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.sdpa import SdpaKernel
+from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
+from cp_styles.strategies import Strategy
 from cp_styles.troubleshooting import see
 
 AnyOpening = TypeVar("AnyOpening", bound="Opening")
@@ -324,3 +330,53 @@ class ScopedBinding:
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
         """The binding under a scope with this layout and mask."""
         return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
+
+
+def binding_of_call(
+    name: str,
+    mesh: MeshOrGroup,
+    strategy: Strategy,
+    layout: SequenceLayout | Balancer | None,
+    mask: Mask,
+    kernel: Kernel | None = None,
+    *,
+    checks: Checks,
+) -> Binding:
+    """The binding of a function's call: the same one for the same arguments, with all that it has derived from them.
+
+    Without a ``layout``, the layout and the mask of the scope around the call apply; without a scope, head_tail.
+
+    A mask that holds a tensor, a kernel of the user and modules in ``checks`` are not kept alive: with these
+    there is a new binding at each call.
+
+    Raises what :func:`~cp_styles.comm.groups.axis_and_group`, a Binding and a scope raise.
+    """
+    behind = group_behind(mesh)
+    if layout is None:
+        layout = head_tail
+        if _open.get() or _open_anywhere or (behind is not None and state_of(behind).the(ScopeHistory).was_scoped):
+            _, group = axis_and_group(name, mesh)
+            state = state_of(group)  # it has the axis of a group too, once its mesh was seen
+            try:
+                scope = state.the(ScopeHistory).scope_around(name, state.operations.axis, None)
+                layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
+            except Exception:  # this rank may be the only one without its scope
+                report_failure(name, group)
+                raise
+    key = name, mesh, strategy, layout, mask, kernel, checks
+    latest = None if behind is None else state_of(behind).objects.get(LatestBindings)
+    try:
+        if latest is not None and key in latest:
+            latest.move_to_end(key)
+            return latest[key]
+    except TypeError:  # an argument of a wrong type, about which a Binding raises
+        pass
+    axis, group = axis_and_group(name, mesh)
+    try:
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+    except Exception:  # this rank's argument may be the only wrong one
+        report_failure(name, group)
+        raise
+    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
+        bindings_of(group).put(key, binding)
+    return binding

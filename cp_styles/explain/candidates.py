@@ -11,7 +11,8 @@ from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.report import Explanation, busiest_rank, explained
 from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
-from cp_styles.mask import All, Causal, Documents, Full, Mask
+from cp_styles.mask import Causal, Documents, Full, Mask
+from cp_styles.mask.algebra import All
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 

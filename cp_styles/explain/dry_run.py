@@ -30,9 +30,9 @@ from cp_styles.explain.events import (
     Transfer,
     WaitEvent,
 )
-from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, kernel_for_tiles
+from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel
 from cp_styles.kernels.base import OtherBackward
-from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
 from cp_styles.layout import SequenceLayout
@@ -54,7 +54,7 @@ def dry_run(
     shapes: Shapes,
     rank: int,
     *,
-    sink: bool = False,
+    has_sink: bool = False,
 ) -> RankRun:
     """Run ``rank`` of one attention with (query, key) ``layouts``. No communication, no process group."""
     strategy, recorder = strategy_on(strategy, layouts[0].ranks, mask), _Recorder(shapes.device)
@@ -64,7 +64,7 @@ def dry_run(
     unfilled = _UnfilledMask(mask, shapes.dtype)
     attention = Attention(group, q_layout, kv_layout, unfilled, _recording(kernel, recorder), **options)
     q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
-    sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
+    sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if has_sink else None
     size, dtype = strategy.residual_places(attention, q, k, v).spec
     grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
     with recorder:

@@ -71,7 +71,7 @@ class Transfer(NamedTuple):
     """One message.
 
     Attributes:
-        peer: the rank at the other end, counted in the whole group.
+        peer: the sender or receiver, counted in the whole group.
         nbytes: the size of the message.
         outgoing: whether this rank sends it.
     """

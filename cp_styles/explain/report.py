@@ -189,7 +189,7 @@ def explain(
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
-    sink: bool = False,
+    has_sink: bool = False,
     hardware: Hardware | None = None,
     rank: int | None = None,
 ) -> Explanation:
@@ -211,7 +211,7 @@ def explain(
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
         kernel: as in :func:`~cp_styles.context_attention`.
-        sink: whether there are attention sinks.
+        has_sink: whether there are attention sinks.
         hardware: the machine for which times are predicted. Its device replaces ``device``.
         rank: simulate only this rank. Default: all of up to 16 ranks, else a sample with the busiest rank.
 
@@ -237,7 +237,14 @@ def explain(
     cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]
     mask.check((batch, heads, length, cuts[1].length))
     return explained(
-        strategy, (cuts[0], cuts[1]), mask, kernel_of(shapes, kernel), shapes, hardware=hardware, sink=sink, rank=rank
+        strategy,
+        (cuts[0], cuts[1]),
+        mask,
+        kernel_of(shapes, kernel),
+        shapes,
+        hardware=hardware,
+        has_sink=has_sink,
+        rank=rank,
     )
 
 
@@ -271,9 +278,9 @@ class explain_calls:
         attention_listener.reset(self._token)
         if kind is not None:
             return
-        for strategy, attention, shapes, sink in self._calls.values():
+        for strategy, attention, shapes, has_sink in self._calls.values():
             layouts = attention.q_layout, attention.kv_layout
-            options = {"hardware": self._hardware, "rank": self._rank, "sink": sink}
+            options = {"hardware": self._hardware, "rank": self._rank, "has_sink": has_sink}
             self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
 
     def _note(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
@@ -290,7 +297,7 @@ def explained(
     shapes: Shapes,
     *,
     hardware: Hardware | None = None,
-    sink: bool = False,
+    has_sink: bool = False,
     rank: int | None = None,
     most: int = _MOST_RANKS,
 ) -> Explanation:
@@ -301,7 +308,7 @@ def explained(
         chosen = [busiest_rank(layouts[0], mask) if rank is None else rank]
     else:
         chosen = range(ranks) if ranks <= most else _sample(layouts[0], mask)
-    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, sink=sink) for each in chosen}
+    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in chosen}
     return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
 
 

@@ -6,15 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import is_traced
-from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import binding_of_call
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend
+from cp_styles.engine.scope import binding_of_call
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -29,10 +27,10 @@ def context_attention(
     q_BHLD: torch.Tensor,
     k_BGMD: torch.Tensor,
     v_BGME: torch.Tensor,
-    group: dist.ProcessGroup | DeviceMesh,
+    mesh: MeshOrGroup,
     *,
     mask: Mask | None = None,
-    layout: SequenceLayout | Balancer | JointLayout = head_tail,
+    layout: SequenceLayout | Balancer | JointLayout | None = None,
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     scale: float | None = None,
@@ -50,13 +48,14 @@ def context_attention(
         q_BHLD: local query, cut by ``layout``.
         k_BGMD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
         v_BGME: local value.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         mask: which keys each query attends to, in global positions. Default: all.
         layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.joint_layout.JointLayout`, with which
-            some tokens are whole on every rank.
+            some tokens are whole on every rank. Default: the layout of the :class:`~cp_styles.SequenceScope` around the
+            call, whose mask then applies too; without a scope ``head_tail``.
         strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
-            explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+            explicit mask go to another kernel: see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         scale: factor of the logits; default 1/sqrt(D).
         sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
             nothing to the output. The same on all ranks. Its gradient is this rank's share: sum it over the group, like
@@ -94,9 +93,9 @@ def context_attention(
         problem = NotImplementedError(
             f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"
         )
-    how = strategy, layout.balancer if isinstance(layout, JointLayout) else layout, mask, kernel
+    cut = layout.balancer if isinstance(layout, JointLayout) else layout
     if is_traced():
-        axis, group = axis_and_group(name, group)
+        axis, group = axis_and_group(name, mesh)
         if checks.local:
             problem = problem or NotImplementedError(
                 f"{name}: torch.compile cannot take Checks(local=...) into a graph: apply a style with it, or "
@@ -104,9 +103,10 @@ def context_attention(
             )
         if problem is not None:
             raise problem
-        source = config_in_graph(name, axis, group.group_name, *how, checks=checks)
+        how = strategy, head_tail if cut is None else cut, mask, kernel
+        source = config_in_graph(name, axis, group.group_name, *how, checks=checks, scoped=cut is None)
     else:
-        source = binding_of_call(name, group, *how, checks=checks)
+        source = binding_of_call(name, mesh, strategy, cut, mask, kernel, checks=checks)
         group = source.group
         if problem is not None:
             source.refuse(problem)

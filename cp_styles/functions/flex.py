@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import never_compiled
 from cp_styles.checksum import version_of
-from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
+from cp_styles.engine.binding import Binding, refuse_grouped
 from cp_styles.engine.custom_ops import attend
+from cp_styles.engine.scope import binding_of_call
 from cp_styles.introspect import captured_tensors
-from cp_styles.kernels import CompiledFlexKernel, FlexKernel
+from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy
@@ -82,7 +82,7 @@ def context_flex_attention(
     q_BHLD: torch.Tensor,
     k_BGMD: torch.Tensor,
     v_BGME: torch.Tensor,
-    group: dist.ProcessGroup | DeviceMesh,
+    mesh: MeshOrGroup,
     *,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
@@ -90,8 +90,9 @@ def context_flex_attention(
     enable_gqa: bool = False,
     return_aux: AuxRequest | None = None,
     mask: Mask | None = None,
-    layout: SequenceLayout | Balancer = head_tail,
+    layout: SequenceLayout | Balancer | None = None,
     strategy: Strategy | None = None,
+    kernel: Kernel | None = None,
     checks: Checks = CHECKS,
 ) -> Any:
     """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
@@ -103,7 +104,7 @@ def context_flex_attention(
         q_BHLD: local query, cut by ``layout``.
         k_BGMD: local key, cut in the same way. Only the G heads are sent.
         v_BGME: local value.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
             reads may require grad. Their gradient is this rank's share: sum it over the group, like that of any
             parameter.
@@ -114,8 +115,10 @@ def context_flex_attention(
         return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf for queries without keys), which
             is differentiable.
         mask: a mask of this package, in addition to ``block_mask``.
-        layout: the layout, or the balancer that makes it.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
+            around the call, whose mask then applies too; without a scope ``head_tail``.
         strategy: how keys and values get to the queries; default ``Ring()``.
+        kernel: computes the tiles; default the fastest of torch's kernels that can. Not with a score_mod.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -135,7 +138,7 @@ def context_flex_attention(
         out = context_flex_attention(q, k, v, mesh, block_mask=block_mask, layout=layout)
     """
     name = "context_flex_attention"
-    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), checks=checks)
+    binding = binding_of_call(name, mesh, strategy or Ring(), layout, mask or Full(), kernel, checks=checks)
     call = FlexCall(block_mask, score_mod, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 
@@ -167,6 +170,10 @@ def _bind_call(
         binding = binding.with_mask(call.block_mask, FlexMask if call.score_mod else FlexMask.per_row)
     if call.score_mod is None:
         return binding, ()
+    if binding.kernel is not None:
+        raise NotImplementedError(
+            f"{binding.name}: {binding.kernel!r} cannot compute a score_mod: leave kernel= out of this call or style"
+        )
     if isinstance(binding.mask, PerRow):
         raise NotImplementedError(
             f"{binding.name}: a score_mod cannot be combined with a mask for each row of the batch (PerRow): put "

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import never_compiled
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import version_of
-from cp_styles.engine.binding import Binding, binding_of_call
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
+from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import attend, check_plain
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.engine.scope import binding_of_call
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy
 
@@ -31,15 +32,16 @@ def context_varlen_attention(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
     v_TGE: torch.Tensor,
-    group: dist.ProcessGroup | DeviceMesh,
+    mesh: MeshOrGroup,
     cu_seqlens: torch.Tensor | Sequence[int],
     *,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     return_lse: bool = False,
     mask: Mask | None = None,
-    layout: SequenceLayout | Balancer = head_tail,
+    layout: SequenceLayout | Balancer | None = None,
     strategy: Strategy | None = None,
+    kernel: Kernel | None = None,
     checks: Checks = CHECKS,
 ) -> Any:
     """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
@@ -51,7 +53,7 @@ def context_varlen_attention(
         q_THD: local query, cut by ``layout`` along the pack.
         k_TGD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
         v_TGE: local value.
-        group: the ranks that share the pack: a process group or a 1-D mesh.
+        mesh: the ranks that share the pack: a 1-D mesh, (mesh, axis name), or a process group.
         cu_seqlens: cumulative lengths of the documents of the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers,
             the same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for them.
         window_size: number of positions before and after its own that a query attends to; -1 is no bound. (-1, 0) is
@@ -59,8 +61,10 @@ def context_varlen_attention(
         scale: factor of the logits; default 1/sqrt(D).
         return_lse: also return the logsumexp.
         mask: a mask of this package, in addition to the documents.
-        layout: the layout, or the balancer that makes it.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
+            around the call, whose mask then applies too; without a scope ``head_tail``.
         strategy: how keys and values get to the queries; default ``Ring()``.
+        kernel: computes the tiles; default the fastest of torch's kernels that can.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -79,7 +83,7 @@ def context_varlen_attention(
         out = context_varlen_attention(q, k, v, mesh, [0, 300, 310, 1000], window_size=(-1, 0), layout=layout)
     """
     name = "context_varlen_attention"
-    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), checks=checks)
+    binding = binding_of_call(name, mesh, strategy or Ring(), layout, mask or Full(), kernel, checks=checks)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)

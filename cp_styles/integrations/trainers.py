@@ -2,8 +2,8 @@
 
 Trainers give every rank its own samples, and make labels and count tokens as if each rank had whole sequences.
 :class:`ContextParallelTrainer` corrects this for a Trainer of transformers or TRL, :func:`share_batches` for loaders of
-accelerate. The layout is that of the style, and positions that restart at 0 show which documents are packed: nothing
-has to be opened around forward, backward, or an evaluation.
+accelerate. The layout is the layout of the style, and positions that restart at 0 show which documents are packed:
+nothing has to be opened around forward, backward, or an evaluation.
 
 This file imports no other library. Shapes: B batch, L tokens of this rank, S tokens of the whole sequence.
 """
@@ -69,7 +69,7 @@ class ContextParallelTrainer:
     """A mixin before a Trainer of transformers or TRL: ``class LongTrainer(ContextParallelTrainer, Trainer): ...``
 
     The model must have a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are
-    cut. Everything else is that of the Trainer. A step has ``per_device_train_batch_size`` samples for each group of
+    cut. Everything else is as in the Trainer. A step has ``per_device_train_batch_size`` samples for each group of
     ranks that share a sequence. DDP or FSDP2, over all ranks, sum the gradients: do not call sum_gradients.
 
     - Data loaders give the ranks of one sequence the same batches. (The ranks compare them.)
@@ -120,7 +120,7 @@ class ContextParallelTrainer:
 
     @property
     def _parent(self) -> Any:
-        """The Trainer's methods behind those of this class."""
+        """The Trainer's methods, which the methods of this class call."""
         return super()
 
     @cached_property
@@ -199,7 +199,7 @@ class ContextParallelTrainer:
     ) -> Any:
         """The Trainer's loss of this rank's part of ``inputs``, which are a whole batch: this rank's share of the mean.
 
-        ``model``, ``return_outputs`` and ``num_items_in_batch`` are as in the Trainer. Communication: that of the
+        ``model``, ``return_outputs`` and ``num_items_in_batch`` are as in the Trainer. Communication: as the
         collator and of the model.
 
         Raises:

@@ -1,9 +1,10 @@
 """Models of Hugging Face's transformers under :class:`~cp_styles.styles.ModuleContextParallel`.
 
 transformers lets the functions be exchanged that its models call for attention, and that make their masks:
-:func:`register_attention` gives it those of this file. The mask function is called with this rank's lengths, for each
-kind of layer. It does not evaluate the mask for these. It recognizes its parts (causal, a window, chunks, documents,
-padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is refused.
+:func:`register_attention` gives it the functions of this file. The mask function is called with this rank's lengths,
+for each kind of layer. It does not evaluate the mask for these. It recognizes its parts (causal, a window, chunks,
+documents, padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is
+refused.
 
 Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
 sequence, D head dim, E value head dim.
@@ -30,6 +31,7 @@ from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
+from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
@@ -85,11 +87,11 @@ def _attention(
         if position_bias is not None and biases_DH is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} adds a position_bias to its logits that was computed from this "
-                "rank's lengths, as if its tokens were the first of the sequence. Of learned biases only those by "
-                "distance, as in T5, are supported: run this model without context parallelism"
+                "rank's lengths, as if its tokens were the first of the sequence. Only learned biases by distance, "
+                "as in T5, are supported: run this model without context parallelism"
             )
         if biases_DH is not None and softcap is not None:
-            raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
+            raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
         if attention_mask is None and is_causal and calls.forward_state.made_mask is not None:
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends without a mask, but the model made "
@@ -223,10 +225,10 @@ def _mask(
     """The mask function of transformers: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
 
     ``attention_mask`` is [B, S] of the *whole* sequence; or this rank's part if it is True everywhere. ``q_offset`` is
-    the number of tokens in a cache, which must be 0 or that of a cache of :func:`prefill`.
+    the number of tokens in a cache, which must be 0 or the length of a cache of :func:`prefill`.
 
-    Communication: one all-gather of some integers; and one of position ids, if any rank's are not those of one
-    sequence.
+    Communication: one all-gather of some integers; and one of position ids, if the position ids of some rank are not
+    the positions of one sequence.
     """
     calls = _entered("a mask", config)
     past, encoder = past_of(calls.inputs)
@@ -249,8 +251,8 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
         position_ids = layout.shard(position_ids_of(model, tokens), 1, rank)
 
-    Most models count from 0. RoBERTa's family, ESM and MPNet count from the position after that of padding, and do not
-    count padding. No communication.
+    Most models count from 0. RoBERTa's family, ESM and MPNet count from the position after the position of padding, and
+    do not count padding. No communication.
 
     Args:
         model: a model of transformers.
@@ -266,7 +268,7 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
 
 
-# Of a language model's arguments: the dim that is the sequence, or None for what every rank needs whole.
+# For each argument of a language model: the dim that is the sequence, or None for what every rank needs whole.
 _SEQ_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "attention_mask": None, "visual_pos_masks": 1}
 
 
@@ -279,7 +281,7 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
         cut_inputs_of(model.model.language_model)
         logits = model(input_ids=tokens, pixel_values=pixel_values).logits  # whole inputs, logits of this rank's part
 
-    Every rank runs the vision tower on all pictures. Gradients are shares, as those of any parameter: sum them.
+    Every rank runs the vision tower on all pictures. Gradients are shares, as for any parameter: sum them.
     No communication. The inputs of the whole model must be the same on all ranks: BatchSharder compares them.
 
     Args:
@@ -297,8 +299,8 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
     if "inputs_embeds" not in names_of_inputs(language_model):
         raise NotImplementedError(
             f"{calls.binding.name}: {type(language_model).__name__} takes no inputs_embeds, so it is no language model "
-            "among whose tokens pictures are put. A text tower pools its tokens, and would pool those of this rank's "
-            "part: apply the style to its blocks alone, and let two hooks cut in front of the first block and gather "
+            "among whose tokens pictures are put. A text tower pools its tokens, and would pool this rank's tokens "
+            "alone: apply the style to its blocks alone, and let two hooks cut in front of the first block and gather "
             f"behind the last{see('Pictures among the tokens')}"
         )
 
@@ -347,10 +349,10 @@ def prefill(
 
     Returns:
         A ``Cache`` of transformers, of which each rank holds a part. It is made for this model and this prompt. Its
-        methods for beam search and a further prompt of the same conversation work too. Of a further prompt every rank
+        methods for beam search and a further prompt of the same conversation work too. For a further prompt every rank
         computes all tokens. Assisted decoding is refused.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the model's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then as the model's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -404,7 +406,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         The arguments ``encoder_outputs`` and ``cache`` of one ``generate()``, for this rank; before 5.24 of
         transformers ``past_key_values``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the encoder's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then as the encoder's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -565,7 +567,7 @@ class KeyRange(Mask):
 
 @dataclass
 class _Pieces:
-    """What a mask function is made of.
+    """The parts of a mask function.
 
     Attributes:
         masks: bands that need no more than this.
@@ -607,7 +609,7 @@ def _ready_masks(config: Any) -> str:
         return f"attention_mask as a {tensor}{within}"
     return (
         f"attention_mask as a dict with a {tensor} for each kind of its layers, {kinds}{within} (a tensor alone would "
-        "be that of all layers, without their windows)"
+        "be the mask of all layers, without their windows)"
     )
 
 
@@ -722,7 +724,9 @@ def _mask_of_prompt(
                 f"{name}: the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut "
                 "the inputs with the layout that the attention uses"
             )
-        positions_BS = gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
+        positions_BS = gather(
+            positions_BL, 1, group, reduce_gradients=False, layout=layout, checks=Checks(agreement=False)
+        ).cpu()
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _documents(name, positions_BS, alone, packed, jumps)
@@ -756,10 +760,11 @@ def _mask_of_new_tokens(
 
 
 def _text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
-    """The position ids in which transformers looks for documents, [B, L], from those of the model's forward."""
+    """The position ids in which transformers looks for documents, [B, L], from the position ids of the model's
+    forward."""
     if not isinstance(ids, torch.Tensor):
         return None
-    if ids.ndim == 3 and ids.shape[0] == 4:  # text beside time, height and width
+    if ids.ndim == 3 and ids.shape[0] == 4:  # text, time, height and width
         ids = ids[0]
     if ids.ndim == 1:
         ids = ids.unsqueeze(0)

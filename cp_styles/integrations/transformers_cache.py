@@ -161,7 +161,8 @@ class TransformersCache(LayerCaches):
         cache.forget(min(int(row.bounds(last)[0]) for row in rows))
 
     def check_padding(self, attention_mask: torch.Tensor | None) -> None:
-        """Raise, before the first new token, unless the padding is that of the prefill. The same on all ranks."""
+        """Raise, before the first new token, unless the padding equals the padding of the prefill. All ranks raise or
+        none."""
         if self._padding_checked:
             return
         self._padding_checked = True

@@ -52,7 +52,8 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cuts_of
-from cp_styles.mask import Dense, Mask, PerRow, causal_bias
+from cp_styles.mask import Dense, Mask, PerRow
+from cp_styles.mask.dense import causal_bias
 from cp_styles.troubleshooting import see
 
 _IN_NO_GRAPH = (

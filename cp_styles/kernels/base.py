@@ -50,7 +50,7 @@ class Kernel(ABC):
     streams_keys: bool = False
     # Whether a backward copies grad and out of a tile that are not dense [B, L, H, E] in memory.
     dense_rows: bool = False
-    # Whether it takes long tiles only, so that plans are made for the kernel that gets the others.
+    # Whether it takes long tiles only, so that plans are made for the kernel that gets the short ones.
     long_tiles: bool = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
@@ -120,8 +120,8 @@ class Kernel(ABC):
     ) -> bool:
         """Whether the kernel can compute this tile, of an attention for which :meth:`check` has passed.
 
-        If not, another kernel gets the tile. Of ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` only shape, dtype and device
-        count. Tiles differ in rows, and in a backward the head dims may be larger than those of the attention.
+        If not, another kernel gets the tile. Only shape, dtype and device of ``q_BHLD``, ``k_BGMD`` and ``v_BGME``
+        count. Tiles differ in rows, and in a backward the head dims may be larger than in the attention.
         ``causal`` and ``biased`` are as in :meth:`forward` and :meth:`check`.
         """
         return True

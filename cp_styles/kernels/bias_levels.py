@@ -54,7 +54,7 @@ class RowLevels:
     ) -> RowLevels | None:
         """The levels of some queries over all ``keys`` keys. None if no row has a level.
 
-        ``biases`` are those of queries and keys at given positions, -inf where there is no attention. ``dtype`` is the
+        ``biases`` are for queries and keys at given positions, -inf where there is no attention. ``dtype`` is the
         dtype of the logits. ``drowns`` says whether rows can be drowned. ``read`` calls its argument, for which the
         host waits for the device, or knows the result. No communication.
         """
@@ -90,7 +90,7 @@ def _on_host(flags: torch.Tensor) -> list[bool]:
 
 @dataclass(frozen=True)
 class SplitQueries(OtherBackward):
-    """``inner`` for a backward whose queries are twice as wide: those of ordinary rows, then those of drowned rows."""
+    """``inner`` for a backward whose queries are twice as wide: the queries of ordinary rows, then of drowned rows."""
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
         dim = k_BGMD.shape[-1]

@@ -20,8 +20,8 @@ def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = 
 
     Tiles without an explicit mask go to the kernel that the user ``named``, else to the first of SDPA_KERNELS that
     takes them, else to the reference. Tiles with an explicit mask go to the same kernel if it takes masks, else to the
-    first of the others that does. A tile that a kernel does not take goes to the next one. The choice depends on head
-    dims, dtype and device. Ranks need not choose alike.
+    first of the remaining kernels that does. A tile that a kernel does not take goes to the next one. The choice
+    depends on head dims, dtype and device. Ranks may choose differently.
 
     Raises:
         NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional: then it

@@ -90,8 +90,8 @@ def tile_gradients(
     """``(dq, dk, dv, gradients of learned)`` of one tile, given ``out`` and ``lse`` of the whole attention.
 
     ``attend`` computes the tile alone. It is differentiable in query, key, value and ``learned``. Its probabilities are
-    those of the whole attention divided by w = exp(lse_tile - lse). So its output gets the gradient w grad, and its
-    logsumexp gets w sum(grad (out_tile - out)). A logit then gets p (grad v^T - sum(grad out)), as required.
+    the probabilities of the whole attention divided by w = exp(lse_tile - lse). So its output gets the gradient w grad,
+    and its logsumexp gets w sum(grad (out_tile - out)). A logit then gets p (grad v^T - sum(grad out)), as required.
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]

@@ -272,7 +272,7 @@ class RowSum:
 def _zeros(
     shape_BHLD: tuple[int, ...], dtype: torch.dtype, device: torch.device, like_BHLD: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Zeros in the memory order of ``like_BHLD``. None: that of the gradients of torch's kernels, [B, L, H, D]."""
+    """Zeros in the memory order of ``like_BHLD``. None: the order of the gradients of torch's kernels, [B, L, H, D]."""
     strides = (3, 1, 2, 0) if like_BHLD is None else like_BHLD.stride()
     order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
     zeros = torch.zeros([shape_BHLD[dim] for dim in order], dtype=dtype, device=device)

@@ -76,6 +76,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first 11 bits of each number, which TF32 represents; and the other 13 bits, of which TF32 keeps 11."""
+    """The first 11 bits of each number, which TF32 represents; and the remaining 13 bits, of which TF32 keeps 11."""
     high = (x.view(torch.int32) & _KEPT).view(torch.float32)
     return high, x - high

@@ -68,7 +68,7 @@ class SdpaKernel(Kernel):
     bytes, and rows that do not start at such a multiple.
 
     Attributes:
-        name: the name of the op in aten. That of its backward has ``_backward`` appended.
+        name: the name of the op in aten. Its backward has ``_backward`` appended.
         device_type: the type of device on which it runs.
         dtypes: the dtypes that it takes.
         grouped: whether it takes fewer key/value heads than query heads.
@@ -338,7 +338,7 @@ class CpuFlashKernel(SdpaKernel):
 
     So the backward of a causal tile of some hundred rows takes as long as one without a mask. It is computed in four
     ranges of the rows, each with the keys up to its last row, and an explicit mask. It then holds gradients of a range
-    beside their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
+    in addition to their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
 
     Source: FlashAttentionKernel.cpp of torch, where ``kvBlockSize`` does not depend on ``num_keys``.
     """
@@ -492,7 +492,7 @@ CUDA_EFFICIENT = SdpaKernel(
 )
 """Memory-efficient attention on CUDA: float32, bfloat16 and float16, any head dim; takes explicit masks."""
 CUDA_EFFICIENT_FLOAT32 = replace(CUDA_EFFICIENT, wide_tiles=True)
-"""The same with tiles of float16 and bfloat16 computed in float32, so that only the merged result is rounded. An
+"""This kernel with tiles of float16 and bfloat16 computed in float32, so that only the merged result is rounded. An
 attention in a single tile stays in its dtype."""
 # Whole blocks of 128 rows: its backward can make NaN with half a block of keys (cuDNN before 9.26) and with one query
 # (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never forgotten.
@@ -514,7 +514,7 @@ compute capability 8.0. Not deterministic."""
 CUDA_CUDNN_PREFERRED = FewShapesKernel(
     **vars(CUDA_CUDNN) | {"long_tiles": True, "gates": (*CUDA_CUDNN.gates, "9.0, 10", "cuDNN 9.15", "cuDNN on")}
 )
-"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention, and for 80
+"""This kernel for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention, and for 80
 shapes of tiles on each of them."""
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_CUDNN_PREFERRED, CUDA_FLASH, CUDA_EFFICIENT)

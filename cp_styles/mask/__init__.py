@@ -6,15 +6,11 @@ defines the plan, the work of a layout, the rows that must be sent, and :meth:`M
 additive mask is :class:`Dense`, which adds a bias to the logits.
 """
 
-from cp_styles.mask.algebra import UNBOUNDED, All, BlockGrid, Full, Mask, PerRow
+from cp_styles.mask.algebra import Full, Mask, PerRow
 from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow
-from cp_styles.mask.dense import Dense, SomeBias, causal_bias, check_plain_mask, digest
-from cp_styles.mask.linear_pieces import Pieces, counts_by_itself, pieces_of, refuse_shorter, work_from
+from cp_styles.mask.dense import Dense
 
 __all__ = [
-    "UNBOUNDED",
-    "All",
-    "BlockGrid",
     "Causal",
     "Chunked",
     "Dense",
@@ -22,15 +18,6 @@ __all__ = [
     "Full",
     "Mask",
     "PerRow",
-    "Pieces",
     "PrefixLM",
     "SlidingWindow",
-    "SomeBias",
-    "causal_bias",
-    "check_plain_mask",
-    "counts_by_itself",
-    "digest",
-    "pieces_of",
-    "refuse_shorter",
-    "work_from",
 ]

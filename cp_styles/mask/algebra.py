@@ -210,7 +210,7 @@ class All(_Several):
         both = torch.cat((first, last))
         sides = (torch.stack(side) for side in zip(*(part.bounds(both) for part in self.parts), strict=True))
         # Between breaks of the parts, the maximum of the lower bounds is the largest constant one or the largest
-        # growing one. It has a break where the growing one overtakes. The same holds for the minimum of upper bounds.
+        # growing one. It has a break where the growing bound overtakes. Likewise for the minimum of upper bounds.
         for side, largest in zip(sides, (True, False), strict=True):
             before, after = side.chunk(2, dim=1)
             none = -2 * UNBOUNDED if largest else 2 * UNBOUNDED
@@ -238,7 +238,7 @@ def stretches(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Te
 class PerRow(_Several):
     """One mask for each row of the batch, for example for packed documents that differ between rows.
 
-    Rows are computed one after the other, each by its own plan, so only what its mask needs is sent. All rows share one
+    Rows are computed one by one, each by its own plan, so only what its mask needs is sent. All rows share one
     layout; ``by_work(S, P, mask=...)`` balances the sum of their work.
 
     Args:

@@ -21,7 +21,8 @@ from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import checksum, state_of
 from cp_styles.device_copies import DeviceTables
 from cp_styles.introspect import captured_tensors
-from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
+from cp_styles.mask import Mask, PerRow
+from cp_styles.mask.algebra import UNBOUNDED, BlockGrid
 from cp_styles.troubleshooting import see
 
 # Number of pairs for which mask_mod is evaluated at a time. There are some int64 temporaries of this size.

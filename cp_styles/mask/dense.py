@@ -25,7 +25,7 @@ class Dense(Mask):
         tensor: the mask, of 2 to 4 dims. Rows and columns are in the order of positions.
 
     Raises:
-        ValueError: the shape does not broadcast to 4 dims, or, at a call, to those of the attention.
+        ValueError: the shape does not broadcast to 4 dims, or, at a call, to the dims of the attention.
         TypeError: the dtype is neither bool nor floating point, or the tensor is of a subclass of torch.Tensor.
         NotImplementedError: the tensor requires grad.
 
@@ -128,7 +128,7 @@ class Dense(Mask):
 def causal_bias(attn_mask: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
     """``(attn_mask, is_causal)``, where torch's ``causal_upper_left(...)`` and ``causal_lower_right(...)`` are causal.
 
-    torch reads them so too, whatever lengths they were made for: this rank's or those of the whole sequence. A lower
+    torch reads them so too, whatever lengths they were made for: this rank's or the whole sequence's. A lower
     right one for more keys than queries stays, and :func:`check_plain_mask` refuses it.
     """
     if isinstance(attn_mask, CausalBias) and not is_causal:

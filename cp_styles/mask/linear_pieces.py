@@ -77,7 +77,7 @@ class Pieces(NamedTuple):
         return Pieces(self.rank, self.start + skipped, count, lo, hi, self.lo_step, self.hi_step)
 
     def cut(self, positions: torch.Tensor) -> Pieces:
-        """The same, with none of ``positions`` inside of a piece."""
+        """These pieces, cut so that none of ``positions`` is inside of a piece."""
         start = torch.cat((self.start, positions)).unique()
         index = torch.searchsorted(self.start, start, right=True) - 1
         # Queries before the first piece, and in the gaps between pieces, attend to nothing.

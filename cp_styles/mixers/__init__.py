@@ -1,6 +1,6 @@
 """Token mixers that are no attention, over a sequence that is cut: recurrences, state-space models, convolutions.
 
-Each function takes the user's own kernel, and gives it what it needs of other ranks. What is sent is derived from
+Each function takes the user's own kernel, and gives it what it needs of other ranks. The messages are derived from
 (layout, documents), for any layout:
 
 ::

@@ -25,7 +25,7 @@ class Channels:
         shared: names of tensors [B, N, L] that all channels need.
         parameters: names of tensors with the channels along their first dim.
         wants: name of the flag with which it also returns a final state [B, C, N], N as in ``shared``.
-        tokens: the dim of the tokens; with 1 tensors are [B, L, C, ...].
+        seq_dim: the dim of the tokens; with 1 tensors are [B, L, C, ...].
         left_out: arguments that must be None or False, such as an initial state.
     """
 
@@ -33,7 +33,7 @@ class Channels:
     shared: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     wants: str = "return_last_state"
-    tokens: int = 2
+    seq_dim: int = 2
     left_out: tuple[str, ...] = ()
 
 
@@ -52,7 +52,7 @@ def by_channels(
         if not tensors or any(x.ndim < 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
         refuse_arguments(name, named, how.left_out)
-        return tensors, how.tokens, {how.wants: bool(named.get(how.wants)), **trained(named.values())}
+        return tensors, how.seq_dim, {how.wants: bool(named.get(how.wants)), **trained(named.values())}
 
     with sequence.packed_by(kwargs).agreed(describe) as cut:
         out, last = _exchanged(cut, kernel, how, named, check=sequence.checks.agreement)
@@ -63,7 +63,7 @@ def _exchanged(
     cut: Cut, kernel: Callable[..., Any], how: Channels, named: dict[str, Any], *, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Outputs, and the last state if it is wanted; ``named``: the arguments by their names."""
-    dim = how.tokens
+    dim = how.seq_dim
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2) if dim == 2 else x
@@ -71,7 +71,7 @@ def _exchanged(
     parts, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     first, states, wants = named[parts[0]], [named[at].shape[3 - dim] for at in shared], bool(named.get(how.wants))
     count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)
-    exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
+    exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, heads_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
     # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
     tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]

@@ -51,7 +51,7 @@ class _MixesTokens(BoundToThisRun):
 
 
 def _calls_known(forward: Any) -> bool:
-    """Whether a function, or the one that it decorates, calls a known mixer by name."""
+    """Whether a function, or the function that it decorates, calls a known mixer by name."""
     inner = _decorated(forward)
     if inner is not None:
         return _calls_known(inner)
@@ -112,8 +112,8 @@ def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
         return past.prefilled
     if past is not None:
         raise NotImplementedError(
-            f"{calls.binding.name}: a cache was given to a model that has states beside keys and values, and does not "
-            "know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
+            f"{calls.binding.name}: a cache was given to a model that has states as well as keys and values, and does "
+            "not know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
             "cp_styles.integrations.transformers returns"
         )
     arguments.update({name: None for name in WORDS_FOR_CACHES if name in arguments})
@@ -282,7 +282,7 @@ def lightning_attention(
 
 
 def _without_kernel(method: Any) -> Callable[..., Any] | None:
-    """What runs in place of a method that mixes tokens and calls no kernel. Only for the code that is known: that of
+    """The replacement for a method that mixes tokens and calls no kernel. Only for the code that is known: the code of
     another version of the library may compute something else, and is refused."""
     how, *digests = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None,))
     if how is None or _calls_known(method):
@@ -304,7 +304,7 @@ def _unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     )
 
 
-# By the name of the method. The code is that of transformers 5.23 and 5.24.
+# By the name of the method. For the code of transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
     "RecurrentGemmaRecurrentBlock.forward": (_griffin_layer, "cce3570274ab15aa"),

@@ -13,8 +13,8 @@ from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors, arrived
 from cp_styles.collectives.peers import Peers, dim_of
-from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import (
     CutSequence,
@@ -31,15 +31,15 @@ from cp_styles.mixers.fragments import (
 def context_causal_conv1d(
     conv: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
-    group: GroupOrMesh,
+    mesh: MeshOrGroup,
     *,
     width: int,
-    dim: int = -1,
+    seq_dim: int = -1,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     checks: Checks = CHECKS,
 ) -> torch.Tensor:
-    """A causal convolution over a sequence of which this rank holds a part. The result equals that of one device.
+    """A causal convolution over a sequence of which this rank holds a part. The result equals the result on one device.
 
     ``y_t = f(x_{t-W+1}, ..., x_t)``, with zeros before the first token of a document. ``conv`` computes this for a
     whole sequence, with bias, activation and what else it has. It is called once, with the W - 1 rows before each
@@ -49,13 +49,13 @@ def context_causal_conv1d(
         conv: maps a tensor like ``x`` of any number of tokens to as many outputs. It takes what is before the first
             token as zeros, as causal convolutions do.
         x: this rank's tokens, of any floating-point dtype.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         width: W, the number of taps.
-        dim: the dim of the sequence in ``x`` and in the output.
-        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+        seq_dim: the dim of the sequence in ``x`` and in the output.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``.
-        documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
-            of the scope's mask; without one, one document.
+        documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: the
+            documents of the scope's mask; without one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -72,24 +72,24 @@ def context_causal_conv1d(
         conv = lambda x_BCL: causal_conv1d_fn(x_BCL, weight_CW, bias_C, activation="silu")
         out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
     """
-    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, checks)
-    return convolved(sequence, conv, x, dim, width)
+    sequence = CutSequence.of_call("context_causal_conv1d", mesh, layout, documents, checks)
+    return convolved(sequence, conv, x, seq_dim, width)
 
 
 @mixing()
 def convolved(
-    sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
+    sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, seq_dim: int, width: int
 ) -> torch.Tensor:
     """:func:`context_causal_conv1d` of a sequence."""
 
     def describe() -> Described:
-        dim_of(x, dim, "dim")
+        dim_of(x, seq_dim, "seq_dim")
         if not isinstance(width, int) or width < 1:
             raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
-        return [x], dim, {"width": width, "dim": dim}
+        return [x], seq_dim, {"width": width, "seq_dim": seq_dim}
 
     with sequence.agreed(describe) as cut:
-        along = dim % x.ndim
+        along = seq_dim % x.ndim
         exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
         before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
             len(sizes), along
@@ -99,7 +99,7 @@ def convolved(
     if out.shape[along] != rows.shape[along]:
         raise ValueError(
             f"{sequence.name}: conv returned {out.shape[along]} tokens for {rows.shape[along]}: it must return an "
-            "output for each token, without those of its padding"
+            "output for each token, without its padding"
         )
     if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
         return out.narrow(along, width - 1, sizes[0])
@@ -121,7 +121,7 @@ def rows_from_end(layout: SequenceLayout, count: int, rank: int) -> RowExchange:
 
 
 def exchanged(peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int, *, check: bool) -> torch.Tensor:
-    """The slots of ``plan``, filled. Those that no row goes to are zeros."""
+    """The slots of ``plan``, filled. Slots that no row goes to are zeros."""
     rows = RowsOfOthers(peers, dim, plan, x.shape[dim])
     (slots,) = rows(x) if peers.size == 1 else differentiable(rows, x, check=check and plan.crosses)
     return slots

@@ -1,8 +1,9 @@
 """Which maps of a recurrence travel, so that each fragment gets the state before it: in log2 of their number rounds.
 
 [Note: doubling] Affine maps compose in the order of positions: ``M2 (M1 S + S1) + S2``. In each round a fragment's map
-is composed with that of the fragment ``distance`` before it, and reaches back twice as far. One that reaches back to
-the start of its document has no M, and its state travels alone. In a last round each fragment gets the state before it.
+is composed with the map of the fragment ``distance`` before it, and reaches back twice as far. A map that reaches back
+to the start of its document has no M, and its state travels alone. In a last round each fragment gets the state before
+it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def rounds_of(
 def exchanges_of(
     layout: SequenceLayout, documents: tuple[int, ...], final: bool, values: int, columns: int, rank: int
 ) -> tuple[tuple[Fragment, ...], frozenset[Fragment], tuple[RowExchange, ...]]:
-    """The fragments of ``rank``, those of all that have a map, and what it exchanges in each round."""
+    """The fragments of ``rank``, the fragments of all ranks that have a map, and what it exchanges in each round."""
     mapped, rounds = rounds_of(layout, documents, final, values, columns)
     ranks = range(layout.ranks)
     spans = [(fragment.rank, (number * columns, (number + 1) * columns)) for number, fragment in enumerate(mapped)]

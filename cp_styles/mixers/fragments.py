@@ -16,12 +16,12 @@ from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agreed_layouts
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.observers import CheckedCall, RankChecks
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -36,11 +36,13 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import All, Documents, Mask, PerRow
+from cp_styles.mask import Documents, Mask, PerRow
+from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
-"""The lengths of the documents of the whole sequence. None: those of the SequenceScope around the call, or one."""
+"""The lengths of the documents of the whole sequence. None: the documents of the SequenceScope around the call, or
+one."""
 
 
 class Fragment(NamedTuple):
@@ -89,7 +91,7 @@ def mixing() -> Iterator[None]:
 
 
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
-    """Those of all ranks, in the order of positions."""
+    """The fragments of all ranks, in the order of positions."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
     for rank, rank_chunks in enumerate(layout.chunks):
@@ -209,14 +211,14 @@ class CutSequence:
     def of_call(
         cls,
         name: str,
-        group: GroupOrMesh,
+        mesh: MeshOrGroup,
         layout: SequenceLayout | Balancer | None,
         documents: Packed,
         checks: Checks,
     ) -> CutSequence:
-        """That of a function's arguments, or of the scope around its call."""
-        _, process_group = axis_and_group(name, group)
-        state, scope, problem = state_of(process_group), None, None
+        """The cut sequence of a function's arguments, or of the scope around its call."""
+        _, group = axis_and_group(name, mesh)
+        state, scope, problem = state_of(group), None, None
         axis = state.operations.axis  # of a group too, once its mesh was seen
         try:
             if layout is None or documents is None:
@@ -230,17 +232,17 @@ class CutSequence:
 
         packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         around = [mode.unscoped for mode in function_modes() if isinstance(mode, AttentionCalls)]
-        default = around[-1].layout if around and around[-1].group == process_group else head_tail
+        default = around[-1].layout if around and around[-1].group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
         for check in state.the(RankChecks):
             check.learn(checks)
-        return cls(name, axis, process_group, layout, packed, checks, refuse)
+        return cls(name, axis, group, layout, packed, checks, refuse)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
-        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which are those of cu_seqlens
+        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which say what cu_seqlens says
         edges = next((edges for edges in ends if edges is not None), None)
         return self if edges is None and ids is None else replace(self, packed=(edges, ids))
 

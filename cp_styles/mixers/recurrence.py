@@ -18,8 +18,8 @@ import torch
 
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import tied
-from cp_styles.comm.groups import GroupOrMesh
-from cp_styles.engine.checks import CHECKS, Checks
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchanged
@@ -50,7 +50,7 @@ class Recurrence:
         key: names of an argument whose last dim is K.
         state: name of its initial state; None is zeros.
         wants: name of the flag with which it also returns the final state.
-        transposed: its states are [B, H, V, K], as those of kernels that are called with state_v_first=True.
+        transposed: its states are [B, H, V, K], as in kernels that are called with state_v_first=True.
         diagonal: ``A_t`` is diagonal, or a number for each head. K numbers are sent of it, not K K.
         left_out: arguments that add to the outputs only.
     """
@@ -71,9 +71,9 @@ _SSD = Recurrence(
 _SELECTIVE_SCAN = Channels(
     cut=("u", "delta", "hidden_states", "dt", "z"), shared=("B", "C"), parameters=("A", "D", "delta_bias")
 )
-WKV = Channels(cut=("value", "key"), parameters=("time_decay", "time_first"), tokens=1, left_out=("state",))
+WKV = Channels(cut=("value", "key"), parameters=("time_decay", "time_first"), seq_dim=1, left_out=("state",))
 KNOWN: dict[str, Recurrence | Channels] = {
-    # Of flash-linear-attention, and the plain functions of transformers in their place.
+    # From flash-linear-attention, and the plain functions of transformers in their place.
     **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), _DELTA_RULE),
     **dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _DELTA_RULE),
     **dict.fromkeys(("chunk_delta_rule", "fused_recurrent_delta_rule"), _DELTA_RULE),
@@ -82,7 +82,7 @@ KNOWN: dict[str, Recurrence | Channels] = {
     **dict.fromkeys(
         ("chunk_gla", "fused_recurrent_gla", "chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"), _DECAY
     ),
-    # Of mamba-ssm, and of transformers.
+    # From mamba-ssm and transformers.
     **dict.fromkeys(("mamba_chunk_scan_combined", "mamba2_chunk_scan"), _SSD),
     **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), _SELECTIVE_SCAN),
 }
@@ -91,36 +91,36 @@ KNOWN: dict[str, Recurrence | Channels] = {
 
 def context_recurrence(
     kernel: Callable[..., Any],
-    group: GroupOrMesh,
+    mesh: MeshOrGroup,
     *,
     recurrence: Recurrence | Channels | None = None,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     checks: Checks = CHECKS,
 ) -> Callable[..., Any]:
-    """``kernel`` for a sequence of which this rank holds a part. Its results equal those of one device.
+    """``kernel`` for a sequence of which this rank holds a part. Its results equal the results on one device.
 
     For gated delta rules, KDA, gated linear attention, Mamba-2 (SSD): ``S_t = A_t S_{t-1} + k_t v_t``,
-    ``out_t = q_t S_t``. The result is called like ``kernel``, with this rank's tokens. An initial state is that of the
-    whole sequence, and the same on all ranks. A final state is the one after its last token, on every rank.
-    ``cu_seqlens`` and ``seq_idx`` are those of the whole sequence; the kernel is called for each document.
+    ``out_t = q_t S_t``. The result is called like ``kernel``, with this rank's tokens. An initial state is the state
+    before the whole sequence, and the same on all ranks. A final state is the state after its last token, on every
+    rank. ``cu_seqlens`` and ``seq_idx`` are for the whole sequence; the kernel is called for each document.
 
     A fragment in the middle of a document is run twice, first for its map of the state, with values of K columns more
     (or K times one column if the recurrence is diagonal). See [Note: affine maps] in mixers/recurrence.py.
 
     Kernels that compute each channel for itself and take no initial state, such as Mamba-1's ``selective_scan_fn``, are
     described by :class:`Channels`. For these, ranks exchange tokens for channels, as Ulysses does for heads. The number
-    of ranks need not divide that of the channels.
+    of ranks need not divide the number of channels.
 
     Args:
         kernel: the function, such as FLA's ``chunk_gated_delta_rule``. It must be differentiable in its initial state.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
-        recurrence: how it takes its arguments. Default: that of its name, if it is known.
-        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
+        recurrence: how it takes its arguments. Default: looked up by its name, if it is known.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``. Contiguous parts have the fewest
             fragments.
-        documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
-            ``seq_idx``, or of the scope's mask; without any, one document.
+        documents: lengths of the packed documents of the whole sequence. Default: from ``cu_seqlens``,
+            ``seq_idx``, or the scope's mask; without any, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -152,7 +152,7 @@ def context_recurrence(
 
     def scan(*args: Any, **kwargs: Any) -> Any:
         called = f"context_recurrence({name})"
-        sequence = CutSequence.of_call(called, group, layout, documents, checks)
+        sequence = CutSequence.of_call(called, mesh, layout, documents, checks)
         return recurred(sequence, kernel, how, *args, **kwargs)
 
     return uncompiled(scan)
@@ -177,7 +177,7 @@ def recurred(
     with sequence.packed_by(kwargs).agreed(describe) as cut:
         outs, states = _states(call, cut, check=sequence.checks.agreement)
     out, final = _outputs(call, outs, states)
-    # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
+    # Kernels of FLA always return two, kernels of mamba-ssm if they are asked for it.
     return (out, final) if call.wants or not how.transposed else out
 
 
@@ -186,7 +186,8 @@ _OF_ONE_DEVICE = ("reverse", "head_first", "cp_context", "gv", "return_intermedi
 
 
 class _KernelCall:
-    """The arguments of a kernel by name, those of tokens apart; and runs of it on some of the tokens."""
+    """The arguments of a kernel by name, with the arguments of tokens in a dict of their own; and runs of it on some
+    tokens."""
 
     def __init__(
         self, kernel: Callable[..., Any], name: str, how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -254,8 +255,8 @@ class _KernelCall:
 def _states(
     call: _KernelCall, cut: Cut, *, check: bool
 ) -> tuple[dict[Fragment, torch.Tensor | None], torch.Tensor | None]:
-    """This rank's fragments, with the outputs of those in which a document begins. The states before the others, and
-    the last one of all if it is wanted; None if no state is passed on."""
+    """This rank's fragments, with the outputs of the fragments in which a document begins. The states before the
+    remaining fragments, and the last one of all if it is wanted; None if no state is passed on."""
     outs: dict[Fragment, torch.Tensor | None] = {}
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape

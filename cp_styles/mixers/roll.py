@@ -7,9 +7,9 @@ import torch
 from cp_styles._compat import uncompiled
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import dim_of
-from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.device_copies import DeviceTables
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
 from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange
@@ -19,8 +19,8 @@ from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchan
 def context_roll(
     x: torch.Tensor,
     shifts: int,
-    dim: int,
-    group: GroupOrMesh,
+    seq_dim: int,
+    mesh: MeshOrGroup,
     *,
     fill: float | None = None,
     layout: SequenceLayout | Balancer | None = None,
@@ -35,13 +35,13 @@ def context_roll(
     Args:
         x: this rank's tokens, of any dtype.
         shifts: by how many positions values move towards higher positions.
-        dim: the dim of the sequence in ``x``.
-        group: the ranks that share the sequence: a process group or a 1-D mesh.
-        fill: what stands where a value would come from the other end of the document. None: that value.
-        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+        seq_dim: the dim of the sequence in ``x``.
+        mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
+        fill: what stands where a value would come from the far end of the document. None: that value.
+        layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``.
-        documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
-            one, one document.
+        documents: lengths of the packed documents of the whole sequence. Default: the documents of the scope's mask;
+            without one, one document.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
     Returns:
@@ -57,16 +57,16 @@ def context_roll(
 
         next_BLC = context_roll(hidden_BLC, -1, 1, mesh, layout=layout)
     """
-    sequence = CutSequence.of_call("context_roll", group, layout, documents, checks)
+    sequence = CutSequence.of_call("context_roll", mesh, layout, documents, checks)
 
     def describe() -> Described:
-        dim_of(x, dim, "dim")
+        dim_of(x, seq_dim, "seq_dim")
         if not isinstance(shifts, int):
             raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
-        return [x], dim, {"shifts": shifts, "dim": dim, "fill": fill}
+        return [x], seq_dim, {"shifts": shifts, "seq_dim": seq_dim, "fill": fill}
 
     with sequence.agreed(describe) as cut:
-        dim = dim % x.ndim
+        dim = seq_dim % x.ndim
         plan, empty = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
         out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already

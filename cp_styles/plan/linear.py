@@ -1,6 +1,7 @@
 """Band masks in the coordinates of ranks: which rank holds which position, and which of its rows attend to which rows.
 
-Everything is one record, :class:`~cp_styles.mask.Pieces`, in tables that a plan looks up and cuts in a few operations.
+Everything is one record, :class:`~cp_styles.mask.linear_pieces.Pieces`, in tables that a plan looks up and cuts in a
+few operations.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, Stripes
-from cp_styles.mask import Pieces
+from cp_styles.mask.linear_pieces import Pieces
 
 RowRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
@@ -89,7 +90,7 @@ class Chunks:
 
 
 class SinglePositions:
-    """Stripes of one position, as arithmetic: nothing is listed. The methods are those of :class:`Chunks`.
+    """Stripes of one position, as arithmetic: nothing is listed. It has the methods of :class:`Chunks`.
 
     Only for queries and keys that are both cut so. From a row to the next one, which is a position of the same rank, an
     end moves by as many positions or not at all: to another row of every rank, or to the same one.
@@ -182,14 +183,15 @@ def first_alike(queries: Holders, keys: Holders, pieces: Pieces) -> torch.Tensor
 def in_rows(pieces: Pieces, rank: int, queries: Holders, keys: Holders, firsts: torch.Tensor) -> Pieces:
     """The pieces of ``rank``, given in positions, in its rows and in the rows of each source; ascending in both.
 
-    Of sources that are attended to alike, ``firsts``, there is only the first.
+    Sources that are attended to in equal ways are represented by the first, ``firsts``.
     """
     number, counts = len(pieces.start), pieces.count
     ends, steps = pieces.first, pieces.steps
     first, last = keys.chunk(ends), keys.chunk(torch.addcmul(ends, steps, counts - 1))
     crossed, query, before, after = keys.crossings(ends.flatten(), first.flatten(), last.flatten())
     crossed = crossed % max(number, 1)
-    # The sources that hold keys which a piece reaches: those of its chunks, or all ranks if there are fewer ranks.
+    # The sources that hold keys which a piece reaches: the sources of its chunks, or all ranks if there are fewer
+    # ranks.
     first, last = first[0], last[1] + 1
     many = last - first >= keys.ranks
     index, chunk = _expanded(torch.where(many, 0, first), torch.where(many, len(firsts), last))
@@ -228,11 +230,11 @@ def among_sent(pieces: Pieces, length: int) -> tuple[Pieces, dict[int, RowRanges
 
 
 def longest_runs(pieces: Pieces) -> Pieces:
-    """The same, in pieces that are as long as possible. A row between two of them belongs to the first one."""
+    """These pieces, joined to be as long as possible. A row between two of them belongs to the first."""
     first, rise, ones = pieces.first, pieces.steps, torch.ones_like(pieces.start)
     last = torch.addcmul(first, rise, pieces.count - 1)
-    # Steps from row to row: those inside of each piece, and the one from its last row to the next piece. A step that is
-    # not linear is -1.
+    # Steps from row to row: the steps inside of each piece, and the step from its last row to the next piece. A step
+    # that is not linear is -1.
     stop = pieces.start + pieces.count
     over = first[:, 1:] - last[:, :-1]
     on = ((over == 0) | (over == 1)).all(0) & (pieces.rank.diff() == 0) & (stop[:-1] == pieces.start[1:])
@@ -249,7 +251,7 @@ def longest_runs(pieces: Pieces) -> Pieces:
     total = moves[0].cumsum(0)
     steps = torch.cat(((total - moves[0])[begin], total[-1:])).diff()
     _, row, source, lo, hi, lo_step, hi_step = moves[:, begin]
-    # In a sequence of single steps, every second one belongs to a run, and the others lead to the next run. Count from
+    # In a sequence of single steps, every second one belongs to a run, and the rest leads to the next run. Count from
     # the last step that is not single. A row is not in a run yet if the step before it is not linear.
     index = torch.arange(len(steps), device="cpu")
     broken = lo_step < 0

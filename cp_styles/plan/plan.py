@@ -1,18 +1,19 @@
 """The plan of a rank: what it computes, and which rows it needs from other ranks. Derived from (layouts, mask).
 
 A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
-each end of the interval is constant or grows by one with each position (:func:`~cp_styles.mask.pieces_of`). The same
-holds for the interval of a source's local rows to which a local query row attends. It changes its slope only where an
-end of the interval reaches another chunk. A rank looks at its own pieces and at the chunks that they reach, in a few
-tensor operations, and cuts each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks
-it computes which of its own rows they need: these are the rows that it sends. No rank makes the plan of another.
+each end of the interval is constant or grows by one with each position
+(:func:`~cp_styles.mask.linear_pieces.pieces_of`). The same holds for the interval of a source's local rows to which a
+local query row attends. It changes its slope only where an end of the interval reaches another chunk. A rank looks at
+its own pieces and at the chunks that they reach, in a few tensor operations, and cuts each source's part into tiles
+(:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes which of its own rows they need: these are the
+rows that it sends. No rank makes the plan of another.
 
 In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.linear`): from a
 row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
 source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
-are attended to alike. These are planned once.
+are attended to in equal ways. These are planned once.
 
-Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.BlockGrid`. Forward and
+Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.algebra.BlockGrid`. Forward and
 backward use the same tiles. The functions are pure: no process group, no device.
 """
 
@@ -26,7 +27,8 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of, refuse_shorter
+from cp_styles.mask import Mask, PerRow
+from cp_styles.mask.linear_pieces import counts_by_itself, pieces_of, refuse_shorter
 from cp_styles.plan.blocks import block_tiles, needed_rows
 from cp_styles.plan.linear import (
     RowRanges,

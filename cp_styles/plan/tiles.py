@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles.mask import Pieces
+from cp_styles.mask.linear_pieces import Pieces
 
 # Query rows of a block with an explicit mask. Small, so that few masked pairs are computed; but large enough that a
 # kernel call is not mostly overhead.

@@ -35,12 +35,13 @@ import torch
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
-from cp_styles.kernels import Kernel, Where
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.base import Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import Pack, part_of
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, Tile
+from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.packs import Call, row_index
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule

@@ -11,7 +11,8 @@ import torch
 from cp_styles.device_copies import tensor_on
 from cp_styles.kernels import packing
 from cp_styles.layout import joined_ranges
-from cp_styles.plan import Cover, RowRanges, Tile
+from cp_styles.plan.plan import RowRanges
+from cp_styles.plan.tiles import Cover, Tile
 
 Shape: TypeAlias = tuple[int, ...]
 

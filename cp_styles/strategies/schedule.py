@@ -18,7 +18,9 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, RowRanges, Tile, make_plan
+from cp_styles.plan import make_plan
+from cp_styles.plan.plan import RowRanges
+from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.packs import Call, Shape, calls_of
 
 Span: TypeAlias = tuple[int, int]

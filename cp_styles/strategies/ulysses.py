@@ -180,7 +180,7 @@ def _geometry(
     peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
 ) -> _Geometry:
     q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
-    exchange = head_exchange(peers, (heads, kv_heads, kv_heads), q_cut, seq_dim=2, head_dim=1)
+    exchange = head_exchange(peers, (heads, kv_heads, kv_heads), q_cut, seq_dim=2, heads_dim=1)
     queries, exchanges = exchange._replace(columns=exchange.columns[:1]), (exchange,)
     if kv_cut != q_cut:  # cross-attention
         exchanges = queries, exchange._replace(rows=Rows(kv_cut), columns=exchange.columns[1:])

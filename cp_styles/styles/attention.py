@@ -31,15 +31,16 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_call
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cuts_of
-from cp_styles.mask import Mask, causal_bias
+from cp_styles.mask import Mask
+from cp_styles.mask.dense import causal_bias
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.boundary import InputForm, SequenceBoundary
@@ -79,7 +80,8 @@ class AttentionContextParallel(ContextParallelStyle):
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
-            tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+            tiles with an explicit mask go to another kernel, see
+            :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
             without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).

@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import module_of_plan
 from cp_styles.checks import proof_of
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask

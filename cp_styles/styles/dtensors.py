@@ -29,7 +29,7 @@ from cp_styles._compat import (
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
-from cp_styles.kernels import SDPA_KERNELS
+from cp_styles.kernels.sdpa import SDPA_KERNELS
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import Placements, chunk_sizes
 from cp_styles.troubleshooting import see

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
 from cp_styles.checks import check_layers, observers_of
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.checks import CHECKS, Checks
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model
@@ -56,20 +56,16 @@ class ModuleContextParallel(ContextParallelStyle):
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
-            tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
+            tiles with an explicit mask go to another kernel, see
+            :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
+        checks: what the ranks check of each other and of the arguments of the model: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
             without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
-        sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
-            logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
-            such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
+        sink_name: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one
+            learned logit for each query head, which takes part in every softmax and adds nothing to the output. Calls
+            under such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
         local: names of modules (patterns as in a plan, "frontend.*") whose input is whole on each rank, or whose mixing
             stays within a row of their input. Layers of torch that mix tokens are refused outside of them; see Raises.
-        check_inputs: True refuses mistakes in the arguments of the model. These are: no ``position_ids`` for a forward
-            that takes them; positions, under any name, that count from 0 on each rank; labels that a model of
-            transformers would shift after the cut; windows for which it would make masks from this rank's lengths.
-            False is for models that handle context parallelism themselves. What a model computes from the number of
-            its tokens is not looked at: :func:`~cp_styles.verify.verify` finds that.
         trusted: removed. A TypeError names what is there in its place.
 
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
@@ -105,9 +101,8 @@ class ModuleContextParallel(ContextParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
-        sink: str | None = None,
+        sink_name: str | None = None,
         local: Sequence[str] = (),
-        check_inputs: bool = True,
         verified: bool = False,
         trusted: Sequence[str] = (),
     ) -> None:
@@ -121,9 +116,8 @@ class ModuleContextParallel(ContextParallelStyle):
         layout = layout.balancer if isinstance(layout, JointLayout) else layout
         options = {"strategy": strategy, "layout": layout, "mask": mask, "kernel": kernel, "checks": checks}
         super().__init__(mesh_axis=mesh_axis, **options, verified=verified)
-        self.sink = sink
+        self.sink_name = sink_name
         self.local = (local,) if isinstance(local, str) else tuple(local)
-        self.check_inputs = check_inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         applied = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
@@ -147,10 +141,12 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         _, binding = self.bind(module, device_mesh)
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
-        if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
+        if self.sink_name is not None and all(
+            getattr(child, self.sink_name, None) is None for child in module.modules()
+        ):
             raise ValueError(
-                f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "
-                "logit for each query head, or leave sink out"
+                f"{type(module).__name__} has no module with a parameter {self.sink_name!r}: name the one that holds a "
+                "logit for each query head, or leave sink_name out"
             )
         names = list(module.named_modules(remove_duplicate=False))
         named = {part: [child for path, child in names if matches(path, part)] for part in self.local}
@@ -161,7 +157,7 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         if binding.group.size() > 1:
             local = list(chain.from_iterable(named.values()))
-            check_layers(module, binding.name, local, check_inputs=self.check_inputs)
+            check_layers(module, binding.name, local, inputs=self.checks.inputs)
         self._enter(module, _ObservedForward(calls, ""), at_top=True)
         state = getattr(module, _STATE)
         before = module.register_forward_pre_hook(state.begin, with_kwargs=True)
@@ -173,10 +169,10 @@ class ModuleContextParallel(ContextParallelStyle):
         if hasattr(child, _STATE):
             return  # the module occurs twice
         calls, path = state.calls, state.path
-        if self.sink is not None and getattr(child, self.sink, None) is not None:
-            calls = calls.with_sink(child, self.sink)
+        if self.sink_name is not None and getattr(child, self.sink_name, None) is not None:
+            calls = calls.with_sink(child, self.sink_name)
             state = replace(state, calls=calls)
-        if self.check_inputs and calls.unscoped.group.size() > 1 and (at_top or is_model(child)):
+        if self.checks.inputs and calls.unscoped.group.size() > 1 and (at_top or is_model(child)):
             state = replace(state, observers=observers_of(child))
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and there are many of them. Models share activations of transformers.

@@ -154,7 +154,8 @@ def context_parallel_unshard(
         buffers: this rank's parts.
         seq_dims: the sequence dim of each part.
         load_balancer: how the sequence was cut. Inside a :func:`context_parallel` block, None is the layout of that
-            block. Outside, None is the default of the blocks: that of the last one over this mesh, or ``head_tail``.
+            block. Outside, None is the default of the blocks: the layout of the last block over this mesh, or
+            ``head_tail``.
 
     Communication: two all-gathers of a few integers. Then, for each buffer, one all-gather (an all-to-all if parts
     differ in length): a rank sends its part to the P - 1 others.

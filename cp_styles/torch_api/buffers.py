@@ -49,7 +49,7 @@ class CutBuffer:
             data = buffer.data
 
         def undo() -> None:
-            if buffer.grad_fn is not None:  # changed in place inside the block; this graph is not that of the whole
+            if buffer.grad_fn is not None:  # changed in place inside the block; this graph is the part's
                 with contextlib.suppress(RuntimeError):  # views cannot be detached in place; __exit__ raises for them
                     buffer.detach_()
             set_data(buffer, data)

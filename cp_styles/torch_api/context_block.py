@@ -1,7 +1,7 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
 A checkpoint that runs a function again, possibly after the block, enters the block again: see [Note: reruns] in
-function_mode.py. Here a call that gets a cut buffer has this effect, beside attention.
+function_mode.py. Here a call that gets a cut buffer has this effect, as well as attention.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cp_styles._compat import (
 )
 from cp_styles.checks import Proof, observers_of, proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure
+from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
-from cp_styles.engine.checks import CHECKS, Checks
-from cp_styles.engine.scope import Opening, ScopedBinding, innermost
+from cp_styles.engine.binding import Binding, ForwardState
+from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
@@ -52,11 +52,11 @@ _uncompiled = partial(
 class context_parallel(contextlib.ContextDecorator):
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
-    The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
-    supported than by torch:
+    The first four arguments are the arguments of torch's ``context_parallel``, with the same effect on the buffers.
+    More is supported than by torch:
 
     - any length and number of ranks; parts may then differ by one token;
-    - buffers of one dim, buffers that require grad (``.grad`` is that of the part), views, no buffers;
+    - buffers of one dim, buffers that require grad (``.grad`` is the gradient of the part), views, no buffers;
     - causal and full attention, any float dtype;
     - nested blocks, of which the innermost counts, and exceptions;
     - a backward inside the block, after it, or while other blocks are open.
@@ -71,19 +71,16 @@ class context_parallel(contextlib.ContextDecorator):
         strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
         layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers, or ``contiguous`` where
             torch's ``_cp_options.enable_load_balance`` is False; attention over another length is then refused. A
-            function takes any length. Without buffers, the parts that you cut yourself must be those of this layout,
-            which cannot be checked.
+            function takes any length. Without buffers, the parts that you cut yourself must be the parts of this
+            layout, which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
-        checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
-        check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
-            :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
-            after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
+        checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
         verified: a step of the models inside is compared with one device elsewhere, in a test for example. Without it,
             and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
             (``UnverifiedModelWarning``).
 
-    It may be entered any number of times, one after the other.
+    It may be entered again after it has ended.
 
     Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.Checks` says.
     Cutting and restoring send nothing.
@@ -117,10 +114,9 @@ class context_parallel(contextlib.ContextDecorator):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
-        check_inputs: bool = True,
         verified: bool = False,
     ) -> None:
-        self._check_inputs, self._verified = check_inputs, verified
+        self._verified = verified
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._mesh = mesh
         self._buffers = [] if buffers is None else buffers
@@ -184,7 +180,7 @@ class context_parallel(contextlib.ContextDecorator):
         try:
             with without_dispatch_modes():
                 return self._entry()
-        except Exception:  # of any kind: the others, which may attend already, must raise too
+        except Exception:  # of any kind: the remaining ranks, which may attend already, must raise too
             report_failure("context_parallel", self._group)
             raise
 
@@ -214,8 +210,7 @@ class context_parallel(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        flags = {"check_inputs": self._check_inputs, "verified": self._verified}
-        return _BlockEntry(binding, named, parts, innermost(_open.get()), **flags)
+        return _BlockEntry(binding, named, parts, innermost(_open.get()), verified=self._verified)
 
     def _facts(self, entry: _BlockEntry) -> list[Any]:
         pairs = pairs_of(self._buffers, self._seq_dims)
@@ -255,11 +250,10 @@ class _BlockEntry(Opening):
         parts: dict[int, CutBuffer],
         outer: _BlockEntry | None,
         *,
-        check_inputs: bool,
         verified: bool,
     ) -> None:
         self.verified = verified or binding.group.size() == 1
-        self.check_inputs = check_inputs and binding.group.size() > 1
+        self.check_inputs = binding.checks.inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
@@ -279,7 +273,7 @@ class _BlockEntry(Opening):
                     stack.callback(part.follow_gradient)
             if put_back:
                 stack.enter_context(Aliases())
-            # The binding may be that of an earlier entry, or of a block around this one.
+            # The binding may belong to an earlier entry, or to a block around this one.
             forward_state = vars(self.scoped.unscoped.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
             forward_state.update(vars(ForwardState()))
@@ -344,7 +338,7 @@ class _BlockCalls(AttentionCalls):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """Those of the outermost model that runs: a block has no hook on it."""
+        """The inputs of the outermost model that runs: a block has no hook on it."""
         if self.forward_state.inputs:
             return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]

@@ -69,7 +69,7 @@ def verify(
 ) -> Report:
     """Prove that a step of ``model`` equals the step of one device: run it with all ranks, and with one, and compare.
 
-    ``model`` is the one that will be trained, in place: with its styles, FSDP2, DDP, tensor parallelism, checkpoints
+    ``model`` is the model that will be trained, in place: with its styles, FSDP2, DDP, tensor parallelism, checkpoints
     and adapters. For the reference this rank alone takes the place of the ranks of ``mesh_axis``: wherever a style, a
     ``context_parallel`` block or a function of this package works over that axis, it works over one rank. So the step
     is the same code in all runs, and cuts the batch for as many ranks as the mesh has that it is given. The remaining
@@ -437,7 +437,7 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
         )
     if weights:
         texts.append(
-            f"the ranks begin with different weights ({some(weights)}): seed them alike, or load one state dict"
+            f"the ranks begin with different weights ({some(weights)}): give them one seed, or load one state dict"
         )
     return texts
 

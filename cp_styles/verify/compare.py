@@ -1,4 +1,4 @@
-"""Compares a step on ranks with that of one process: a rank's tensors with its parts of the whole ones."""
+"""Compares a step on ranks with the step on one process: a rank's tensors with its parts of the whole ones."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Places:
                 yield ExpectedPart(take(whole), take, layout)
 
     def part(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> ExpectedPart | None:
-        """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
+        """The part, among :meth:`parts`, that is nearest to ``local``. None if there is none."""
         if whole is None or local is None or isinstance(local, DTensor):
             return None
         parts = self.parts(whole, local.shape)
         return min(parts, key=lambda part: squares(local, part.expected).error(), default=None)
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
-        """The comparison of ``local`` with its part of ``whole``. None if its shape is not that of a part."""
+        """The comparison of ``local`` with its part of ``whole``. None if it does not have the shape of a part."""
         part = self.part(whole, local)
         return None if part is None or local is None else squares(local, part.expected)
 
@@ -159,7 +159,7 @@ def gradient_errors(
 ) -> tuple[dict[str, float], float]:
     """The error of each parameter's gradient over all ranks, and the norm that errors are relative to at least.
 
-    A missing gradient counts as 0. A gradient may be 0 up to rounding (that of a key's bias), so that norm is a part of
+    A missing gradient counts as 0. A gradient may be 0 up to rounding (as of a key's bias), so that norm is a part of
     the largest gradient's norm: as much as its rounding may be 100 units in the last place.
     """
     terms: dict[str, Squares | None] = {}
@@ -218,7 +218,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """The gradient of the model's output on a rank, against that of one process.
+    """The gradient of the model's output on a rank, against the gradient on one process.
 
     Attributes:
         factor: with which they are nearest to each other.
@@ -241,9 +241,9 @@ class Comparison:
     Attributes:
         places: which positions this rank holds, by the layouts with which attention ran.
         calls: of one process. Parents end after their children.
-        local: those of this rank, by key.
+        local: this rank's tensors, by key.
         inputs, outputs, gradients: errors of what can be compared, over all ranks, by call (and the input's name).
-            Gradients are those of outputs.
+            Gradients refer to outputs.
         parameters: the error over all ranks, by parameter. A missing gradient counts as 0.
         loss_gradients: by rank; None where they cannot be compared.
     """
@@ -259,7 +259,7 @@ class Comparison:
         self.inputs, self.outputs, self.gradients = self._errors_of_calls()
 
     def is_wrong(self, error: float | None) -> bool:
-        """Whether an error is one; None is that of what is not compared."""
+        """Whether the error exceeds the tolerance. None (not compared) counts as no error."""
         return error is not None and not error <= self.tolerance
 
     def equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:

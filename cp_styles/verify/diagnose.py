@@ -1,4 +1,4 @@
-"""Why a step differs from that of one process: finds the first difference, and tests possible causes.
+"""Why a step differs from the step on one process: finds the first difference, and tests possible causes.
 
 A cause is not guessed from numbers. The first module whose output differs though its inputs are equal is run once more
 with one rank and the suspected mistake: on this rank's rows alone, or without the documents. If the result is the
@@ -60,7 +60,7 @@ def _in_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: in
 
 
 def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
-    """What is wrong with an argument of the model, which is not this rank's part."""
+    """The mistake in an argument of the model, which is not this rank's part."""
     counts, cuts, layouts = _argument(comparison, root, name, ranks)
     if counts:
         return (
@@ -73,7 +73,7 @@ def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> s
 
 
 def _argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tuple[bool, set[str], str]:
-    """Of an input of a call: whether it counts from 0 on every rank; the balancers that cut it so on every rank; and
+    """About an input of a call: whether it counts from 0 on every rank; the balancers that cut it so on every rank; and
     the layouts of attention."""
     whole, local_call = call.inputs[name], comparison.local.get(call.key)
     local = None if local_call is None else local_call.inputs.get(name)
@@ -135,7 +135,7 @@ class _WrongCall:
         return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
     def _of_part(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
-        """The cause if each rank's result is that of its part alone, as if it were a whole sequence.
+        """The cause if each rank's result is the result of its part alone, as if it were a whole sequence.
 
         If modules in the call are right, ``inside`` is what they return on one process, and on this rank.
         """
@@ -256,7 +256,8 @@ class _WrongCall:
         )
 
     def _explains(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
-        """Whether on every rank ``run`` gives what it got. Of a run of the ``whole``, what can be compared must do."""
+        """Whether ``run`` reproduces the wrong result on every rank. If ``whole``, parts that cannot be compared are
+        ignored."""
 
         def ask() -> bool:
             errors = [self._places.compare(*pair) for pair in zip(run(), self._actual, strict=True)]

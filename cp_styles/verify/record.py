@@ -112,7 +112,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What it was given, by parameter."""
+        """Its arguments, by parameter."""
         names = [*self.names[: len(self.args)], *(f"argument {at}" for at in range(len(self.names), len(self.args)))]
         return dict(zip(names, self.args, strict=True)) | self.kwargs
 
@@ -153,7 +153,7 @@ class OutsideOfStyles(TorchFunctionMode):
 
 
 class Recording(Hooks):
-    """Records the calls of all modules under ``model`` while it is entered. What a backward recomputes is left out.
+    """Records the calls of all modules under ``model`` while it is entered. Recomputations in a backward are left out.
 
     Attributes:
         calls: those that have ended, in the order in which they did, so children before their parents.

@@ -24,7 +24,7 @@ class ModuleErrors:
     Attributes:
         name: the module's name in the model.
         kind: the module's class.
-        forward: the error of its outputs. None: not compared, because their shape on a rank is not that of its tokens.
+        forward: the error of its outputs. None: not compared, because their shape on a rank does not fit its tokens.
     """
 
     name: str

@@ -253,7 +253,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a step has raised on this rank, with the module. ``of_transfer``: another rank may be why."""
+    """The error of a step on this rank, with the module. ``of_transfer``: another rank may be why."""
 
     text: str
     of_transfer: bool
@@ -306,7 +306,7 @@ def run_step(
     """One step of ``model`` with the hooks that ``recording`` makes of the list of attentions. The gradients are taken
     out of the parameters.
 
-    Communication: that of the step.
+    Communication: as the step.
     """
     with_gradient: dict[str, Any] = {}  # the placements of a gradient that is not 0 on this rank
 

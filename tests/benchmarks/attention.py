@@ -61,7 +61,8 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
-from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import Balancer
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
@@ -252,7 +253,7 @@ def ideal(args: argparse.Namespace) -> Attend:
         return Core()
     alone = dist.new_subgroups(1)[0]
     mask, layout = mask_of(args) & Causal(), contiguous(args.seq_len, 1)
-    return partial(context_attention, group=alone, mask=mask, layout=layout)
+    return partial(context_attention, mesh=alone, mask=mask, layout=layout)
 
 
 def bare_ring(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -270,7 +271,7 @@ def ours(
     if args.door in ("style", "module", "block"):
         return door(args.door, mesh, **options, mask=mask, kernel=kernel)
     if args.door == "function":
-        return partial(context_attention, group=mesh, **options, mask=mask & Causal(), kernel=kernel)
+        return partial(context_attention, mesh=mesh, **options, mask=mask & Causal(), kernel=kernel)
     if args.door == "flex":
         mask = mask & Causal()
         length = args.seq_len

@@ -13,8 +13,7 @@ import time
 
 import torch
 
-from cp_styles.kernels import CPU_FLASH
-from cp_styles.kernels.sdpa import SdpaKernel
+from cp_styles.kernels.sdpa import CPU_FLASH, SdpaKernel
 
 ROWS = 256, 320, 384, 448, 512, 576, 640, 768, 1024
 

@@ -48,10 +48,10 @@ def inputs(args: argparse.Namespace, length: int) -> list[torch.Tensor]:
 
 def by_heads(q, k, v, g, beta) -> torch.Tensor:
     group = dist.group.WORLD
-    whole = [seq_to_heads(x.flatten(3), group, seq_dim=1, head_dim=2) for x in (q, k, v)]
-    gates = [seq_to_heads(x[..., None], group, seq_dim=1, head_dim=2)[..., 0] for x in (g, beta)]
+    whole = [seq_to_heads(x.flatten(3), group, seq_dim=1, heads_dim=2) for x in (q, k, v)]
+    gates = [seq_to_heads(x[..., None], group, seq_dim=1, heads_dim=2)[..., 0] for x in (g, beta)]
     out = torch_chunk_gated_delta_rule(*whole, *gates)[0]
-    return heads_to_seq(out, group, seq_dim=1, head_dim=2)
+    return heads_to_seq(out, group, seq_dim=1, heads_dim=2)
 
 
 def measured(run: Callable[..., torch.Tensor], parts: list[torch.Tensor]) -> tuple[int, float]:

@@ -70,7 +70,7 @@ def work(rank: int, ranks: int, options: argparse.Namespace, port: int) -> None:
             shape = 1, cut.lengths[rank], HEADS, DIM
             inputs = [torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(4)]
             kernel = TimedKernel()
-            attend = partial(context_attention, group=dist.group.WORLD, mask=which, layout=cut, kernel=kernel)
+            attend = partial(context_attention, mesh=dist.group.WORLD, mask=which, layout=cut, kernel=kernel)
             contenders.append((attend, inputs, kernel))
         spent: list[list[torch.Tensor]] = [[], []]
         for index in range(options.rounds + 2):

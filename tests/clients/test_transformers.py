@@ -35,6 +35,7 @@ from cp_styles import (
 )
 from cp_styles.checks.transformers_models import windows_of
 from cp_styles.collectives import gather
+from cp_styles.comm.checks import Checks
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -598,7 +599,7 @@ def test_positions_and_masks_of_a_part_are_refused():
     tokens, even = tokens_of(), tokens_of(20)
     local = {"position_ids": torch.arange(10).expand(2, -1)}
     refused({"input_ids": even}, local, words="count from 0 to 9 on this rank, .* begins at 10", balancer=contiguous)
-    style = {"layout": contiguous, "check_inputs": False}
+    style = {"layout": contiguous, "checks": Checks(inputs=False)}
     refused({"input_ids": even}, local, words="as if no other rank had a part", balancer=contiguous, style=style)
     backwards = {"input_ids": even, "position_ids": positions_of(20).flip(1)}
     refused(backwards, words="neither count on nor restart in")

@@ -61,9 +61,9 @@ def in_scope(mesh: DeviceMesh) -> Attend:
 
 def by_heads(mesh: DeviceMesh) -> Attend:
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (seq_to_heads(x, mesh, seq_dim=2, head_dim=1, layout=LAYOUT) for x in qkv)
+        q, k, v = (seq_to_heads(x, mesh, seq_dim=2, heads_dim=1, layout=LAYOUT) for x in qkv)
         out = dense_attention(q, k, v, torch.ones(LENGTH, LENGTH).tril().bool())
-        return heads_to_seq(out, mesh, heads=4, seq_dim=2, head_dim=1, layout=LAYOUT)
+        return heads_to_seq(out, mesh, heads=4, seq_dim=2, heads_dim=1, layout=LAYOUT)
 
     return attend
 

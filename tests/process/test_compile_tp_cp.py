@@ -35,7 +35,7 @@ def test_a_layer_on_cp_and_tp(on_processes):
         for wrong, graphs, text in said["without positions"]:
             assert wrong < EXACT
             assert graphs == 1
-            assert "check_inputs=False if the" in text, text
+            assert "checks=Checks(inputs=False) if the" in text, text
         assert said["order"] == ["start", "attend", "wait"]
         difference, graphs = said["training"]
         assert difference < 1e-9  # of a loss around 4

@@ -95,7 +95,7 @@ class Grouped(Core):
 def door(name: str, mesh: DeviceMesh, core: nn.Module | None = None, **options: Any) -> Callable[..., torch.Tensor]:
     """Attention as a user of that door writes it, causal."""
     if name == "function":
-        return partial(context_attention, group=mesh, mask=options.pop("mask", Full()) & Causal(), **options)
+        return partial(context_attention, mesh=mesh, mask=options.pop("mask", Full()) & Causal(), **options)
     style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[name]
     return parallelize_module(core or Grouped(), mesh, style(**options))
 

@@ -39,7 +39,7 @@ def in_block(mesh: Any, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Te
 def packed(mesh: Any, length: int, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
     """One row of the batch after the other, as packs have none."""
     packs = zip(*(x.transpose(1, 2) for x in qkv), strict=True)
-    attend = partial(context_varlen_attention, group=mesh, cu_seqlens=[0, length], window_size=(-1, 0), **options)
+    attend = partial(context_varlen_attention, mesh=mesh, cu_seqlens=[0, length], window_size=(-1, 0), **options)
     outs = [attend(*pack) for pack in packs]
     return (torch.stack(outs) if len(outs) > 1 else outs[0][None]).transpose(1, 2)  # one result is not copied
 
@@ -49,13 +49,13 @@ def door(name: str, mesh: Any, *, length: int = LENGTH, **options: Any) -> Calla
     if name in STYLES:
         return parallelize_module(Core(), mesh, STYLES[name](**options))
     if name == "function":
-        return partial(context_attention, group=mesh, mask=Causal(), **options)
+        return partial(context_attention, mesh=mesh, mask=Causal(), **options)
     if name == "block":
         return partial(in_block, mesh, options)
     if name == "varlen":
         return partial(packed, mesh, length, options)
     how = {"mask": Causal()} if name == "flex" else {"score_mod": causal_scores}
-    return partial(context_flex_attention, group=mesh, enable_gqa=True, **how, **options)
+    return partial(context_flex_attention, mesh=mesh, enable_gqa=True, **how, **options)
 
 
 def cut_contiguously(name: str, mesh: Any, *qkv: torch.Tensor) -> torch.Tensor:

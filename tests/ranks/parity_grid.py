@@ -15,7 +15,8 @@ from itertools import combinations, product
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels import ReferenceKernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.mask.block_mask import FlexMask

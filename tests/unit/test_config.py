@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from cp_styles.engine.config import AttentionConfig, built, parts_of
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels import ReferenceKernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses

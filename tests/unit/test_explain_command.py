@@ -170,7 +170,7 @@ def test_a_reader_that_stops_reading(monkeypatch):
 
 
 def exact_errors(rank: int, strategy: Strategy) -> list[float]:
-    attend = partial(context_attention, group=cp_mesh(4), strategy=strategy, mask=Causal())
+    attend = partial(context_attention, mesh=cp_mesh(4), strategy=strategy, mask=Causal())
     return run_attention(attend, Problem(length=29), rank, 4)
 
 

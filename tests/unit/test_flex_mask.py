@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Documents, Mask, PerRow, SlidingWindow
 from cp_styles.mask.block_mask import FlexMask
-from cp_styles.plan import Cover, attended_pairs, imbalance, make_plan
+from cp_styles.plan import attended_pairs, imbalance, make_plan
+from cp_styles.plan.tiles import Cover
 from tests.layouts import layouts
 from tests.unit.test_plan import check_plans, pairs_of, row_numbers
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from cp_styles import Causal, Ring, context_attention, head_tail
-from cp_styles.kernels import CPU_FLASH
 from cp_styles.kernels.merge import EMPTY_LSE, FusedMerge, OnlineSoftmax
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.testing import run_ranks
 from tests.oracle import attention_inputs, error
 

@@ -15,23 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_styles import Causal, Ring, head_tail
 from cp_styles.explain.dry_run import dry_run
 from cp_styles.explain.events import Shapes
-from cp_styles.kernels import (
+from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, sdpa
+from cp_styles.kernels.base import OtherBackward
+from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
+from cp_styles.kernels.merge import EMPTY_LSE
+from cp_styles.kernels.sdpa import (
     CPU_FLASH,
     CUDA_CUDNN,
     CUDA_CUDNN_PREFERRED,
     CUDA_EFFICIENT,
     CUDA_FLASH,
     SDPA_KERNELS,
-    Kernel,
-    ReferenceKernel,
-    SdpaKernel,
-    kernel_for_tiles,
-    sdpa,
+    names_of,
 )
-from cp_styles.kernels.base import OtherBackward
-from cp_styles.kernels.choice_by_tile import ByTile
-from cp_styles.kernels.merge import EMPTY_LSE
-from cp_styles.kernels.sdpa import names_of
 from tests.oracle import attention_inputs, error, expected_attention, randn
 
 KERNELS = [CPU_FLASH, ReferenceKernel()]

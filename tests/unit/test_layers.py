@@ -366,7 +366,6 @@ WRITTEN_ONCE = {
     r"\btorch\.sigmoid\(": {"kernels/merge.py"},  # gates of layers are methods of their tensors
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
-    r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},
     r"base, extra = divmod\(|joined\[-1\]\[1\] ==": {"layout.py"},
     r"is_inference\(\) else \w+\._version": {"checksum.py"},
 }

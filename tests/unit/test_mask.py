@@ -9,18 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.mask import (
-    Causal,
-    Chunked,
-    Dense,
-    Documents,
-    Full,
-    Mask,
-    PrefixLM,
-    SlidingWindow,
-    pieces_of,
-    work_from,
-)
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask.linear_pieces import pieces_of, work_from
 from tests.oracle import MaskCase, allowed, mask_cases, randn
 
 POSITIONS = torch.arange(17)

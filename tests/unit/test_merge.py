@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_styles import Ring, context_attention
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel, merge
+from cp_styles.kernels import ReferenceKernel, merge
 from cp_styles.kernels.base import LseGradient
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import (
@@ -23,6 +23,7 @@ from cp_styles.kernels.merge import (
     TorchMerge,
     accumulation_dtype,
 )
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.testing import run_ranks
 from tests.gpu_tensors import OnGpu
 from tests.oracle import attention_inputs, error

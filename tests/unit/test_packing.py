@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, Kernel, packing
+from cp_styles.kernels import Kernel, packing
 from cp_styles.kernels.base import LseGradient
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.packing import Pack, part_of
-from cp_styles.plan import Cover, Tile
+from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_FLASH
+from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.packs import PackedTiles, calls_of, row_index
 from tests.oracle import error, expected_attention, randn
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import Causal, Dense, Documents, FlexMask, SlidingWindow, contiguous, head_tail, per_document_head_tail
-from cp_styles.plan import Cover, attended_pairs, make_plan
+from cp_styles.plan import attended_pairs, make_plan
+from cp_styles.plan.tiles import Cover
 
 LENGTH, RANKS = 1000, 3
 DOCUMENTS = (430, 120, 260, 190)

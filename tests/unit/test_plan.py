@@ -25,8 +25,10 @@ from cp_styles.layout import (
     striped,
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
-from cp_styles.plan import Cover, Plan, RowRanges, SourcePart, Tile, attended_pairs, imbalance, make_plan
+from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
 from cp_styles.plan.linear import chunks_of
+from cp_styles.plan.plan import RowRanges, SourcePart
+from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies import AllGather, Ring
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases

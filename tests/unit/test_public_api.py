@@ -33,7 +33,7 @@ OPEN = {
 }
 # Words of a docstring that say what is sent; a class may say so once for its methods.
 SENDS = re.compile(r"communicat|all-gather|nothing is sent", re.IGNORECASE)
-GROUPS = re.compile(r"ProcessGroup|DeviceMesh|\bGroup(OrMesh)?\b")
+GROUPS = re.compile(r"ProcessGroup|DeviceMesh|\bGroup\b|MeshOrGroup")
 
 
 class Public(NamedTuple):

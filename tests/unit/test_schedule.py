@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
-from cp_styles.kernels import CUDA_FLASH
+from cp_styles.kernels.sdpa import CUDA_FLASH
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover
+from cp_styles.plan.tiles import Cover
 from cp_styles.strategies.moving_kv import _QueriesByHeads
 from cp_styles.strategies.schedule import Schedule, _block, make_schedule
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles import Checks
 from cp_styles.collectives import Pending, all_to_all
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -41,7 +42,7 @@ def test_cuts_one_dim_and_joins_the_other(problem, dtype):
             with CommunicationTrace() as trace:
                 y = all_to_all(
                     x, scatter, gather - len(shape), world(),
-                    scatter_sizes=scatter_sizes, gather_sizes=gather_sizes, check=False,
+                    scatter_sizes=scatter_sizes, gather_sizes=gather_sizes, checks=Checks(agreement=False),
                 )  # fmt: skip
             assert y.is_contiguous()
             # What this rank has of the parts of the others, and nothing else.
@@ -110,7 +111,7 @@ def test_copies_once_on_each_side_and_once_in_all_without_a_batch(scatter, gathe
     def main(rank):
         x = randn(tuple(shape), rank)
         with Copies() as copies:
-            all_to_all(x, scatter, gather, world(), check=False)
+            all_to_all(x, scatter, gather, world(), checks=Checks(agreement=False))
         return copies.elements / x.numel()
 
     assert run_ranks(main, ranks) == [1 if batch == 1 else 2] * ranks

@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles import Checks
 from cp_styles._compat import run_kernel
-from cp_styles.collectives import (
-    Padded,
-    Pending,
-    gather,
-    head_ranges,
-    heads_to_seq,
-    nested_layout,
-    seq_to_heads,
-)
+from cp_styles.collectives import Padded, Pending, gather, heads_to_seq, nested_layout, seq_to_heads
+from cp_styles.collectives.heads import head_ranges
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
@@ -79,7 +73,9 @@ def test_one_message_brings_each_rank_the_heads_it_needs(problem, v_dim):
     def main(rank):
         mine = [order(layout.shard(x, 2, rank), name) for x in whole]
         with CommunicationTrace() as trace:
-            arrived = seq_to_heads(mine, world(), seq_dim=seq, head_dim=head, layout=layout, check=False)
+            arrived = seq_to_heads(
+                mine, world(), seq_dim=seq, heads_dim=head, layout=layout, checks=Checks(agreement=False)
+            )
         assert trace.calls == ({"all_to_all": 1} if ranks > 1 else {})
         # One message: of each head of each tensor this rank's rows, once for each other rank that attends to it.
         row = (
@@ -101,7 +97,7 @@ def test_one_message_brings_each_rank_the_heads_it_needs(problem, v_dim):
                 # What enable_gqa pairs with this query head is what one device pairs with it.
                 paired = x[:, index // (found[0].shape[1] // x.shape[1])]
                 assert torch.equal(paired, original[:, (own[0] + index) // group])
-        out = heads_to_seq(arrived[0], world(), seq_dim=seq, head_dim=head, heads=heads, layout=layout)
+        out = heads_to_seq(arrived[0], world(), seq_dim=seq, heads_dim=head, heads=heads, layout=layout)
         assert torch.equal(out, mine[0])
         assert out.is_contiguous() or ranks == 1
 
@@ -117,7 +113,7 @@ def test_backward_of_qkv_is_the_adjoint(problem, async_op):
     inputs = [[order(layout.shard(x, 2, rank), name) for x in whole] for rank in range(ranks)]
 
     def fn(*tensors):
-        got = seq_to_heads(tensors, world(), seq_dim=seq, head_dim=head, layout=layout, async_op=async_op)
+        got = seq_to_heads(tensors, world(), seq_dim=seq, heads_dim=head, layout=layout, async_op=async_op)
         return got.wait() if isinstance(got, Pending) else got
 
     assert adjoint_gap(fn, inputs) < 1e-13
@@ -132,7 +128,7 @@ def test_backward_of_the_way_back_is_the_adjoint(problem, async_op):
     own = [whole[:, start:stop] for start, stop in head_ranges(heads, heads, ranks)]
 
     def fn(x):
-        got = heads_to_seq(x, world(), seq_dim=seq, head_dim=head, heads=heads, layout=layout, async_op=async_op)
+        got = heads_to_seq(x, world(), seq_dim=seq, heads_dim=head, heads=heads, layout=layout, async_op=async_op)
         return got.wait() if isinstance(got, Pending) else got
 
     assert adjoint_gap(fn, [[order(x, name)] for x in own]) < 1e-13
@@ -150,7 +146,7 @@ def test_filling_is_dropped_on_the_way_out_and_back_on_the_way_home(ranks, lengt
     def main(rank):
         x = padded.split(shard, 2)[rank].clone().requires_grad_()
         with CommunicationTrace() as trace:
-            y = seq_to_heads(x, world(), layout=layout, check=False)
+            y = seq_to_heads(x, world(), layout=layout, checks=Checks(agreement=False))
             y.sum().backward()
         own = head_ranges(5, 5, ranks)[rank]
         valid = min(max(length - rank * shard, 0), shard)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 
-from cp_styles import sum_gradients
+from cp_styles import Checks, sum_gradients
 from cp_styles.collectives import (
     GradScale,
     Padded,
@@ -84,7 +84,7 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
     def main(rank):
         row = whole.numel() // LENGTH * whole.element_size()
         with CommunicationTrace() as trace:
-            part = split(whole, dim, world(), layout=layout, check=False)
+            part = split(whole, dim, world(), layout=layout, checks=Checks(agreement=False))
         assert trace.sent_bytes == 0
         assert torch.equal(part, expected_part(whole, dim, layout, ranks, rank))
         assert part.is_contiguous()  # so that all ranks can view it as another shape, or none
@@ -93,7 +93,9 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
             part = part.index_fill(dim, torch.arange(valid, part.shape[dim]), 77)
         given = rows(layout, ranks).sizes if layout is None else layout
         with CommunicationTrace() as trace:
-            joined = gather(part, dim - len(shape), world(), reduce_gradients=False, layout=given, check=False)
+            joined = gather(
+                part, dim - len(shape), world(), reduce_gradients=False, layout=given, checks=Checks(agreement=False)
+            )
         assert trace.sent_bytes == rows(layout, ranks).sizes[rank] * row * (ranks - 1)
         assert sum(trace.calls.values()) == (ranks > 1)
         assert torch.equal(joined, whole)
@@ -106,7 +108,14 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
 def test_even_parts_are_gathered_without_a_copy_for_each_rank():
     def main(rank):
         with CommunicationTrace() as trace:
-            gather(randn((4, 2), rank), 1, world(), reduce_gradients=False, layout=[2, 2, 2], check=False)
+            gather(
+                randn((4, 2), rank),
+                1,
+                world(),
+                reduce_gradients=False,
+                layout=[2, 2, 2],
+                checks=Checks(agreement=False),
+            )
         return trace.events
 
     assert run_ranks(main, 3) == [[("all_gather", 2 * 4 * 2 * 8)]] * 3
@@ -141,7 +150,7 @@ def test_reduce_scatter_sums_and_sends_what_is_not_its_own(problem):
 
     def main(rank):
         with CommunicationTrace() as trace:
-            part = reduce_scatter(summands[rank], dim, world(), layout=layout, check=False)
+            part = reduce_scatter(summands[rank], dim, world(), layout=layout, checks=Checks(agreement=False))
         torch.testing.assert_close(part, expected_part(total, dim, layout, ranks, rank), rtol=1e-14, atol=1e-14)
         others = LENGTH - rows(layout, ranks).sizes[rank]
         assert trace.sent_bytes == others * (total.numel() // LENGTH) * 8 * (ranks > 1)

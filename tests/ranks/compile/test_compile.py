@@ -276,7 +276,7 @@ def test_strategies_that_are_made_where_they_are_used(mesh, rank: int):
     for strategy in (Ring, AllGather, Ulysses):
 
         def attend(*qkv: torch.Tensor) -> torch.Tensor:
-            return context_attention(*qkv, group=mesh, strategy=strategy(), layout=head_tail, mask=Causal())  # noqa: B023
+            return context_attention(*qkv, mesh=mesh, strategy=strategy(), layout=head_tail, mask=Causal())  # noqa: B023
 
         torch.compiler.reset()
         assert max(run_attention(compiled(attend), PROBLEMS[16], rank, RANKS)) < EXACT
@@ -294,7 +294,7 @@ def test_what_autograd_keeps(mesh, rank: int):
         return saved
 
     for strategy in (Ring(keep=0), Ulysses()):
-        attend = partial(context_attention, group=mesh, strategy=strategy, layout=contiguous, mask=Causal())
+        attend = partial(context_attention, mesh=mesh, strategy=strategy, layout=contiguous, mask=Causal())
         for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
             storages: dict[int, int] = {}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
@@ -307,7 +307,7 @@ def test_what_autograd_keeps(mesh, rank: int):
 
 @on_every_rank(RANKS)
 def test_sinks(mesh, rank: int):
-    attends = [partial(context_attention, group=mesh, mask=Causal())]
+    attends = [partial(context_attention, mesh=mesh, mask=Causal())]
     attends.append(torch.compile(attends[0], backend="aot_eager", fullgraph=True))
     found = []
     for attend in attends:

@@ -17,7 +17,7 @@ from cp_styles.checks.gradient_watch import (
     ParameterWatch,
     UnreducedGradientsError,
 )
-from cp_styles.engine.checks import Checks
+from cp_styles.comm.checks import Checks
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel

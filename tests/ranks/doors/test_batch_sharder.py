@@ -213,7 +213,7 @@ def test_batches_that_are_accumulated_over_two_axes():
         row = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
         mine, both = copy.deepcopy(model), mesh["dp", "cp"]._flatten("dp_cp")
         parallelize_module(mine, mesh["cp"], ModuleContextParallel())
-        sharder = BatchSharder(mesh["cp"], loss_group=both, averaged_over=4)
+        sharder = BatchSharder(mesh["cp"], loss_mesh=both, averaged_over=4)
         parts = [sharder({"input_ids": tokens[row], "labels": labels[row]}) for tokens, labels in batches]
         count = sum(part.token_count() for part in parts)
         for part in parts:

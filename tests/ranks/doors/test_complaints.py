@@ -26,8 +26,8 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.kernels import CPU_FLASH
 from cp_styles.kernels.base import Kernel, OtherBackward
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import context_roll
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import RankError, run_ranks
@@ -250,7 +250,7 @@ def test_clipped_gradients_of_sinks_over_two_axes():
         plan = dict.fromkeys(heads, ColwiseParallel()) | {"o": RowwiseParallel()}
         parallelize_module(mine, mesh["tp"], plan)
         mine.sinks = nn.Parameter(distribute_tensor(mine.sinks.data, mesh["tp"], [Shard(0)]))
-        parallelize_module(mine, mesh["cp"], ModuleContextParallel(sink="sinks"))
+        parallelize_module(mine, mesh["cp"], ModuleContextParallel(sink_name="sinks"))
         mine(layout.shard(x, 1, rank)).backward(layout.shard(cotangent, 1, rank))
         sum_gradients(mine, mesh["cp"])
         norm = nn.utils.clip_grad_norm_(mine.parameters(), 0.1)
@@ -409,7 +409,7 @@ def test_an_evaluation_over_other_ranks():
             parallelize_module(model, everyone, ModuleContextParallel())
         evaluated.load_state_dict(model.state_dict(), assign=True)
         parallelize_module(evaluated, everyone, ModuleContextParallel())
-        cut, cut_all = BatchSharder(mesh["cp"], loss_group=everyone), BatchSharder(everyone)
+        cut, cut_all = BatchSharder(mesh["cp"], loss_mesh=everyone), BatchSharder(everyone)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for _ in range(3):
             batch = cut(training[mesh["dp"].get_local_rank()][None])

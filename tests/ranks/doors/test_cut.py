@@ -55,12 +55,12 @@ def test_another_cut_is_refused_on_every_rank(door, odd):
 
 OTHERS = {
     "a convolution": lambda rank, q, k, v, group: context_causal_conv1d(
-        lambda x: x, q, group, width=3, dim=2, layout=head_tail
+        lambda x: x, q, group, width=3, seq_dim=2, layout=head_tail
     ),
     "roll": lambda rank, q, k, v, group: context_roll(q, 1, 2, group, layout=head_tail),
     "gather": lambda rank, q, k, v, group: gather(q, 2, group, reduce_gradients=False, layout=head_tail(LENGTH, RANKS)),
     "by heads": lambda rank, q, k, v, group: seq_to_heads(
-        (k.clone(), v), group, seq_dim=2, head_dim=1, layout=head_tail(LENGTH, RANKS)
+        (k.clone(), v), group, seq_dim=2, heads_dim=1, layout=head_tail(LENGTH, RANKS)
     ),
     "a cache": lambda rank, q, k, v, group: KVCache(group, head_tail(LENGTH, RANKS), k, v),
 }

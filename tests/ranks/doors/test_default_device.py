@@ -115,8 +115,8 @@ def test_decode_collectives_and_helpers():
         assert error(context_decode(q[:, :, :1], cache), expected) < 1e-12
         cache.crop(LENGTH)
         part = split(q, 2, group, layout=layout)
-        heads = seq_to_heads(part, group, seq_dim=2, head_dim=1, layout=layout)
-        assert torch.equal(heads_to_seq(heads, group, seq_dim=2, head_dim=1, layout=layout), part)
+        heads = seq_to_heads(part, group, seq_dim=2, heads_dim=1, layout=layout)
+        assert torch.equal(heads_to_seq(heads, group, seq_dim=2, heads_dim=1, layout=layout), part)
         assert torch.equal(gather(part, 2, group, layout=layout, reduce_gradients=False), q)
         ids = torch.tensor([0] * 6 + [1] * 7, device="cpu")
         tokens = torch.arange(LENGTH, device="cpu")[None]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cp_styles.comm.checks import Checks
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
@@ -99,7 +100,10 @@ class Nothing(nn.Module):
             lambda s: parallel(parallel(Core(), s.mesh), s.mesh),
             "Core is context parallel already: apply AttentionContextParallel to a module once",
         ),
-        (lambda s: context_attention(*s.leaves()[0], "cp"), "needs a process group or a 1-D DeviceMesh, got str"),
+        (
+            lambda s: context_attention(*s.leaves()[0], "cp"),
+            "needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got str",
+        ),
         (
             lambda s: context_attention(*s.leaves()[0], init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))),
             "needs a 1-D mesh, got axes ('dp', 'cp'): pass mesh[\"cp\"]",
@@ -299,7 +303,7 @@ def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
         leaves = s.leaves()[0]
         if s.rank == 1:
             leaves[0] = garbage(leaves[0].detach())
-        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, group=s.mesh)
+        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, mesh=s.mesh)
         attend(*leaves)
 
     lines = refusals(act).splitlines()
@@ -397,9 +401,9 @@ class Plain(nn.Module):
 
 
 DOORS = {
-    "function": lambda mesh: partial(context_attention, group=mesh),
+    "function": lambda mesh: partial(context_attention, mesh=mesh),
     "block": _in_block,
-    "module": lambda mesh: parallelize_module(Plain(), mesh, ModuleContextParallel(check_inputs=False)),
+    "module": lambda mesh: parallelize_module(Plain(), mesh, ModuleContextParallel(checks=Checks(inputs=False))),
     "style": lambda mesh: parallelize_module(Core(), mesh, AttentionContextParallel()),
 }
 ODD = {

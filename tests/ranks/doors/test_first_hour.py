@@ -437,7 +437,7 @@ def test_ranks_that_attended_elsewhere_meanwhile_make_a_loss_with_the_rest(flatt
         cp, over = mesh["cp"], mesh["cp", "dp"]._flatten("all") if flattened else None
         model, copied = by_module(GPT(), cp), by_module(GPT(), some)
         for _ in range(2):
-            sharder = a_step(model, cp, model, loss_group=over)
+            sharder = a_step(model, cp, model, loss_mesh=over)
             sharder.sum_gradients(model)
             model.zero_grad()
             if rank < 2:
@@ -445,7 +445,7 @@ def test_ranks_that_attended_elsewhere_meanwhile_make_a_loss_with_the_rest(flatt
                     batch = BatchSharder(some)({"input_ids": INPUTS})
                     copied(batch.tokens, pos=batch.positions)
             sharder({"input_ids": INPUTS, "shift_labels": TARGETS}).token_count()
-        a_step(model, cp, model, loss_group=over).sum_gradients(model)
+        a_step(model, cp, model, loss_mesh=over).sum_gradients(model)
         return off(model)
 
     assert max(run_ranks(on, 4, timeout_seconds=20)) < EXACT

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
 from cp_styles.collectives import gather
+from cp_styles.comm.checks import Checks
 from cp_styles.decoding import LayerCaches
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.integrations.transformers import register_attention
@@ -295,7 +296,7 @@ def test_positions():
     assert "begins at 3" in errors_of(local, layout=head_tail)
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
-    run_ranks(lambda rank: local(rank, check_inputs=False), RANKS)
+    run_ranks(lambda rank: local(rank, checks=Checks(inputs=False)), RANKS)
 
 
 class Classifier(Model):
@@ -441,7 +442,7 @@ def test_a_model_that_is_not_called_itself(how):
     local = torch.arange(LENGTH // RANKS).repeat(RANKS)[None]
     local = cut.unshard([local[:, : LENGTH // RANKS]] * RANKS, 1)
     assert "count from 0 to 5 on this rank" in errors_of(lambda rank: act(rank, local))
-    run_ranks(lambda rank: act(rank, None, check_inputs=False), RANKS)
+    run_ranks(lambda rank: act(rank, None, checks=Checks(inputs=False)), RANKS)
 
 
 def test_parts_that_are_called_alone():

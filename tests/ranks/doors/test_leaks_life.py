@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Checks, context_attention
 from cp_styles.engine.binding import bindings_of
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels import ReferenceKernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring

@@ -78,7 +78,7 @@ def test_a_model_with_sinks(strategy, ckpt):
 
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)
-        model = parallelize_module(Model(Core, ckpt), mesh, ModuleContextParallel(strategy=strategy, sink="sinks"))
+        model = parallelize_module(Model(Core, ckpt), mesh, ModuleContextParallel(strategy=strategy, sink_name="sinks"))
         for each in (model, copy.deepcopy(model)):
             out = each(layout.shard(X, 1, rank).requires_grad_())
             out.backward(layout.shard(COTANGENT, 1, rank))
@@ -93,7 +93,7 @@ def test_a_model_with_sinks(strategy, ckpt):
 
 @on_every_rank(2)
 def test_a_copy_has_sinks_of_its_own(mesh, rank: int):
-    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
+    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink_name="sinks"))
     part = head_tail(LENGTH, 2).shard(X, 1, rank)
     before, other = model(part), copy.deepcopy(model)
     with torch.no_grad():
@@ -105,8 +105,8 @@ def test_a_copy_has_sinks_of_its_own(mesh, rank: int):
 @on_every_rank(2)
 def test_what_does_not_fit_is_refused(mesh, rank: int):
     with pytest.raises(ValueError, match="has no module with a parameter 'sink'"):
-        parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sink"))
-    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
+        parallelize_module(Model(Core), mesh, ModuleContextParallel(sink_name="sink"))
+    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink_name="sinks"))
     model.layers[0].sinks = nn.Parameter(torch.zeros(HEADS - 1, dtype=torch.float64))
     with pytest.raises(ValueError, match="one logit for each of 4 query heads"):
         model(head_tail(LENGTH, 2).shard(X, 1, rank))
@@ -140,7 +140,7 @@ def test_a_module_from_elsewhere_takes_no_sink():
             return *self.sinking(*tensors), self.plain(*tensors)
 
     def on(rank: int):
-        module = parallelize_module(Both(), cp_mesh(2), ModuleContextParallel(layout=layout, sink="sinks"))
+        module = parallelize_module(Both(), cp_mesh(2), ModuleContextParallel(layout=layout, sink_name="sinks"))
         with torch.no_grad():
             return module(*(layout.shard(x, 2, rank) for x in inputs))
 

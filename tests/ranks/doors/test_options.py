@@ -27,7 +27,7 @@ def worst(problem: Problem, calls, ranks: int = RANKS) -> float:
         mesh = cp_mesh(ranks)
         found = []
         for layout, options in calls:
-            attend = partial(context_attention, group=mesh, layout=layout, **options)
+            attend = partial(context_attention, mesh=mesh, layout=layout, **options)
             found += run_attention(attend, problem, rank, ranks, layout=layout)
         assert all(size == size for size in found), "NaN"
         return max(found)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import parallel as torch_parallel
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, head_tail, parallelize_module, sum_gradients
+from cp_styles.comm.checks import Checks
 from cp_styles.testing import run_ranks
 from cp_styles.verify import VerificationError, verify
 from tests.oracle import error, randn
@@ -77,7 +78,7 @@ class Model(nn.Module):
 
 PLANS = {
     "style": {"layers.*.attention.core": AttentionContextParallel(layout=head_tail)},
-    "module": {"layers.*.attention": ModuleContextParallel(layout=head_tail, check_inputs=False)},
+    "module": {"layers.*.attention": ModuleContextParallel(layout=head_tail, checks=Checks(inputs=False))},
 }
 
 

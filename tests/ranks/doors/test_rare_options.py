@@ -144,7 +144,7 @@ def test_a_block_that_does_not_look_at_inputs():
             out = Positioned()(layout.shard(x, 2, rank), positions)
         return error(out - positions[:, None, :, None], layout.shard(dense_attention(x, x, x), 2, rank))
 
-    assert max(run_ranks(lambda rank: on(rank, check_inputs=False), 2)) < EXACT
+    assert max(run_ranks(lambda rank: on(rank, checks=Checks(inputs=False)), 2)) < EXACT
     with pytest.raises(RankError, match="position_ids count from 0 to 5 on this rank"):
         run_ranks(on, 2)
 
@@ -155,9 +155,9 @@ def test_means_of_gradients_and_no_comparison(rank: int):
     group = torch.distributed.group.WORLD
     x = randn(0, 4, 3).requires_grad_()
     with CommunicationTrace() as trace:
-        mine = split(x, 0, group, grad_scale=GradScale.DOWN, check=False)
+        mine = split(x, 0, group, grad_scale=GradScale.DOWN, checks=Checks(agreement=False))
     assert not trace.events
-    whole = gather(mine, 0, group, reduce_gradients=True, grad_scale=GradScale.UP, check=False)
+    whole = gather(mine, 0, group, reduce_gradients=True, grad_scale=GradScale.UP, checks=Checks(agreement=False))
     cotangent = randn(1 + rank, 4, 3)
     whole.backward(cotangent)
     # The sum over ranks, times 2, of each rank's part; then the parts of all, times 1/2.

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
+from cp_styles.functions.flex import context_flex_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -24,6 +25,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import allowed, dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
+from tests.ranks.each_door import packed
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -243,13 +245,61 @@ def test_a_window_layer_next_to_a_full_one_under_one_scope(mesh, rank: int):
 
 
 @on_every_rank(RANKS)
-def test_the_function_is_given_everything_and_ignores_scopes(mesh, rank: int):
-    attend = partial(context_attention, group=mesh, layout=FIRST.layout, mask=FIRST.mask & Causal())
+def test_a_function_with_a_layout_ignores_scopes(mesh, rank: int):
+    attend = partial(context_attention, mesh=mesh, layout=FIRST.layout, mask=FIRST.mask & Causal())
     leaves, cotangent = FIRST.leaves(rank)
     with SECOND.scope():
         out = attend(*leaves)
     out.backward(cotangent)
     FIRST.check(rank, out, leaves)
+
+
+FUNCTIONS = {
+    "attention": lambda mesh: partial(context_attention, mesh=mesh, mask=Causal()),
+    "compiled": lambda mesh: torch.compile(
+        partial(context_attention, mesh=(mesh, "cp"), mask=Causal()), backend="aot_eager", fullgraph=True
+    ),
+    "flex": lambda mesh: partial(context_flex_attention, mesh=(mesh, "cp"), mask=Causal(), enable_gqa=True),
+    "varlen": lambda mesh: partial(packed, (mesh, "cp"), FIRST.layout.length, {}),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@on_every_rank(RANKS)
+def test_a_function_without_a_layout_takes_layout_and_mask_of_the_scope(mesh, rank: int, name: str):
+    """The backward runs in another scope. Without any scope the layout is head_tail."""
+    attend = FUNCTIONS[name](mesh)
+    for batch in (FIRST, FIRST):
+        leaves, cotangent = batch.leaves(rank)
+        with batch.scope():
+            out = attend(*leaves)
+        with SECOND.scope():
+            out.backward(cotangent)
+        batch.check(rank, out, leaves)
+    if name == "varlen":
+        return
+    whole = Even.problem
+    leaves, _ = whole.shard(head_tail, rank, RANKS)
+    out = attend(*leaves)
+    assert error(out.detach(), head_tail(LENGTH, RANKS).shard(whole.expected[0], 2, rank)) < EXACT
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_a_function_recomputed_without_its_scope_is_refused(flex: bool):
+    def main(rank: int) -> None:
+        options = {"mask": Causal()} if not flex else {"mask": Causal(), "enable_gqa": True}
+        attend = partial(context_flex_attention if flex else context_attention, mesh=cp_mesh(RANKS), **options)
+        leaves, cotangent = FIRST.leaves(rank)
+        with FIRST.scope() as scope:
+            out = checkpoint(attend, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
+        out.backward(cotangent)
+        FIRST.check(rank, out, leaves)
+        with FIRST.scope():
+            out = checkpoint(attend, *leaves, use_reentrant=False)
+        out.backward(cotangent)
+
+    errors = run_ranks(main, RANKS, return_errors=True)
+    assert all("where the SequenceScope of its batch is not known" in str(error) for error in errors), errors
 
 
 def test_what_makes_no_sense_is_refused():

@@ -158,7 +158,7 @@ def test_a_classifier_that_chooses_a_token_in_a_block(how: str):
 
     def on(_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         mesh, x, weight = cp_mesh(2), whole.clone(), randn(1, 4, 4).requires_grad_()
-        all_of = partial(gather, dim=1, group=mesh, layout=head_tail(8, 2), reduce_gradients=True)
+        all_of = partial(gather, dim=1, mesh=mesh, layout=head_tail(8, 2), reduce_gradients=True)
         model = Choosing(lambda x: x @ weight, CHOICES[how])
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
             loss = F.cross_entropy(model(x, all_of), CLASSES) / mesh.size()

@@ -114,7 +114,7 @@ def test_under_a_scope(name: str):
 def test_no_message_is_left_where_the_ranks_do_not_agree(mesh, rank: int, strategy: Strategy):
     """A rank reads what the others say while it prepares, and before it sends: the next attention is exact."""
     problem, layout = Problem(length=LENGTH, kv_heads=4), head_tail(LENGTH, RANKS)
-    attend = partial(context_attention, group=mesh, mask=Causal(), layout=layout, strategy=strategy)
+    attend = partial(context_attention, mesh=mesh, mask=Causal(), layout=layout, strategy=strategy)
     leaves, _ = problem.shard(layout, rank, RANKS)
     errors = []
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_no_message_is_left_where_the_ranks_do_not_agree(mesh, rank: int, strate
 def test_ranks_that_send_each_other_nothing_agree_too(mesh, rank: int):
     """Documents end where the ranks do: the rows are read when the attention ends, forward and backward."""
     layout = contiguous(8, RANKS)
-    attend = partial(context_attention, group=mesh, mask=Documents((4, 4)), layout=layout)
+    attend = partial(context_attention, mesh=mesh, mask=Documents((4, 4)), layout=layout)
     x = torch.randn(1, 4, 4, 8, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
         attend(x, x.float() if rank else x, x)
@@ -154,7 +154,7 @@ class Failing(Ring):
 def test_an_error_that_a_disagreement_may_have_caused(mesh, rank: int):
     """A rank that fails before its first message reads what the others say; its own error is the context."""
     layout = contiguous(8, RANKS)
-    attend = partial(context_attention, group=mesh, layout=layout)
+    attend = partial(context_attention, mesh=mesh, layout=layout)
     x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="disagree on strategy") as caught:
         attend(x, x, x, strategy=Failing() if rank else Ring())

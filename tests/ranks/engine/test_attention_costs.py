@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
@@ -52,7 +53,7 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
         if door == "style":
             attend = parallel(Core(causal=False), mesh, kernel=kernel, layout=layout, mask=mask, **options)
         else:
-            attend = partial(context_attention, group=mesh, kernel=kernel, layout=layout, mask=mask, **options)
+            attend = partial(context_attention, mesh=mesh, kernel=kernel, layout=layout, mask=mask, **options)
         with CommunicationTrace() as trace:
             run_attention(attend, problem, rank, ranks, layout=layout)
         return trace, kernel
@@ -164,7 +165,7 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_h
     def on(rank: int):
         kernel, wire = Logged(), Wire()
         kernel.rank = wire.rank = rank
-        attend = partial(context_attention, group=cp_mesh(3), strategy=Ring(keep=keep), kernel=kernel)
+        attend = partial(context_attention, mesh=cp_mesh(3), strategy=Ring(keep=keep), kernel=kernel)
         with wire:
             run_attention(attend, problem, rank, 3)
 
@@ -197,7 +198,7 @@ def test_an_output_is_nobody_elses_memory(strategy, ranks: int):
         mesh = cp_mesh(ranks)
         leaves, _ = problem.shard(contiguous(LENGTH, ranks), rank, ranks)
         options = {"strategy": strategy, "layout": contiguous}
-        doors = (partial(context_attention, group=mesh, **options), parallel(Core(causal=False), mesh, **options))
+        doors = (partial(context_attention, mesh=mesh, **options), parallel(Core(causal=False), mesh, **options))
         outs = [attend(*(leaf.detach().requires_grad_() for leaf in leaves)) for attend in doors]
         return all(out.untyped_storage().nbytes() == out.nbytes for out in outs)
 
@@ -220,6 +221,6 @@ def test_results_have_the_memory_order_of_one_device(strategy, rows_first: bool)
 
     def on(rank: int) -> list[tuple[int, ...]]:
         mesh = cp_mesh(ranks)
-        return strides(partial(context_attention, group=mesh, strategy=strategy, layout=layout, mask=Causal()))
+        return strides(partial(context_attention, mesh=mesh, strategy=strategy, layout=layout, mask=Causal()))
 
     assert run_ranks(on, ranks) == [strides(partial(F.scaled_dot_product_attention, is_causal=True))] * ranks

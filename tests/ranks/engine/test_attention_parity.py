@@ -62,7 +62,7 @@ def test_ranks_without_a_head(strategy, packed: bool):
         return saved.numpy(force=True).copy() if packed else saved
 
     def on(rank: int) -> float:
-        attend = partial(context_attention, group=cp_mesh(4), mask=Causal(), strategy=strategy, layout=contiguous)
+        attend = partial(context_attention, mesh=cp_mesh(4), mask=Causal(), strategy=strategy, layout=contiguous)
         with torch.autograd.graph.saved_tensors_hooks(through_numpy, torch.as_tensor):
             return max(run_attention(attend, case, rank, 4, layout=contiguous))
 
@@ -85,7 +85,7 @@ def test_large_gradients_of_heads_go_back_one_after_the_other(lengths, layout, s
     mask = Full() if kv_length else Causal()
 
     def on(rank: int) -> tuple[float, int]:
-        attend = partial(context_attention, group=cp_mesh(2), mask=mask, layout=layout, strategy=strategy)
+        attend = partial(context_attention, mesh=cp_mesh(2), mask=mask, layout=layout, strategy=strategy)
         with CommunicationTrace() as trace:
             worst = max(run_attention(attend, problem, rank, 2, layout=layout))
         return worst, trace.calls["send"]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles import Checks
 from cp_styles.batch import ReplicatedGathers, global_loss, global_token_count, sum_gradients
 from cp_styles.collectives import GradScale, gather, split
 from cp_styles.comm.agreement import WIDTH
@@ -197,7 +198,7 @@ def test_a_group_is_one_group_and_a_loss_is_whole():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
     with pytest.raises(ValueError, match=r'needs a 1-D mesh.*mesh\["cp"\]'):
         global_token_count(torch.zeros(1), mesh)
-    with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
+    with pytest.raises(TypeError, match=r"needs a 1-D DeviceMesh, .* or a process group, got str"):
         global_token_count(torch.zeros(1), "cp")
     with pytest.raises(ValueError, match=r"redistribute them to Replicate\(\) first"):
         global_loss(DTensor.from_local(torch.ones(1), mesh["tp"], [Partial()]), 1, mesh["cp"])
@@ -419,7 +420,7 @@ def test_gathers_of_a_program_that_never_sums():
     kept = []
     for _ in range(400):
         kept.append(torch.ones(1, 1, requires_grad=True))  # a leaf of its own in each
-        gather(kept[-1] * 1, 1, mesh, reduce_gradients=False, check=False).sum().backward()
+        gather(kept[-1] * 1, 1, mesh, reduce_gradients=False, checks=Checks(agreement=False)).sum().backward()
     assert len(gathers.in_front) < 300
     assert not gathers.compared
 
@@ -432,9 +433,7 @@ def test_a_count_of_this_rank_alone_is_refused():
         "averaged": lambda rank: {"token_count": 6, "averaged_over": 1 + rank},
     }
     for options in wrong.values():
-        for text in failures(
-            lambda rank, of=options: global_loss(torch.ones(3), group=dist.group.WORLD, **of(rank)), 2
-        ):
+        for text in failures(lambda rank, of=options: global_loss(torch.ones(3), mesh=dist.group.WORLD, **of(rank)), 2):
             assert "divide by different numbers" in text
     for text in failures(lambda rank: global_loss(torch.ones(3), torch.ones(2), dist.group.WORLD), 2):
         assert "token_count of shape (2,) is not one number" in text

@@ -443,7 +443,7 @@ def test_ranks_in_different_numbers_of_groups(others: list[int]):
     def on(rank: int) -> list[float]:
         if rank in others:
             dist.new_group(others, use_local_synchronization=True)
-        attend = partial(context_attention, group=dist.group.WORLD, strategy=Ulysses(size=2), mask=Causal())
+        attend = partial(context_attention, mesh=dist.group.WORLD, strategy=Ulysses(size=2), mask=Causal())
         return run_attention(attend, problem, rank, 4)
 
     assert max(map(max, run_ranks(on, 4, timeout_seconds=10))) < EXACT

@@ -474,7 +474,7 @@ def test_tiles_that_come_back_in_low_precision(mask, ranks: int, dtype: torch.dt
         return [error(*pair) for pair in zip(found, expected, strict=True)]
 
     def on(rank: int, kernel: Kernel) -> list[torch.Tensor]:
-        attend = partial(context_attention, group=dist.group.WORLD, layout=layout, mask=mask, kernel=kernel)
+        attend = partial(context_attention, mesh=dist.group.WORLD, layout=layout, mask=mask, kernel=kernel)
         parts = [layout.shard(x, 2, rank) for x in inputs]
         return attend_and_differentiate(attend, parts, layout.shard(cotangent, 2, rank))
 

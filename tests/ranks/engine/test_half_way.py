@@ -54,7 +54,8 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import PendingTransfers, TransferError, end_connections
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.joint_layout import JointLayout
-from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import Channels, Recurrence, context_recurrence
 from cp_styles.mixers.recurrence import _KernelCall
 from cp_styles.strategies.base import Strategy
@@ -134,7 +135,7 @@ def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
         options = {"mask": Causal(), "layout": layout, "strategy": strategy, "checks": checks}
-        attend = partial(context_attention, group=cp_mesh(RANKS), **options)
+        attend = partial(context_attention, mesh=cp_mesh(RANKS), **options)
         leaves, cotangent = problem.shard(layout, rank, RANKS)
         kernel = Failing(way if rank == 1 else "nowhere", left=last_call(strategy))
         began = time.monotonic()
@@ -185,7 +186,7 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
     problem = Problem(length=LENGTH, heads=6, kv_heads=6)
 
     def on(rank: int) -> list[BaseException | None]:
-        attend = partial(context_attention, group=dist.group.WORLD, mask=Causal(), layout=layout, strategy=strategy)
+        attend = partial(context_attention, mesh=dist.group.WORLD, mask=Causal(), layout=layout, strategy=strategy)
         given = [put(x) for x in problem.shard(layout, rank, RANKS)[0]]
         cotangent = put(problem.shard(layout, rank, RANKS)[1])
         kernel = Failing(way if rank == 1 else "nowhere", ON_GPU, last_call(strategy))
@@ -246,7 +247,7 @@ def recurrent(
 
     kernel.between = between  # pyright: ignore[reportFunctionMemberAccess]
     scan = partial(context_recurrence, kernel, recurrence=Recurrence(), layout=contiguous)
-    return lambda x, group: scan(group=group)(x, x, x)[0]
+    return lambda x, group: scan(mesh=group)(x, x, x)[0]
 
 
 def by_channels(
@@ -256,8 +257,8 @@ def by_channels(
         forward()
         return Derived.apply(u.cumsum(1), backward)
 
-    scan = partial(context_recurrence, kernel, recurrence=Channels(("u",), tokens=1), layout=contiguous)
-    return lambda x, group: scan(group=group)(x.flatten(2))
+    scan = partial(context_recurrence, kernel, recurrence=Channels(("u",), seq_dim=1), layout=contiguous)
+    return lambda x, group: scan(mesh=group)(x.flatten(2))
 
 
 # Which call of the kernel fails, or of its backward, or of that between two exchanges of a recurrence.
@@ -375,7 +376,7 @@ def test_an_error_between_two_backwards():
     problem = Problem(length=LENGTH)
 
     def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
-        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Causal(), layout=layout)
+        attend = partial(context_attention, mesh=cp_mesh(RANKS), mask=Causal(), layout=layout)
         leaves, cotangent = problem.shard(layout, rank, RANKS)
         between = attend(*leaves) * 1.0
 
@@ -402,8 +403,8 @@ COLLECTIVES = {
     "split": lambda x, group: split(x, 0, group),
     "gather": lambda x, group: gather(x, 0, group, reduce_gradients=True),
     "reduce_scatter": lambda x, group: reduce_scatter(x, 0, group),
-    "seq_to_heads": lambda x, group: seq_to_heads(x, group, seq_dim=0, head_dim=1),
-    "heads_to_seq": lambda x, group: heads_to_seq(x, group, heads=6, seq_dim=0, head_dim=1),
+    "seq_to_heads": lambda x, group: seq_to_heads(x, group, seq_dim=0, heads_dim=1),
+    "heads_to_seq": lambda x, group: heads_to_seq(x, group, heads=6, seq_dim=0, heads_dim=1),
 }
 
 
@@ -582,7 +583,7 @@ def test_one_rank_leaves_a_function_that_communicates(at: str, monkeypatch):
 def test_one_rank_refuses_where_ranks_do_not_agree(mesh, rank: int):
     """The others attend, and its next call must not answer them."""
     layout = head_tail(LENGTH, RANKS)
-    attend = partial(context_attention, group=mesh, layout=layout, checks=Checks(agreement=False))
+    attend = partial(context_attention, mesh=mesh, layout=layout, checks=Checks(agreement=False))
     q, k, v = Problem(length=LENGTH).shard(layout, rank, RANKS)[0]
     with pytest.raises(ValueError if rank == 1 else TransferError):
         attend(q, k.float() if rank == 1 else k, v)

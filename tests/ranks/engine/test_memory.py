@@ -32,7 +32,7 @@ from cp_styles import (
     contiguous,
     head_tail,
 )
-from cp_styles.kernels import CPU_FLASH
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.strategies import moving_kv
 from cp_styles.testing import MemoryTrace, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -79,7 +79,7 @@ def of_ranks(ranks: int, **options: Any) -> tuple[float, ...]:
     shape = options.pop("kv_heads", HEADS), options.pop("dtype", torch.float32)
 
     def on(rank: int):
-        attend = partial(context_attention, group=dist.group.WORLD, layout=layout, **options)
+        attend = partial(context_attention, mesh=dist.group.WORLD, layout=layout, **options)
         return measured(attend, layout(length, ranks).lengths[rank], *shape)
 
     return tuple(max(sizes) for sizes in zip(*run_ranks(on, ranks), strict=True))
@@ -218,7 +218,7 @@ def test_doors_hold_no_more(door: str):
         if door == "style":
             return measured(parallel(Core(), mesh), ROWS)
         if door == "flex":
-            return measured(partial(context_flex_attention, group=mesh, block_mask=block_mask), ROWS)
+            return measured(partial(context_flex_attention, mesh=mesh, block_mask=block_mask), ROWS)
         if door == "varlen":
 
             def varlen(q, k, v):

@@ -17,8 +17,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.merge import accumulation_dtype
+from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -38,7 +39,7 @@ def gathered(inputs, cotangent, ranks: int, settings) -> list[list[torch.Tensor]
         mesh = cp_mesh(ranks)
         return [
             attend_and_differentiate(
-                partial(context_attention, group=mesh, layout=layout, **options),
+                partial(context_attention, mesh=mesh, layout=layout, **options),
                 [layout.shard(x, 2, rank) for x in inputs],
                 layout.shard(cotangent, 2, rank),
             )

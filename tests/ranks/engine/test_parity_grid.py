@@ -65,7 +65,7 @@ def attempt(row: Row, index: int, rank: int, mesh) -> list[torch.Tensor]:
         "kernel": KERNELS[row.kernel],
     }
     if index % 3:
-        attend = partial(context_attention, group=mesh, **options)
+        attend = partial(context_attention, mesh=mesh, **options)
     else:
         attend = parallel(Core(causal=False), mesh, **options)
     try:

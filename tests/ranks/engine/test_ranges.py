@@ -71,7 +71,7 @@ def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expec
     named = set(expected.strip().splitlines())
 
     def on(rank: int) -> list[str]:
-        attend = partial(context_attention, group=cp_mesh(ranks), strategy=strategy, layout=layout)
+        attend = partial(context_attention, mesh=cp_mesh(ranks), strategy=strategy, layout=layout)
         run_attention(attend, problem, rank, ranks, layout=layout)  # the first call also makes parts of the group
         # One profiler at a time.
         with profile(activities=[ProfilerActivity.CPU]) if rank == 0 else contextlib.nullcontext() as trace:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_styles import Causal, Documents, SlidingWindow, bounded_cache, context_attention, contiguous, head_tail
 from cp_styles.bounded_cache import another_cache
 from cp_styles.collectives import seq_to_heads
+from cp_styles.comm.checks import CHECKS
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.device_copies import DeviceTables, numbers_on
-from cp_styles.engine.checks import CHECKS
 from cp_styles.mixers import Recurrence, context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.mixers.convolution import last_rows
 from cp_styles.mixers.fragments import CutSequence
@@ -43,7 +43,7 @@ def rolls(fill: float | None, documents: tuple[int, ...] | None, x: torch.Tensor
 
 def convolution(x: torch.Tensor) -> torch.Tensor:
     """With one fragment a rank: in the backward of a split autograd makes zeros of the host for these stand-ins."""
-    options = {"width": 4, "dim": 1, "layout": contiguous(LENGTH, RANKS)}
+    options = {"width": 4, "seq_dim": 1, "layout": contiguous(LENGTH, RANKS)}
     return context_causal_conv1d(lambda x: x * 2.0, x, dist.group.WORLD, **options)
 
 
@@ -64,7 +64,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
     """Rank 1 has query heads 1 and 2 of 4, which share key heads as 1 to 2."""
     q = x[:, :, None].expand(-1, -1, 12, -1).contiguous()
     k = q[:, :, :4].contiguous()
-    parts = seq_to_heads((q, k), dist.group.WORLD, seq_dim=1, head_dim=2, layout=LAYOUT)
+    parts = seq_to_heads((q, k), dist.group.WORLD, seq_dim=1, heads_dim=2, layout=LAYOUT)
     return torch.cat(parts, 2)
 
 
@@ -161,7 +161,7 @@ def test_a_first_call_in_another_mode(mode: str, ranks: int):
     whole, cotangent, layout = randn(0, 1, LENGTH, 8), randn(1, 1, LENGTH, 8), contiguous(LENGTH, ranks)
     calls = (
         lambda x: context_roll(x, -2, 1, dist.group.WORLD, fill=-3.0, layout=layout),
-        lambda x: context_causal_conv1d(lambda x: x * 2.0, x, dist.group.WORLD, width=4, dim=1, layout=layout),
+        lambda x: context_causal_conv1d(lambda x: x * 2.0, x, dist.group.WORLD, width=4, seq_dim=1, layout=layout),
         lambda x: x.index_select(2, numbers_on(x.device, (0, 0, 1, 2, 3, 4, 5, 6))),
     )
     modes = {"inference": torch.inference_mode, "operators": Operators, "no_grad": torch.no_grad}

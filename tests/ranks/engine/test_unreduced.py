@@ -24,7 +24,7 @@ from cp_styles.checks.gradient_watch import (
     UnreducedGradientsError,
     UnreducedGradientsWarning,
 )
-from cp_styles.engine.checks import Checks
+from cp_styles.comm.checks import Checks
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous

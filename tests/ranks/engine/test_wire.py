@@ -49,7 +49,7 @@ def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False)
     def on(rank: int):
         mesh, traces = cp_mesh(ranks), []
         for problem, layout, mask in calls:
-            attend = partial(context_attention, group=mesh, strategy=strategy, layout=layout, mask=mask)
+            attend = partial(context_attention, mesh=mesh, strategy=strategy, layout=layout, mask=mask)
             with CommunicationTrace() as trace:
                 if forward_only:
                     with torch.no_grad():

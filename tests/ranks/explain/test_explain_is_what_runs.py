@@ -131,7 +131,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
                 for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
             ]
             group = dist.group.WORLD
-            attend = partial(context_attention, group=group, strategy=strategy, layout=layout, mask=MASKS[name])
+            attend = partial(context_attention, mesh=group, strategy=strategy, layout=layout, mask=MASKS[name])
             found.append(measured(attend, tensors[:3], tensors[3], ranks))
         return found
 

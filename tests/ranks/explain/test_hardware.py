@@ -13,7 +13,7 @@ from cp_styles.explain import CPU, H100, explain
 from cp_styles.explain.events import KernelCall, MemoryOp, Phase, Transfer, WaitEvent
 from cp_styles.explain.hardware import Seconds, seconds_of
 from cp_styles.explain.text import nbytes
-from cp_styles.kernels import CUDA_CUDNN, CUDA_FLASH
+from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_FLASH
 
 # Kernels of a second, and links that carry a number of bytes in as many seconds and have a latency of half a second.
 CALL = KernelCall("flash", False, "full", ((1, 1, 1, 8, 8),), (16, 16), 4)

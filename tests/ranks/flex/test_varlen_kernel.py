@@ -16,7 +16,8 @@ from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import VarlenKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Documents, PerRow, SlidingWindow
-from cp_styles.plan import Cover, make_plan
+from cp_styles.plan import make_plan
+from cp_styles.plan.tiles import Cover
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
@@ -50,7 +51,7 @@ def attended(problem: Problem, ranks: int, **options) -> tuple[list[float], list
     """The largest errors of each rank, and the attention ops that it called."""
 
     def on(rank: int):
-        attend = partial(context_attention, group=cp_mesh(ranks), **{"kernel": STAND_IN} | options)
+        attend = partial(context_attention, mesh=cp_mesh(ranks), **{"kernel": STAND_IN} | options)
         with Ops() as ops:
             errors = run_attention(attend, problem, rank, ranks, layout=options["layout"])
         return max(errors), ops.counts

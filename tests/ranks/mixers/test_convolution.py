@@ -128,7 +128,7 @@ def test_balancers_and_scopes(balancer):
         ({"layout": striped}, "hold .* but the layout gives them"),
         ({"documents": (3, 4)}, "documents of 7 positions in a sequence of 8"),
         ({"width": 0}, "width=0 must be"),
-        ({"dim": 5}, "dim=5 is not a dim"),
+        ({"seq_dim": 5}, "seq_dim=5 is not a dim"),
     ],
 )
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])

@@ -116,7 +116,7 @@ class Shifted(nn.Module):
             return before
         if self.mixer == "roll":
             return context_roll(x, 1, 1, self.mesh, fill=0.0)
-        return context_causal_conv1d(lambda x: F.pad(x, (0, 0, 1, -1)), x, self.mesh, width=2, dim=1)
+        return context_causal_conv1d(lambda x: F.pad(x, (0, 0, 1, -1)), x, self.mesh, width=2, seq_dim=1)
 
     def forward(self, x):
         q = (x + self.shifted(x))[:, None]

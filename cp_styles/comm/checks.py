@@ -1,4 +1,4 @@
-"""What the ranks check of each other: one object, which every style and function takes as ``checks=``."""
+"""Which checks run: one object, which every style and function takes as ``checks=``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Checks:
-    """What the ranks check of each other: their calls, and that their parameters stay equal.
+    """Which checks run: of the calls of all ranks, of their parameters, and of the arguments of models.
 
     **Calls.** By default the ranks agree before every attention, and before every backward of one. Promise: if one rank
     refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often than the others or
@@ -19,6 +19,12 @@ class Checks:
 
     **Parameters.** By default all ranks raise :class:`~cp_styles.UnreducedGradientsError` at an attention of the first
     step after the one in which gradients were not reduced over the sequence axis, or only in part.
+
+    **Inputs.** ``ModuleContextParallel`` and ``context_parallel`` refuse mistakes in the arguments of a model. These
+    are: no ``position_ids`` for a forward that takes them; positions, under any name, that count from 0 on each rank;
+    labels that a model of transformers would shift after the cut; windows for which it would make masks from this
+    rank's lengths. A block looks at them when a model first calls attention in it. What a model computes from the
+    number of its tokens is not looked at: :func:`~cp_styles.verify.verify` finds that.
 
     Args:
         agreement: False: the ranks never agree, and each assumes that the others call as it does. For jobs that ran
@@ -32,6 +38,7 @@ class Checks:
         local: parameters that are meant to differ between these ranks, such as experts that exist on one rank only.
             Modules, with all their parameters, and single parameters. They are left out of the comparison for all
             attention over these ranks. (DTensors that are cut over these ranks need not be named.)
+        inputs: False: the arguments of models are not looked at. For models that handle context parallelism themselves.
 
     Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
     balancer that is no function of this package there are two an attention: its results are compared. With a
@@ -50,6 +57,7 @@ class Checks:
     agreement: bool = True
     only_warn: bool = False
     local: Sequence[nn.Module | nn.Parameter] = field(default=(), compare=False)
+    inputs: bool = True
     _ids: tuple[int, ...] = field(init=False, repr=False)  # parameters compare by their values
 
     def __post_init__(self) -> None:
