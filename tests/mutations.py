@@ -138,8 +138,8 @@ FUZZED = [
     Mistake(
         "functions: a call has the mask of an earlier one",
         "binding_of_call",
-        "(name, ranks, strategy, layout, mask, kernel, checks)",
-        "(name, ranks, strategy, layout, kernel, checks)",
+        "key = name, mesh, strategy, layout, mask, kernel, checks",
+        "key = name, mesh, strategy, layout, kernel, checks",
         "ranks/engine/test_wire.py",
     ),
     Mistake(
