@@ -67,7 +67,8 @@ def test_checkpointed_compiled_layers(mesh, rank: int, reentrant: bool):
 
     @torch.compile(fullgraph=True, dynamic=True)
     def layer(query, key, value):
-        return F.scaled_dot_product_attention(query * 1.0, key, value, is_causal=True)
+        # Nothing for which inductor generates a kernel: the C++ compiler would take seconds for each.
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     for _ in range(2):
         leaves, cotangent = problem.shard(layout, rank, RANKS)
@@ -78,7 +79,7 @@ def test_checkpointed_compiled_layers(mesh, rank: int, reentrant: bool):
         assert max(problem.errors(found, layout, rank, RANKS)) < EXACT
 
 
-@pytest.mark.parametrize("backward", ["inside", "after"])
+@pytest.mark.parametrize("backward", ["inside", *at_night("after")])
 @on_every_rank(RANKS)
 def test_a_block_inside_a_compiled_function(mesh, backward: str):
     """Its graph breaks there, and what the block calls is compiled; as one graph it is refused, in words."""

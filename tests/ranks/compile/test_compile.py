@@ -64,9 +64,9 @@ AROUND = {"the attention": lambda attend: attend, "a model": Block}
     1,
     name=DOORS,
     strategy=[Ring(), AllGather(), Ulysses()],
-    dynamic=[False, True, None],
+    dynamic=[False, None, True],  # by default not what takes longest: dynamic shapes of a style's DTensors
     around=list(AROUND),
-    seq_dim=[2, 1],
+    seq_dim=[1, 2],
     fullgraph=[True, False],
     where=lambda name, seq_dim, **_: seq_dim == 2 or name == "style",
 )
@@ -113,7 +113,7 @@ def test_a_compiled_attention_function(name: str):
         run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("name", ["style", *at_night("module", "function")])
+@pytest.mark.parametrize("name", ["function", *at_night("module", "style")])
 def test_without_agreement_the_ranks_do_not_meet(name: str, monkeypatch):
     # A CommunicationTrace would keep torch.compile from compiling.
     monkeypatch.setattr(agreement, "start_numbers", lambda *arguments: pytest.fail("a meeting"))
@@ -165,8 +165,7 @@ def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     def on(rank: int):
         attend = door(name, cp_mesh(RANKS), Breaking(broken))
         act = torch.compile(AROUND[around](attend), backend="aot_eager")
-        for length in LENGTHS:
-            assert max(run_attention(act, PROBLEMS[length], rank, RANKS)) < EXACT
+        assert max(run_attention(act, PROBLEMS[13], rank, RANKS)) < EXACT
         dist.barrier()
 
     counters.clear()
@@ -218,7 +217,7 @@ def documents(lengths: tuple[int, ...]) -> Problem:
     )
 
 
-@pytest.mark.parametrize("name", ["style", "module"])
+@pytest.mark.parametrize("name", ["module", *at_night("style")])
 def test_batches_of_documents_are_one_graph(name: str):
     """Scopes come and go, and end before the backward: what is compiled asks at every run."""
     batches = [(documents(lengths), Documents(lengths)) for lengths in ((3, 13), (9, 2, 5), (16,), (1, 15))]
@@ -256,11 +255,11 @@ def test_masks_that_are_tensors(name: str):
 
     def on(rank: int):
         mesh = cp_mesh(RANKS)
-        for mask in masks:
-            problem = Problem(length=16, kv_heads=2, mask=mask & causal)
-            for layout in (head_tail, partial(by_work, mask=(dense := Dense(mask)))):  # a text has the mask twice
-                attend = compiled(door(name, mesh, mask=dense, layout=layout))
-                assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
+        for mask, balanced in zip(masks, (False, True), strict=True):
+            problem, dense = Problem(length=16, kv_heads=2, mask=mask & causal), Dense(mask)
+            layout = partial(by_work, mask=dense) if balanced else head_tail  # a text has the mask twice
+            attend = compiled(door(name, mesh, mask=dense, layout=layout))
+            assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
         if name != "function":
             masked = torch.compile(door(name, mesh, Masked()), backend="aot_eager", fullgraph=True)
             for mask in masks:
@@ -273,13 +272,14 @@ def test_masks_that_are_tensors(name: str):
 
 @on_every_rank(RANKS)
 def test_strategies_that_are_made_where_they_are_used(mesh, rank: int):
-    for strategy in (Ring, AllGather, Ulysses):
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        outs = [
+            context_attention(*qkv, group=mesh, strategy=strategy(), layout=head_tail, mask=Causal())
+            for strategy in (Ring, AllGather, Ulysses)
+        ]
+        return (outs[0] + outs[1] + outs[2]) / 3
 
-        def attend(*qkv: torch.Tensor) -> torch.Tensor:
-            return context_attention(*qkv, group=mesh, strategy=strategy(), layout=head_tail, mask=Causal())  # noqa: B023
-
-        torch.compiler.reset()
-        assert max(run_attention(compiled(attend), PROBLEMS[16], rank, RANKS)) < EXACT
+    assert max(run_attention(compiled(attend), PROBLEMS[16], rank, RANKS)) < EXACT
 
 
 @on_every_rank(RANKS)
@@ -470,8 +470,7 @@ def test_a_module_that_unflattens(mesh, rank: int):
     assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
 
 
-@pytest.mark.parametrize("layout", ["layout", "balancer"])
-@pytest.mark.parametrize("which", DOORS)
+@sampled(1, which=DOORS, layout=["layout", "balancer"])
 @on_every_rank(RANKS)
 def test_one_rank_is_compiled_and_the_others_are_not(mesh, rank: int, which: str, layout: str):
     """As after torch.compile's limit of recompilations, which ranks may reach at other times."""
@@ -484,7 +483,7 @@ def test_one_rank_is_compiled_and_the_others_are_not(mesh, rank: int, which: str
 
 
 @pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")
-@pytest.mark.parametrize("which", DOORS)
+@pytest.mark.parametrize("which", ["module", *at_night("style", "function")])
 def test_a_graph_holds_no_group_that_was_destroyed(which: str):
     """Its connections and threads would stay, for each restart of the groups."""
 
@@ -500,7 +499,7 @@ def test_a_graph_holds_no_group_that_was_destroyed(which: str):
 
 
 @pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")
-@pytest.mark.parametrize("which", ["style", "module"])
+@pytest.mark.parametrize("which", ["module", *at_night("style")])
 def test_a_graph_takes_no_group_that_has_the_name_of_its_own(which: str):
     """After the groups were made again, it may be that of another mesh axis."""
     attends = {}

@@ -49,7 +49,7 @@ def attention(query, key, value, **options):
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
 
 
-STYLES = ["style", "module"]
+STYLES = ["module", "style"]
 
 
 @in_parts(2)
@@ -67,8 +67,9 @@ STYLES = ["style", "module"]
     ids=["dropout", "not reached", "gqa", "mean", "slice", "reduced", "moved"],
 )
 def test_what_a_module_may_not_do(names: list[str], act, message: str, part: int):
-    """On every rank, in words, and nothing is wrong afterwards; by default what is compiled then is of some rows."""
-    for name in names:
+    """On every rank, in words, and nothing is wrong afterwards. By default of one style, and only after dropout
+    something is compiled."""
+    for name in names if part else names[:1]:
 
         def on(rank: int, name: str = name):
             mesh = cp_mesh(RANKS)
@@ -80,7 +81,7 @@ def test_what_a_module_may_not_do(names: list[str], act, message: str, part: int
 
             good = door(name, mesh)
             assert max(run_attention(good, PROBLEMS[16], rank, RANKS)) < EXACT
-            if (names == STYLES) != part:
+            if part or "dropout" in message:
                 dist.barrier()  # that a thread compiles is, to torch, that the process does
                 assert max(run_attention(compiled(good), PROBLEMS[16], rank, RANKS)) < EXACT
 
@@ -131,7 +132,7 @@ def test_one_rank_alone(mesh, rank: int, name: str, what: str):
 def test_what_no_text_can_stand_for(mesh, rank: int):
     """Eager takes any object; a graph needs one that another process finds."""
     local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
-    for name in DOORS:
+    for name in ("module", "function"):
         attend = door(name, mesh, layout=local)
         assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
         dist.barrier()  # that a thread compiles is, to torch, that the process does

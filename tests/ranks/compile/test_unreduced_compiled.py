@@ -64,7 +64,7 @@ def compiled(model: nn.Module, how: str):
 @sampled(1, door=DOORS, how=["model", "layers"])
 def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
-        model = attended(door, cp_mesh(RANKS))
+        model = attended(door, cp_mesh(RANKS), layers=1 if how == "model" else 2)
         steps_of(model, compiled(model, how))
 
     text = raised(on)
@@ -95,9 +95,9 @@ def test_a_warning_where_that_is_asked_for(door: str):
 @on_every_rank(RANKS)
 def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     """By a style, or by a call that is not compiled."""
-    model = Layers()
+    model = Layers(1)
     check = Checks(local=(model.layers[0].q,))
-    function = attended("function", mesh, checks=check)
+    function = attended("function", mesh, layers=1, checks=check)
     with pytest.raises(Exception, match=r"cannot take Checks\(local=...\) into a graph"):
         compiled(function, "model")(randn(rank, 1, 4, 10))
     dist.barrier()
@@ -124,12 +124,12 @@ def test_a_compiled_optimizer(mesh, rank: int):
 def test_no_false_alarm(case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)
-        RIGHT[case](mesh, compiled(attended("module", mesh), "model"))
+        RIGHT[case](mesh, compiled(attended("module", mesh, layers=1), "model"))
 
     assert warned(on) == []
 
 
-@pytest.mark.parametrize("axis", ["cp", "dp"])
+@pytest.mark.parametrize("axis", ["cp", *at_night("dp")])  # that nobody sums over dp: test_unreduced.py, eager
 def test_fsdp(axis: str):
     """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can.
     Over another axis than the sequence's nobody sums."""
@@ -145,6 +145,7 @@ def test_fsdp(axis: str):
     assert warned(on) == [] if axis == "cp" else raised(on)
 
 
+@pytest.mark.nightly  # by default eager: test_unreduced.py
 def test_parameters_of_tensor_parallelism_are_told():
     """DTensors on another axis, of which a rank has a part that it has in common with others along cp."""
 
