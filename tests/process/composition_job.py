@@ -1,13 +1,13 @@
 """The program of test_composition.py: every composition, one after another, on ranks that are processes.
 
-Each is proved first, in place. A mistake that only a gradient shows is noticed in one of them.
+Some are proved first, in place, and at night each. A mistake that only a gradient shows is noticed in one of them.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from tests.ranks.composition import (
     alone,
     batch_of,
     by_ddp_over_cp,
+    by_fsdp_over_cp_with_tp,
+    by_pipeline,
 )
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
@@ -72,21 +74,25 @@ def hidden_shift(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+PROVED = (by_ddp_over_cp, by_fsdp_over_cp_with_tp, by_pipeline)
+
+
 @in_a_world
-def main(folder: Path) -> int:
+def main(folder: Path, *, proved: Sequence[Callable[[], Training]] = PROVED) -> int:
     single = alone(STEPS)
     missed = 0
     for make in COMPOSITIONS:
         start = time.perf_counter()
         made = make()
-        verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
+        if make in proved:
+            verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
         if make is by_ddp_over_cp:  # with DTensors: tests/ranks/verify/test_verify.py
             with hidden_shift(made.model), suppress(VerificationError):
                 verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
                 missed += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnreducedGradientsWarning)
-            warnings.simplefilter("error", UnverifiedModelWarning)
+            warnings.simplefilter("error" if make in proved else "ignore", UnverifiedModelWarning)
             run = made.run(STEPS)
         differences = furthest(run, single)
         missed += not is_the_same(*differences)

@@ -1,6 +1,7 @@
 """Some AdamW steps under every composition, on real processes: one process' training."""
 
 import re
+from functools import partial
 
 import pytest
 from expecttest import assert_expected_inline
@@ -10,7 +11,10 @@ from tests.process.composition_job import furthest, is_the_same, main
 from tests.process.several import Program
 from tests.ranks import composition
 
-PROGRAMS = {"compositions": Program(4, main)}
+PROGRAMS = {
+    "compositions": Program(4, main),
+    "compositions, proved": Program(4, partial(main, proved=composition.COMPOSITIONS), at_night=True),
+}
 
 pytestmark = pytest.mark.process
 
@@ -19,57 +23,68 @@ def test_every_composition_is_the_training_of_one_process(on_processes):
     """Losses, parameters and first gradients to 1e-9, which the job holds; what rank 0 sends in a step, to the byte."""
     done = on_processes["compositions"]
     assert done.statuses == [0] * 4, done.said[0]
-    without_figures = re.sub(r": losses within .*|, worst .*", "", done.said[0])
+    without_figures = re.sub(r": losses within .*|.*equal to one device.*\n", "", done.said[0])
     assert_expected_inline(
         without_figures,
         """\
-Llama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_sum_gradients
     all_gather: 7 calls, 648 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 30720 bytes
-FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_cp
     all_gather: 13 calls, 201984 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 30720 bytes
-FSDPLlama on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp
     all_gather: 11 calls, 202704 bytes
     all_reduce: 2 calls, 132 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 131072 bytes
-DistributedDataParallel on 4 ranks, mesh axes ('cp',): equal to one device: 30 modules, 21 gradients
 by_ddp_over_cp
     all_gather: 6 calls, 1296 bytes
     all_reduce: 3 calls, 217092 bytes
     send: 131072 bytes
-FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_hsdp
     all_gather: 12 calls, 135064 bytes
     all_reduce: 5 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
-FSDPLlama on 4 ranks, mesh axes ('dp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_dp_and_sum_gradients_over_cp
     all_gather: 13 calls, 135136 bytes
     all_reduce: 3 calls, 72452 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
-FSDPLlama on 4 ranks, mesh axes ('cp', 'tp'): equal to one device: 30 modules, 21 gradients
 by_fsdp_over_cp_with_tp
     all_gather: 22 calls, 217904 bytes
     all_reduce: 7 calls, 1336 bytes
     reduce_scatter: 13 calls, 169600 bytes
     send: 30720 bytes
-Stage on 4 ranks, mesh axes ('pp', 'cp'): equal to one device: 30 modules, 21 gradients
 by_pipeline
     all_gather: 9 calls, 648 bytes
     all_reduce: 2 calls, 72200 bytes
     send: 57344 bytes
 """,
     )
+
+
+def proofs(text: str) -> list[str]:
+    return re.findall(r"^(.*): equal to one device: 30 modules, 21 gradients", text, re.MULTILINE)
+
+
+def test_some_are_proved(on_processes):
+    assert proofs(on_processes["compositions"].said[0]) == [
+        "DistributedDataParallel on 4 ranks, mesh axes ('cp',)",
+        "FSDPLlama on 4 ranks, mesh axes ('cp', 'tp')",
+        "Stage on 4 ranks, mesh axes ('pp', 'cp')",
+    ]
+
+
+@pytest.mark.nightly
+def test_each_is_proved(on_processes):
+    done = on_processes["compositions, proved"]
+    assert done.statuses == [0] * 4, done.said[0]
+    assert len(proofs(done.said[0])) == len(composition.COMPOSITIONS)
 
 
 def test_what_is_wrong_is_seen(monkeypatch):

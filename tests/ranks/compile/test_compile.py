@@ -158,7 +158,7 @@ class Breaking(Grouped):
         return out * 1.0
 
 
-@sampled(1, name=["style", "module"], broken=["before", "after"], around=list(AROUND))
+@sampled(1, name=["style", "module"], broken=["before", "after"], around=["a model", "the attention"])
 def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     """Between graphs everything is as right as in them."""
 
@@ -173,12 +173,13 @@ def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     assert counters["graph_break"]
 
 
-def test_other_lengths_are_the_same_graph():
+@pytest.mark.parametrize("name", ["function", *at_night("module")])
+def test_other_lengths_are_the_same_graph(name: str):
     """However many there are, once the compiler has seen that they vary."""
     traces = Traces()
 
     def on(rank: int):
-        attend = compiled(door("module", cp_mesh(RANKS)), traces.backend, dynamic=True)
+        attend = compiled(door(name, cp_mesh(RANKS)), traces.backend, dynamic=True)
         for length in (20, 24, 28, 32):
             assert max(run_attention(attend, Problem(length=length, kv_heads=2), rank, RANKS)) < EXACT
 
@@ -186,7 +187,7 @@ def test_other_lengths_are_the_same_graph():
     assert len(traces.forwards) == ranks_here()
 
 
-@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
+@pytest.mark.parametrize("name", ["function", *at_night("style", "module")])
 @on_every_rank(RANKS)
 def test_other_configurations_are_other_graphs(mesh, rank: int, name: str):
     """One compiled function after another layout, window and kernel, and back: each is attended by its own."""

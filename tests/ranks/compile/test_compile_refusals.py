@@ -211,6 +211,7 @@ def test_a_layer_that_mixes_in_a_graph(mesh, rank: int, reached: bool, fullgraph
         assert error(out, layout.shard(wanted, 1, rank)) < EXACT
 
 
+@pytest.mark.nightly
 @on_every_rank(1, timeout_seconds=60.0)
 def test_a_layer_that_mixes_in_a_graph_of_one_rank(mesh):
     x, model = randn(0, 1, 16, 10), WithConvolution(True).double()

@@ -1,8 +1,12 @@
-"""The error when nobody sums the gradients over cp, from models under torch.compile."""
+"""The error when nobody sums the gradients over cp, from models under torch.compile.
+
+At night all of it, which tests/ranks/engine/test_unreduced.py holds by default for models that are not compiled.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +25,7 @@ from cp_styles.engine.checks import Checks
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import at_night, sampled
+from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import training_scene
 from tests.ranks.attention_case import Projected, cp_mesh
@@ -31,7 +35,7 @@ from tests.ranks.training_scene import RIGHT, inputs, steps_of
 pytestmark = cannot_compile_on_threads
 
 RANKS = 2
-DOORS = ["style", "module", "function"]
+DOORS, WAYS = ["style", "module", "function"], ["model", "layers"]
 
 
 class Layers(nn.Module):
@@ -61,7 +65,13 @@ def compiled(model: nn.Module, how: str):
     return model
 
 
-@sampled(1, door=DOORS, how=["model", "layers"])
+BY_DAY = ("function", "model"), ("module", "layers")
+
+
+@pytest.mark.parametrize(
+    ("door", "how"),
+    [pytest.param(*row, marks=[pytest.mark.nightly] * (row not in BY_DAY)) for row in product(DOORS, WAYS)],
+)
 def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), layers=1 if how == "model" else 2)
@@ -72,6 +82,7 @@ def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     assert "layers.0.q.weight (24, 10)" in text
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_the_corrected_program_runs(mesh):
     """With the wrong model still there."""
@@ -81,7 +92,8 @@ def test_the_corrected_program_runs(mesh):
     steps_of(right, compiled(right, "model"), steps=5, reduce=lambda: sum_gradients(right, mesh))
 
 
-@pytest.mark.parametrize("door", ["module", *at_night("style", "function")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", DOORS)
 def test_a_warning_where_that_is_asked_for(door: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), layers=1, checks=Checks(only_warn=True))
@@ -120,7 +132,7 @@ def test_a_compiled_optimizer(mesh, rank: int):
         dist.barrier()
 
 
-@pytest.mark.parametrize("case", ["another optimizer", "own inputs", *at_night("frozen", "no grad")])
+@pytest.mark.parametrize("case", ["own inputs", *at_night("another optimizer", "frozen", "no grad")])
 def test_no_false_alarm(case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)
@@ -129,7 +141,8 @@ def test_no_false_alarm(case: str):
     assert warned(on) == []
 
 
-@pytest.mark.parametrize("axis", ["cp", *at_night("dp")])  # that nobody sums over dp: test_unreduced.py, eager
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["cp", "dp"])
 def test_fsdp(axis: str):
     """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can.
     Over another axis than the sequence's nobody sums."""
@@ -145,7 +158,7 @@ def test_fsdp(axis: str):
     assert warned(on) == [] if axis == "cp" else raised(on)
 
 
-@pytest.mark.nightly  # by default eager: test_unreduced.py
+@pytest.mark.nightly
 def test_parameters_of_tensor_parallelism_are_told():
     """DTensors on another axis, of which a rank has a part that it has in common with others along cp."""
 
