@@ -21,22 +21,20 @@ from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import sampled
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, Scaled, composed_mesh, exact, part_of
 
 ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
-@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3], ids=["heads", "queries", "replicated"])
-@pytest.mark.parametrize("seq_dim", [1, 2])
+@sampled(2, placements=[ALIKE, QUERIES, (WHOLE,) * 3], full=[False, True], seq_dim=[1, 2])
 def test_placements(placements, full: bool, seq_dim: int):
     """Heads cut, none, or those of queries alone; as DTensors on tp or on the composed mesh."""
     exact(Cut(Problem(length=12, kv_heads=2), placements, full=full, seq_dim=seq_dim))
 
 
-@pytest.mark.parametrize("strategy", [Ring(keep=0), AllGather(), Ulysses()], ids=str)
-@pytest.mark.parametrize("layout", [head_tail, contiguous])
+@sampled(1, strategy=[Ring(keep=0), AllGather(), Ulysses()], layout=[head_tail, contiguous])
 def test_strategies_and_lengths_that_do_not_divide(strategy, layout):
     exact(Cut(Problem(length=13, heads=8, kv_heads=4), layout=layout), strategy=strategy)
     exact(Cut(Problem(length=13, heads=8, kv_heads=4), QUERIES, layout=layout), strategy=strategy)
@@ -92,8 +90,7 @@ def test_axes_of_any_name_and_both_at_once():
 # -- masks --
 
 
-@pytest.mark.parametrize("placements", [ALIKE, QUERIES], ids=["heads", "queries"])
-@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=str)
+@sampled(1, placements=[ALIKE, QUERIES], strategy=[Ring(), Ulysses()])
 def test_a_mask_of_every_head(placements, strategy):
     """Dense masks have the heads of all tp ranks; every rank takes its own, of the style's and of the call's."""
     mask = torch.rand(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.6
@@ -140,9 +137,7 @@ def test_what_goes_over_which_axis(placements, over_tp):
 # -- a module's life --
 
 
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
-@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], ids=str)
+@sampled(1, placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], full=[False, True], copied=[False, True])
 def test_a_parameter_inside(placements, full: bool, copied: bool):
     """Its gradient is this cp rank's share, and whole over the other axis, as a replicated parameter's is."""
     problem = Problem(length=12, kv_heads=2)
@@ -227,8 +222,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
 # -- outputs --
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
-@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], ids=str)
+@sampled(1, placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], full=[False, True])
 def test_outputs_of_another_order(placements, full: bool):
     """[B, S, H, D] in place of [B, H, S, D], and several outputs: DTensors placed as the query's dims are."""
     cut = Cut(Problem(length=12, kv_heads=2), placements, full=full)
