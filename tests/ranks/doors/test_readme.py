@@ -52,7 +52,7 @@ DOCUMENTS = (300, 10, 690)
 
 def example(name: str) -> str:
     (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", SHOWN, re.DOTALL)
-    return found
+    return re.sub(r"(torch\.randn\(.*), 64\b", r"\1, 8", found)  # an eighth of the work
 
 
 def run_example(*names: str, wanted: str) -> list[torch.Tensor]:
@@ -451,7 +451,7 @@ def test_decoding():
 
     first, second = run_ranks(on, 2)
     assert torch.equal(first[2], second[2])
-    k, v = (torch.zeros(1, 8, 1003, 64) for _ in range(2))
+    k, v = (torch.zeros(1, 8, 1003, 8) for _ in range(2))
     for positions, keys, values in (first[3], second[3]):
         k[:, :, positions], v[:, :, positions] = keys, values
     for whole, mine, theirs in zip((k, v), first[0], second[0], strict=True):
