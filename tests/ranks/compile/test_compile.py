@@ -98,7 +98,7 @@ class Fused(nn.Module):
             return self.attend(query, key, value, is_causal=True, enable_gqa=True)
 
 
-@pytest.mark.parametrize("name", ["style", "module", "block"])
+@pytest.mark.parametrize("name", ["block", *at_night("style", "module")])
 def test_a_compiled_attention_function(name: str):
     """Its graph is traced inside the door, whose mode is entered; twice, as the second call takes the graph."""
 
@@ -126,7 +126,8 @@ def test_without_agreement_the_ranks_do_not_meet(name: str, monkeypatch):
     run_ranks(on, RANKS)
 
 
-@sampled(1, name=DOORS, fullgraph=[False, True])
+@pytest.mark.parametrize("fullgraph", [True, *at_night(False)])
+@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 def test_layers_that_are_compiled_one_by_one_share_their_graph(name: str, fullgraph: bool):
     """More of them than torch compiles for one function, where there is something in each that is its own."""
     traces, layers = Traces(), torch._dynamo.config.recompile_limit + 1
@@ -283,6 +284,7 @@ def test_strategies_that_are_made_where_they_are_used(mesh, rank: int):
     assert max(run_attention(compiled(attend), PROBLEMS[16], rank, RANKS)) < EXACT
 
 
+@pytest.mark.nightly  # by default what memory there is: tests/process/compile_tp_cp.py
 @on_every_rank(RANKS)
 def test_what_autograd_keeps(mesh, rank: int):
     """In units of a rank's queries, eager and compiled: Ulysses keeps its heads' query, key, value and output, and not
@@ -420,7 +422,8 @@ def test_the_ops(mesh):
     torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
 
 
-@sampled(1, strategy=[Ring(), Ulysses()], value_dim=[8, 5])
+@pytest.mark.parametrize("strategy", [Ulysses(), *at_night(Ring())], ids=str)
+@pytest.mark.parametrize("value_dim", [5, *at_night(8)])
 def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim: int):
     """Those that the fake kernel says, whatever the inputs' are: inductor's code reads results by them. And results
     share no memory, which it may use again."""
@@ -471,7 +474,8 @@ def test_a_module_that_unflattens(mesh, rank: int):
     assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
 
 
-@sampled(1, which=DOORS, layout=["layout", "balancer"])
+@pytest.mark.parametrize("layout", ["layout", *at_night("balancer")])
+@pytest.mark.parametrize("which", ["module", *at_night("style", "function")])
 @on_every_rank(RANKS)
 def test_one_rank_is_compiled_and_the_others_are_not(mesh, rank: int, which: str, layout: str):
     """As after torch.compile's limit of recompilations, which ranks may reach at other times."""

@@ -17,7 +17,7 @@ from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import Ulysses
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import in_parts, sampled
+from tests.covering import at_night, in_parts, sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
@@ -88,7 +88,7 @@ def test_what_a_module_may_not_do(names: list[str], act, message: str, part: int
         run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", ["module", *at_night("style")])
 @on_every_rank(RANKS)
 def test_one_rank_whose_forward_cannot_be_traced(mesh, rank: int, name: str):
     """The others, whose graphs run, hear of it instead of waiting."""
@@ -191,8 +191,12 @@ class WithConvolution(nn.Module):
 
 @pytest.mark.parametrize(
     ("reached", "fullgraph", "local"),
-    [(False, True, ()), (True, False, ()), (True, True, ()), (True, True, ("conv",))],
-    ids=["not called", "called", "called, one graph", "local"],
+    [
+        pytest.param(False, True, (), id="not called"),
+        pytest.param(True, False, (), id="called"),
+        pytest.param(True, True, (), id="called, one graph"),
+        pytest.param(True, True, ("conv",), id="local", marks=pytest.mark.nightly),
+    ],
 )
 @on_every_rank(RANKS, timeout_seconds=60.0)
 def test_a_layer_that_mixes_in_a_graph(mesh, rank: int, reached: bool, fullgraph: bool, local: tuple[str, ...]):

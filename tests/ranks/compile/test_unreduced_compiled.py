@@ -6,7 +6,6 @@ At night all of it, which tests/ranks/engine/test_unreduced.py holds by default 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from tests.ranks.training_scene import RIGHT, inputs, steps_of
 pytestmark = cannot_compile_on_threads
 
 RANKS = 2
-DOORS, WAYS = ["style", "module", "function"], ["model", "layers"]
+DOORS = ["style", "module", "function"]
 
 
 class Layers(nn.Module):
@@ -65,13 +64,8 @@ def compiled(model: nn.Module, how: str):
     return model
 
 
-BY_DAY = ("function", "model"), ("module", "layers")
-
-
-@pytest.mark.parametrize(
-    ("door", "how"),
-    [pytest.param(*row, marks=[pytest.mark.nightly] * (row not in BY_DAY)) for row in product(DOORS, WAYS)],
-)
+@pytest.mark.parametrize("how", ["model", *at_night("layers")])
+@pytest.mark.parametrize("door", ["function", *at_night("style", "module")])
 def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), layers=1 if how == "model" else 2)
@@ -104,6 +98,7 @@ def test_a_warning_where_that_is_asked_for(door: str):
     assert all("hold different parameters" in text for text in texts)
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     """By a style, or by a call that is not compiled."""
