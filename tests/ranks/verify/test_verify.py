@@ -43,6 +43,7 @@ from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
 from cp_styles.verify.step import ModelState
+from tests.covering import at_night
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 LENGTH, RANKS = 22, 2
@@ -246,7 +247,7 @@ class OverHeads(nn.Module):
         return self.layer(x + self.attend(rows, rows, rows).flatten(1).view_as(x), *args)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [True, *at_night(False)])
 def test_torchs_flex_attention_outside_of_the_styles(compiled: bool):
     """It compiles its operator by itself, as one graph, and so looks into what verify has entered."""
     torchs = torch.nn.attention.flex_attention.flex_attention
