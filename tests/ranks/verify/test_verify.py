@@ -43,7 +43,7 @@ from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
 from cp_styles.verify.step import ModelState
-from tests.covering import at_night
+from tests.covering import at_night, sampled
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 LENGTH, RANKS = 22, 2
@@ -135,8 +135,7 @@ def mistake(**parts: Any) -> Callable[..., torch.Tensor]:
 # No false alarm.
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("plan", [CORES, ModuleContextParallel()], ids=["cores", "model"])
+@sampled(1, plan=[CORES, ModuleContextParallel()], ranks=[2, 3])
 def test_a_step_that_is_exact(plan, ranks: int):
     reports = run(llama(), plan, ranks=ranks)
     assert len({str(report) for report in reports}) == 1
@@ -186,8 +185,7 @@ class FlexCore(nn.Module):
         return flex_attention(q, k, v, score_mod=score, enable_gqa=True)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("plan", [ModuleContextParallel(), None], ids=["style", "block"])
+@sampled(1, plan=[ModuleContextParallel(), None], masked=[False, True])
 def test_flex_attention_on_a_cpu(plan, masked: bool):
     """torch's own has no backward on a CPU. The run with one rank, and a plain step, attend by kernels of ours."""
     model = llama()
@@ -626,7 +624,7 @@ def test_a_step_that_takes_another_sample_on_each_rank():
     wrong(llama(), act=by_rank, words="has another loss on each rank .* the sample differs between ranks")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float16)])
 def test_low_precision_is_judged_by_its_rounding(dtype):
     """Right steps are right, and a wrong one is not excused by rounding."""
     report = run(llama().to(dtype), tolerance=None)[0]
