@@ -39,7 +39,7 @@ from tests.clients.hugging_face import (
     with_rope,
 )
 from tests.clients.test_mixers import MODELS as MIXERS
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import error
 
 # float64 sums in another order give 1e-15 a layer, and a wrong key 1e-3.
@@ -270,7 +270,7 @@ def test_a_further_prompt():
     compare(on_ranks(model, tokens, talk), on_one(model, tokens, talk))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm3"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "lfm3", *at_night("llama")])
 def test_one_prefill_for_prompts_that_begin_alike(model_type: str):
     """Each prompt goes on with a copy of the cache, which has tensors of its own: windows and states too."""
     model, prefix = model_of(model_type, **MODELS.get(model_type, MIXERS.get(model_type, {}))), tokens_of()
