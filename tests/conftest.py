@@ -53,10 +53,12 @@ QUICK = (
 
 
 def pytest_collection_modifyitems(config, items):
-    quick = [config.rootpath / "tests" / name for name in QUICK]
+    folder = config.rootpath / "tests"
+    quick = {
+        path for path in {item.path for item in items} if any(path.is_relative_to(folder / name) for name in QUICK)
+    }
     for item in items:
-        at_night = any(map(item.get_closest_marker, ("nightly", "notebook", "gpu")))
-        if not at_night and any(item.path.is_relative_to(path) for path in quick):
+        if item.path in quick and not any(map(item.get_closest_marker, ("nightly", "notebook", "gpu"))):
             item.add_marker("quick")
 
 

@@ -66,7 +66,6 @@ from tests.oracle import randn
 S, D, WORDS, RANKS = 12, 8, 64, 2
 X = randn(0, 2, S, D)
 IDS = torch.randint(0, D, (2, S), generator=torch.Generator().manual_seed(1))
-ALL = "all of them"
 _MAKING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
@@ -155,8 +154,6 @@ class Program:
         options: of the ModuleContextParallel, and of the block.
         apply: puts a model under context parallelism; default: one ModuleContextParallel for the whole model.
         no_block: why there is no such program in a block; empty if there is.
-        flow: what the package did with the program under styles before it was proved: "refused" it, or ran it and was
-            "silent", or was "right". Measured at 8693cb7, in the last version that followed tokens through operators.
         dtype: of the model and of a batch of floats.
     """
 
@@ -174,7 +171,6 @@ class Program:
     options: Mapping[str, Any] = field(default_factory=dict)
     apply: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
     no_block: str = ""
-    flow: str = ""
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
@@ -350,21 +346,9 @@ def right(name: str, before: Slot | None = None, *, model: Callable[[], nn.Modul
     return program(name, before, model, right=True, **fields)
 
 
-def kind(
-    name: str, *programs: Program, silent: Sequence[str] = (), refused: Sequence[str] = (), **fields: Any
-) -> tuple[Program, ...]:
-    """Programs of one kind. ``fields`` are common to them.
-
-    ``silent`` names the wrong programs that ran without an error at 8693cb7, and ``refused`` the right programs that
-    were refused there.
-    """
-    assert {*silent, *refused} - {ALL} <= {each.name for each in programs}, name
-
-    def flow(each: Program) -> str:
-        listed = each.name in (refused if each.right else silent) or ALL in (refused if each.right else silent)
-        return ("refused" if listed else "right") if each.right else ("silent" if listed else "refused")
-
-    return tuple(replace(each, kind=name, flow=flow(each), **fields) for each in programs)
+def kind(name: str, *programs: Program, **fields: Any) -> tuple[Program, ...]:
+    """Programs of one kind. ``fields`` are common to them."""
+    return tuple(replace(each, kind=name, **fields) for each in programs)
 
 
 # Functions that several programs use.
@@ -468,7 +452,6 @@ AROUND = (
         wrong("a softmax over tokens, gathered, pooled", model=classifier(lambda m, x: x * x.softmax(1))),
         wrong("counted, gathered, pooled", model=classifier(counted_features)),
         loss=by_sequence,
-        silent=[ALL],
     ),
     *kind(
         "around split",
@@ -476,7 +459,6 @@ AROUND = (
         wrong("gathered, centred, split, centred", lambda m, x: centred(m, centred_over_ranks(m, x))),
         wrong("weighted, gathered, centred, split", lambda m, x: centred_over_ranks(m, x * x.softmax(1))),
         right("centred by a sum over all ranks", lambda m, x: x - m.view.all_reduce(x.detach().sum(1, True)) / S),
-        silent=[ALL],
     ),
     *kind(
         "around mixers",
@@ -498,13 +480,6 @@ AROUND = (
             ),
             x=IDS,
         ),
-        silent=[
-            "centred, then context_roll",
-            "counted, then context_roll",
-            "context_roll, then centred",
-            "context_causal_conv1d, then centred",
-            "causal_conv1d_fn by name, then centred",
-        ],
     ),
 )
 
@@ -589,7 +564,6 @@ BACKWARDS = (
         wrong("a hook that bounds the norm", bounded_gradient),
         wrong("a gradient by the number of ranks", lambda m, x: OtherGradient.apply(m.linear(x), m.view.size)),
         right("a gradient that is written by itself", lambda m, x: FusedLinear.apply(x * 1, m.linear.weight)),
-        silent=[ALL],
     ),
     *kind(
         "a gradient in the forward",
@@ -597,7 +571,6 @@ BACKWARDS = (
         wrong("func.grad", lambda m, x: x + torch.func.grad(energy)(x.detach())),
         wrong("vmap of func.grad", fast_weight),
         wrong("func.vjp of a cumulative sum", summed_by_vjp),
-        silent=[ALL],
     ),
 )
 
@@ -690,15 +663,6 @@ CHOSEN = (
         wrong("the largest by index_fill", lambda m, x: x.index_fill(1, score(m, x).sum(0).argmax()[None], 0.0)),
         wrong("the first <eos> of each row replaced", model=lambda: Model(read=first_replaced), x=IDS),
         right("y[mask] = 0 by token", put(lambda m, x: x[..., 0] > 0.5)),
-        silent=[
-            "y[mask] = 0 behind the first event",
-            "y[mask] = 0 above the median",
-            "y[mask] = layer(x[mask]) above the median",
-            "the two best by topk are set to 0",
-            "the two best are set to 0 by scatter",
-            "the largest by index_fill",
-            "the first <eos> of each row replaced",
-        ],
     ),
     *kind(
         "chosen by sort",
@@ -707,20 +671,17 @@ CHOSEN = (
         wrong("sort", depths(lambda s: s.sort(1, descending=True).indices[:, :3])),
         wrong("expert choice", expert_choice),
         wrong("a capacity of experts", within_a_capacity),
-        silent=["argsort", "sort", "a capacity of experts"],
     ),
     *kind(
         "masked scatter",
         wrong("rows by their statistics", standardized),
         wrong("rolled", lambda m, x: x.masked_scatter(torch.ones_like(x, dtype=torch.bool), x.roll(1, 1))),
-        silent=[ALL],
     ),
     *kind(
         "rows in another order",
         wrong("reversed", lambda m, x: x.flip(1), layout=contiguous),  # parts of head_tail are symmetric
         wrong("sorted by score, each row in its order", sorted_by_score),
         right("reversed twice", lambda m, x: m.linear(x.flip(1)).flip(1)),
-        silent=["sorted by score, each row in its order"],
     ),
 )
 
@@ -856,24 +817,6 @@ COUNTED = (
     *kind(
         "counted",
         *(wrong(name, model=with_zeros(before)) for name, before in COUNTS.items()),
-        silent=[
-            "arange(1, L + 1)",
-            "arange(2, L + 2)",
-            "table[1 : L + 1], behind a row for [CLS]",
-            "arange(L - 1, -1, -1)",
-            "arange(0, 2 L, 2)",
-            "a list from 1",
-            "a table interpolated to L",
-            "table.split",
-            "ones(L).nonzero()",
-            "sums of tril(ones)",
-            "eye(L)",
-            "hann_window(L)",
-            "linspace(0, 1, L + 1)[1:]",
-            "0.9 ** arange(L, 0, -1)",
-            "x / arange(1, L + 1)",
-            "divided by L",
-        ],
     ),
     *kind(
         "counted for rotary embeddings",
@@ -901,7 +844,6 @@ COUNTED = (
         "positions as features",
         wrong("table[:L]", model=lambda: Model(rows_as_features, join=nn.Linear(2 * D, D))),
         wrong("arange(L)", model=lambda: Model(one_number_more, join=nn.Linear(D + 1, D))),
-        silent=[ALL],
     ),
     *kind(
         "with a joint text",
@@ -910,7 +852,6 @@ COUNTED = (
         wrong("table[:L] of the image", model=lambda: Joint(lambda m, x: x + m.table[: x.shape[1]], causal=False)),
         apply=on(lambda: ModuleContextParallel(layout=JointLayout(prefix=TEXT.shape[1]))),
         no_block="a block takes no JointLayout",
-        silent=["table[:L] of the image"],
     ),
     *kind(
         "under a mask of the style",
@@ -929,7 +870,6 @@ COUNTED = (
             call=with_positions(of_part),
             options=WIDE,
         ),
-        silent=["Causal() & SlidingWindow()", "position_ids from 0, Causal() & SlidingWindow()"],
     ),
     *kind(
         "under a scope",
@@ -938,7 +878,6 @@ COUNTED = (
         right("a window", call=in_scope(SlidingWindow(4))),
         right("no mask", call=in_scope(None)),
         no_block="a scope is for styles",
-        silent=["packed documents"],
     ),
 )
 
@@ -1167,15 +1106,6 @@ MEMORY = (
         right("copied into", lambda m, x: torch.empty_like(x).copy_(x)),
         right("zeros that stay zeros", lambda m, x: x + torch.zeros_like(x)),
         right("scattered into zeros", lambda m, x: torch.zeros_like(x).scatter(2, torch.ones_like(x).long(), x)),
-        silent=[
-            "in empty, then centred",
-            "linear attention of turned tokens",
-            "plain attention of heads in empty",
-            "a token shift in empty",
-            "a temporal shift",
-            "attention by sample, then a convolution",
-            "ids that are shifted right",
-        ],
     ),
     *kind(
         "experts",
@@ -1187,7 +1117,6 @@ MEMORY = (
         right("two each", two_experts_each),
         right("scattered", experts_scattered),
         right("all of them", all_experts),
-        refused=["the first has no token, zeros", "the first has no token, empty", "sorted"],
     ),
     *kind(
         "operators without a rule",
@@ -1202,13 +1131,6 @@ MEMORY = (
         right("joined and split", lambda m, x: torch.cat((x[:, :1], x), 1).split((1, x.shape[1]), 1)[1] * 2),
         right("checkpointed", lambda m, x: checkpoint(m.linear, x, use_reentrant=False)),
         right("the products of learned rows", lambda m, x: product_of(x, m.table[:6], m.table[:6])),
-        refused=[
-            "a turn in place by view_as_complex",
-            "y[y < 0] = 0, then view_as_complex",
-            "torch._foreach_mul",
-            "upsampled and taken again",
-            "one token on each rank",
-        ],
     ),
     *kind(
         "code that is no operator of torch",
@@ -1221,8 +1143,6 @@ MEMORY = (
         wrong("numpy", by_numpy),
         wrong("item()", lambda m, x: x * x.detach().abs().mean().item()),
         wrong("places of nonzero", lambda m, x: x + (x[..., 0] > 0).nonzero()[0, 1]),
-        silent=["numpy", "item()", "places of nonzero"],
-        refused=["a kernel by token"],
     ),
 )
 
@@ -1335,7 +1255,6 @@ FORWARDS = (
         *(wrong(name, model=with_branch(layer)) for name, layer in LAYERS.items()),
         wrong("a statistic", lambda m, x: centred(m, x) if m.later else x),
         call=runs_later,
-        silent=[ALL],
     ),
     *kind(
         "other arguments than in the first forward",
@@ -1352,7 +1271,6 @@ FORWARDS = (
             call=evaluated_first,
         ),
         right("a norm in evaluation", model=lambda: Model(lambda m, x: m.norm(x.mT).mT, norm=nn.BatchNorm1d(D)).eval()),
-        silent=["a string", "an integer", "a dict without positions"],
     ),
     *kind(
         "hooks of the model",
@@ -1362,7 +1280,6 @@ FORWARDS = (
             model=hooked_model(lambda m: m.register_forward_pre_hook(lambda m, args: (centred(m, args[0]),))),
         ),
         right("hook by token", model=hooked_model(lambda m: m.register_forward_hook(lambda m, _, out: 2 * out))),
-        silent=[ALL],
     ),
     *kind(
         "inputs in an object",
@@ -1376,7 +1293,6 @@ FORWARDS = (
             model=lambda: Model(centred, read=lambda m, outer: outer.batch.x),
             call=lambda m, x, view: m(SimpleNamespace(batch=SimpleNamespace(x=by_hand(x)))),
         ),
-        silent=[ALL],
     ),
     *kind(
         "results in an object",
@@ -1396,7 +1312,6 @@ FORWARDS = (
             model=lambda: Model(behind=centred, give=lambda m, x: x.argmax(-1)),
             call=lambda m, x, view: m(x).double(),
         ),
-        silent=["an object", "an attribute", "ids"],
     ),
     *kind(
         "methods that are not forward",
@@ -1405,7 +1320,6 @@ FORWARDS = (
         wrong("centred behind", model=lambda: Model(behind=centred)),
         right("nothing"),
         call=lambda m, x, view: m.features(x),
-        silent=[ALL],
     ),
     *kind(
         "a second sequence",
@@ -1414,7 +1328,6 @@ FORWARDS = (
         wrong("counted", model=attends_to(counted), call=with_source(lambda y: y)),
         wrong("counted, cut by hand", model=attends_to(counted), call=with_source(by_hand)),
         wrong("centred, cut by hand", model=attends_to(centred), call=with_source(by_hand)),
-        silent=["counted", "counted, cut by hand", "centred, cut by hand"],
     ),
     *kind(
         "higher-order operators",
@@ -1425,7 +1338,6 @@ FORWARDS = (
         right("map over samples by token", lambda m, x: map_rows(lambda row: 2 * row, x)),
         right("cond", lambda m, x: doubled(m, x)),
         call=without_gradients,
-        silent=[ALL],
     ),
 )
 
@@ -1462,7 +1374,6 @@ PARTS = (
         wrong("counted", counted),
         apply=ON_ATTENTION,
         no_block=ON_PARTS,
-        silent=[ALL],
     ),
     *kind(
         "a style on the core of an attention",
@@ -1472,7 +1383,6 @@ PARTS = (
         wrong("item() of a DTensor", model=lambda: Model(inside=scaled_by_the_mean)),
         apply=ON_CORE,
         no_block=ON_PARTS,
-        silent=[ALL],
     ),
     *kind(
         "attention along two dims",
@@ -1499,7 +1409,6 @@ PARTS = (
             no_block=ON_PARTS,
         ),
         right("both", model=lambda: Model(behind=lambda m, x: x + m.second(x), second=Attention())),
-        silent=[ALL],
     ),
 )
 
@@ -1615,7 +1524,6 @@ ALONG = (
         wrong("the last token weighs twice", model=lambda: Model(behind=lambda m, x: x * by_place(x))),
         wrong("another layer for every second token", every_second),
         wrong("some features shifted, behind", model=lambda: Model(behind=shifted_features)),
-        silent=[ALL],
     ),
     *kind(
         "padding of a convolution",
@@ -1625,7 +1533,6 @@ ALONG = (
         wrong("causal", lambda m, x: F.conv1d(F.pad(x.mT, (2, 0)), m.taps, groups=D).mT),
         right("of features", lambda m, x: F.conv1d(x.reshape(-1, 1, D), m.taps[:1], padding=1).view_as(x)),
         right("of width 1", lambda m, x: F.conv1d(x.mT, m.table[:D, :, None]).mT),
-        silent=["circular", "a circular shift"],
     ),
     *kind(
         "layers along the tokens",
@@ -1654,7 +1561,6 @@ ALONG = (
             no_block="a style knows it",
         ),
         call=given_by_hand,
-        silent=["[B, 1, L, C]"],
     ),
     *kind(
         "weights of several tokens",
@@ -1662,7 +1568,6 @@ ALONG = (
         wrong("group_norm(bias=) of each token", with_bias_of_tokens),
         wrong("conv1d of width 1", lambda m, x: F.conv1d(x.mT, (x[0].T @ x[0])[..., None] / 10).mT),
         x=X[:1],
-        silent=[ALL],
     ),
     *kind(
         "tokens by themselves",
@@ -1826,7 +1731,6 @@ ATTENTION = (
         ),
         right("an odd length", placed, x=X[:, :11]),
         wrong("a kernel whose logsumexp is wrong", placed, options={"kernel": Early()}),
-        silent=["a kernel whose logsumexp is wrong"],
     ),
 )
 
@@ -1922,7 +1826,6 @@ RESULTS = (
         "pooled from this rank's tokens",
         *(wrong(name, model=partial(Model, give=give)) for name, give in POOLED.items()),
         loss=by_sequence,
-        silent=["the class of a token"],
     ),
     *kind(
         "sums that a model returns",
@@ -1953,7 +1856,6 @@ RESULTS = (
         ),
         wrong("of pairs of tokens", model=lambda: Model(give=lambda m, x: (x @ x.mT).sigmoid().sum())),
         loss=added,
-        silent=["a mean", "of the last token", "the balance of experts"],
     ),
 )
 
@@ -2141,7 +2043,6 @@ STEPS = (
         wrong("another sample on each rank", cut=lambda view: view.cut(view.x.roll(view.rank, 0))),
         wrong("the layout of other ranks", cut=lambda view: head_tail(S, RANKS).shard(view.x, 1, view.rank)),
         no_block="a block cuts the batch",
-        silent=["by torch.chunk", "another sample on each rank"],
     ),
     *kind(
         "labels",
@@ -2155,7 +2056,6 @@ STEPS = (
             **LOGITS,
             **labelled(lambda view: view.layout.shard(next_token_labels(view.x), 1, view.size - 1 - view.rank)),
         ),
-        silent=[ALL],
     ),
     *kind(
         "a mean",
@@ -2189,7 +2089,6 @@ STEPS = (
         right("by token", **LOGITS, **labelled()),
         right("that is not returned", returns=lambda loss, view: None),
         right("that is a number", returns=lambda loss, view: total(loss, view).item()),
-        silent=[ALL],
     ),
     *kind(
         "gradients",
@@ -2207,32 +2106,27 @@ STEPS = (
         right("of a step without a backward", call=without_gradients),
         right("sharded by FSDP2", **AVERAGED, apply=sharded),
         right("averaged by DDP", **AVERAGED, apply=replicated),
-        silent=[ALL],
     ),
     *kind(
         "one rank",
         wrong("an error", call=fails_on_a_rank),
         wrong("other weights", placed, apply=other_weights, no_block=NO_STYLE),
         wrong("another function", lambda m, x: x * (1 + 0.25 * m.view.rank)),
-        silent=["another function"],
     ),
     *kind(
         "randomness",
         right("dropout", lambda m, x: F.dropout(x, 0.5)),  # which verify turns off
         wrong("a loss that is drawn", returns=lambda loss, view: loss * (1 + torch.rand(()))),
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
-        silent=[ALL],
     ),
     *kind(
         "buffers for the next forward",
         wrong("the mean of this rank's tokens", model=with_statistic, call=from_zero),
-        silent=["the mean of this rank's tokens"],
     ),
     *kind(
         "a kernel that counts from an offset",
         wrong("0", **turned_from(lambda view: 0)),
         right("the first position", **turned_from(lambda view: int(view.positions[0]))),
-        refused=["the first position"],
     ),
 )
 PROGRAMS: tuple[Program, ...] = (
@@ -2322,13 +2216,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _table(found: Mapping[str, Counter[Any]], columns: Sequence[tuple[str, str]]) -> Iterator[str]:
     """A line for each kind, and one for all. A cell is "noticed/run"."""
     titles = [f"{door} {dtype}" for door, dtype in columns]
-    rows = [["kind", "wrong", "flow", *titles, "right", "flow", *titles]]
+    rows = [["kind", "wrong", *titles, "right", *titles]]
 
     def row(name: str, programs: Sequence[Program], counts: Counter[Any]) -> list[str]:
         cells = [name]
         for right in (False, True):
-            those = [each for each in programs if each.right == right]
-            cells += [str(len(those)), str(sum(each.flow == "refused" for each in those))]
+            cells.append(str(sum(each.right == right for each in programs)))
             cells += [f"{counts[right, *column, 'noticed']}/{counts[right, *column]}" for column in columns]
         return cells
 

@@ -22,12 +22,19 @@ def standard_library() -> Iterator[bytes]:
     Raises:
         FileNotFoundError: this Python came without its sources (some embedded ones do).
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(root).parts)]
-    if not paths:
-        raise FileNotFoundError("this Python has no standard library sources (*.py) to train on")
-    for path in paths:
+    path = None
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
         yield path.read_bytes()
+    if path is None:
+        raise FileNotFoundError("this Python has no standard library sources (*.py) to train on")
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in _LEFT_OUT:
+            yield from _sources(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def packed_documents(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,7 +78,7 @@ def main(folder: Path, *, jobs: str, after: str = "") -> int:
         block = Turned(hide(mesh, layout) if what == "trap" else door(what, mesh, layout=layout), dim=8)
         counters.clear()
         # The first length is a graph with static shapes, and the second then one with dynamic ones.
-        several = problems if what == "function" else problems[:1]
+        several = problems if job == "function/contiguous" else problems[:1]
         attend = torch.compile(block, fullgraph=True)
         errors = [max(run_attention(attend, problem, rank, RANKS, layout=layout)) for problem in several]
         found = counters["aot_autograd"]

@@ -1,13 +1,13 @@
-"""The program of test_composition.py: every composition, one after another, on ranks that are processes.
+"""The program of test_composition.py: compositions, one after another, on ranks that are processes.
 
-Each is proved first, in place. A mistake that only a gradient shows is noticed in two of them.
+Three are proved first, in place, and at night the rest. A mistake that only a gradient shows is noticed in one of them.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from cp_styles import UnverifiedModelWarning
 from cp_styles.checks.gradient_watch import UnreducedGradientsWarning
@@ -31,6 +30,9 @@ from tests.ranks.composition import (
     batch_of,
     by_ddp_over_cp,
     by_fsdp_over_cp_with_tp,
+    by_fsdp_over_dp_cp,
+    by_pipeline,
+    by_sum_gradients,
 )
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
@@ -63,12 +65,7 @@ def hidden_shift(model: nn.Module) -> Iterator[None]:
     """A model whose norms scale what comes from the token before by 0: only a gradient shows that a part ends."""
 
     def shifted(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-        local = output.to_local() if isinstance(output, DTensor) else output
-        local = local + (weight - weight.detach()) * F.pad(local, (0, 0, 1, -1))
-        if isinstance(output, DTensor):
-            return DTensor.from_local(local, output.device_mesh, output.placements)
-        return local
+        return output + (module.weight - module.weight.detach()) * F.pad(output, (0, 0, 1, -1))
 
     norms = [module for name, module in model.named_modules() if name.endswith("attention_norm")]
     handles = [norm.register_forward_hook(shifted) for norm in norms]
@@ -79,21 +76,29 @@ def hidden_shift(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+PROVED = (by_ddp_over_cp, by_fsdp_over_cp_with_tp, by_pipeline)
+BY_DAY = (by_sum_gradients, by_fsdp_over_dp_cp, *PROVED)
+AT_NIGHT = tuple(make for make in COMPOSITIONS if make not in PROVED)
+
+Makers = Sequence[Callable[[], Training]]
+
+
 @in_a_world
-def main(folder: Path) -> int:
+def main(folder: Path, *, makers: Makers = BY_DAY, proved: Makers = PROVED) -> int:
     single = alone(STEPS)
     missed = 0
-    for make in COMPOSITIONS:
+    for make in makers:
         start = time.perf_counter()
         made = make()
-        verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
-        if make in (by_ddp_over_cp, by_fsdp_over_cp_with_tp):
+        if make in proved:
+            verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
+        if make is by_ddp_over_cp:  # with DTensors: tests/ranks/verify/test_verify.py
             with hidden_shift(made.model), suppress(VerificationError):
                 verify(made.model, made.mesh, batch_of(0), made.step, tolerance=TOLERANCE)
                 missed += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnreducedGradientsWarning)
-            warnings.simplefilter("error", UnverifiedModelWarning)
+            warnings.simplefilter("error" if make in proved else "ignore", UnverifiedModelWarning)
             run = made.run(STEPS)
         differences = furthest(run, single)
         missed += not is_the_same(*differences)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -117,6 +118,7 @@ def main(folder: Path, names: list[str], modules: list[str]) -> None:
     compile_once()
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork may inherit a lock of another thread"
+    gc.freeze()  # the forks collect their own objects alone, and copy no memory for that: verify collects at each end
     multiprocessing.start_processes(on_process, (folder, programs), nprocs=PROCESSES, start_method="fork")
 
 

@@ -11,6 +11,7 @@ import torch
 from cp_styles import AllGather, Full, Ring, Ulysses, contiguous
 from cp_styles.explain import Explanation, explain
 from cp_styles.strategies import Strategy
+from tests.covering import sampled
 
 PAGE = (Path(__file__).parents[2] / "tutorials/costs.md").read_text()
 LENGTH, DIM = 384, 16
@@ -45,8 +46,7 @@ def explained(strategy: Strategy, ranks: int, heads: int, kv_heads: int, dtype: 
     return explain(LENGTH, mask=Full(), layout=contiguous, strategy=strategy, **shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@sampled(1, ranks=[2, 4, 8], dtype=[torch.float32, torch.bfloat16])
 def test_bytes_on_the_wire(ranks: int, dtype: torch.dtype):
     for keep in (0, 1):
         forward, backward = row("Bytes on the wire", "Ring(keep=n)")

@@ -16,6 +16,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import LseGradient
 from cp_styles.kernels.bias_levels import SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE
+from tests.covering import sampled
 from tests.cuda_ops import CUDNN, DEFAULT, EFFICIENT, FLASH, NAMED_CUDNN, KernelError, cuda_ops_on_cpu
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
@@ -66,12 +67,10 @@ def compare(found: list[torch.Tensor], expected: list[torch.Tensor], most: float
         assert error(mine, wanted) < most, what
 
 
-@pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("order", ["BHLD", "BLHD", "BHDL"])
-def test_a_tile_is_attention(kernel: Kernel, shape: dict, order: str, ops):
-    inputs, cotangent = attention_inputs(**{"length": 12} | shape)
-    compare(run(kernel, inputs, cotangent, order=order), expected_attention(inputs, cotangent))
+@sampled(2, kernel=list(LINES), shape=list(SHAPES), order=["BHLD", "BLHD", "BHDL"])
+def test_a_tile_is_attention(kernel: str, shape: str, order: str, ops):
+    inputs, cotangent = attention_inputs(**{"length": 12} | SHAPES[shape])
+    compare(run(LINES[kernel], inputs, cotangent, order=order), expected_attention(inputs, cotangent))
 
 
 @pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
@@ -109,9 +108,7 @@ def seen_by(window: tuple[int, int], queries: int, keys: int) -> torch.Tensor:
     return (ahead >= -before) & (ahead <= after)
 
 
-@pytest.mark.parametrize("dim", [8, 5, 249, 256])
-@pytest.mark.parametrize("window", [(-1, 0), (7, -1), (7, 0), (3, 0), (2, 1)])
-@pytest.mark.parametrize("order", ["BHLD", "BLHD"])
+@sampled(2, dim=[8, 5, 249, 256], window=[(-1, 0), (7, -1), (7, 0), (3, 0), (2, 1)], order=["BHLD", "BLHD"])
 def test_a_band(dim: int, window: tuple[int, int], order: str, ops):
     """By flash, and where a gradient of the logsumexp makes the tensors too wide for it, with an explicit mask."""
     inputs, cotangent = attention_inputs(length=12, kv_length=19, batch=2, kv_heads=2, dim=dim)
@@ -126,18 +123,21 @@ def test_a_band(dim: int, window: tuple[int, int], order: str, ops):
     assert ops.calls["_scaled_dot_product_efficient_attention_backward"] == (dim > 248)
 
 
-@pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
-@pytest.mark.parametrize("sizes", [(12, 7), (40, 33), (128, 128)])
-@pytest.mark.parametrize("shape", ["LM", "HLM", "BHLM", "1M", "L1"])
-@pytest.mark.parametrize("dim", [8, 6])
-def test_a_bias_and_rows_that_see_nothing(kernel: Kernel, sizes: tuple[int, int], shape: str, dim: int, ops):
+@sampled(
+    2,
+    kernel=list(LINES),
+    sizes=[(12, 7), (40, 33), (128, 128)],
+    shape=["LM", "HLM", "BHLM", "1M", "L1"],
+    dim=[8, 6],
+)
+def test_a_bias_and_rows_that_see_nothing(kernel: str, sizes: tuple[int, int], shape: str, dim: int, ops):
     inputs, cotangent = attention_inputs(length=sizes[0], kv_length=sizes[1], kv_heads=2, dim=dim)
     lengths = {"B": 2, "H": 4, "L": sizes[0], "M": sizes[1], "1": 1}
     bias = randn(9, *(lengths[letter] for letter in shape))
     bias = bias.masked_fill(bias > 1.5, float("-inf"))
     if "L" in shape:
         bias[..., 3, :] = float("-inf")
-    compare(run(kernel, inputs, cotangent, bias=bias), expected_attention(inputs, cotangent, bias=bias))
+    compare(run(LINES[kernel], inputs, cotangent, bias=bias), expected_attention(inputs, cotangent, bias=bias))
 
 
 @pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)

@@ -1,4 +1,7 @@
-"""The error when nobody sums the gradients over cp, from models under torch.compile."""
+"""The error when nobody sums the gradients over cp, from models under torch.compile.
+
+At night all of it, which tests/ranks/engine/test_unreduced.py holds by default for models that are not compiled.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from cp_styles.comm.checks import Checks
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import at_night, sampled
+from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import training_scene
 from tests.ranks.attention_case import Projected, cp_mesh
@@ -61,10 +64,11 @@ def compiled(model: nn.Module, how: str):
     return model
 
 
-@sampled(1, door=DOORS, how=["model", "layers"])
+@pytest.mark.parametrize("how", ["model", *at_night("layers")])
+@pytest.mark.parametrize("door", ["function", *at_night("style", "module")])
 def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
-        model = attended(door, cp_mesh(RANKS))
+        model = attended(door, cp_mesh(RANKS), layers=1 if how == "model" else 2)
         steps_of(model, compiled(model, how))
 
     text = raised(on)
@@ -72,6 +76,7 @@ def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     assert "layers.0.q.weight (24, 10)" in text
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_the_corrected_program_runs(mesh):
     """With the wrong model still there."""
@@ -81,7 +86,8 @@ def test_the_corrected_program_runs(mesh):
     steps_of(right, compiled(right, "model"), steps=5, reduce=lambda: sum_gradients(right, mesh))
 
 
-@pytest.mark.parametrize("door", ["module", *at_night("style", "function")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", DOORS)
 def test_a_warning_where_that_is_asked_for(door: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), layers=1, checks=Checks(only_warn=True))
@@ -92,12 +98,13 @@ def test_a_warning_where_that_is_asked_for(door: str):
     assert all("hold different parameters" in text for text in texts)
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     """By a style, or by a call that is not compiled."""
-    model = Layers()
+    model = Layers(1)
     check = Checks(local=(model.layers[0].q,))
-    function = attended("function", mesh, checks=check)
+    function = attended("function", mesh, layers=1, checks=check)
     with pytest.raises(Exception, match=r"cannot take Checks\(local=...\) into a graph"):
         compiled(function, "model")(randn(rank, 1, 4, 10))
     dist.barrier()
@@ -120,15 +127,16 @@ def test_a_compiled_optimizer(mesh, rank: int):
         dist.barrier()
 
 
-@pytest.mark.parametrize("case", ["another optimizer", "own inputs", *at_night("frozen", "no grad")])
+@pytest.mark.parametrize("case", ["own inputs", *at_night("another optimizer", "frozen", "no grad")])
 def test_no_false_alarm(case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)
-        RIGHT[case](mesh, compiled(attended("module", mesh), "model"))
+        RIGHT[case](mesh, compiled(attended("module", mesh, layers=1), "model"))
 
     assert warned(on) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["cp", "dp"])
 def test_fsdp(axis: str):
     """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can.
@@ -145,6 +153,7 @@ def test_fsdp(axis: str):
     assert warned(on) == [] if axis == "cp" else raised(on)
 
 
+@pytest.mark.nightly
 def test_parameters_of_tensor_parallelism_are_told():
     """DTensors on another axis, of which a rank has a part that it has in common with others along cp."""
 

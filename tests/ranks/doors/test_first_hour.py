@@ -41,7 +41,7 @@ from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -130,9 +130,7 @@ def a_step(model: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any], **op
 
 
 class TestAWholeBatch:
-    @pytest.mark.parametrize("door", DOORS)
-    @pytest.mark.parametrize("block", [LENGTH, 2 * LENGTH])
-    @pytest.mark.parametrize("evaluates", [False, True])
+    @sampled(1, door=DOORS, block=[LENGTH, 2 * LENGTH], evaluates=[False, True])
     def test_is_refused_in_training_and_in_evaluation(self, door, block: int, evaluates: bool):
         def on(rank: int) -> float:
             mesh = cp_mesh(2)
@@ -198,8 +196,7 @@ class TestAReducerThatAverages:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    @pytest.mark.parametrize("reducer", ["FSDP2", "FSDP2 of layers", "DDP"])
-    @pytest.mark.parametrize("door", [by_core, by_module])
+    @sampled(1, reducer=["FSDP2", "FSDP2 of layers", "DDP"], door=[by_core, by_module])
     def test_without_averaged_over_is_refused_and_with_it_exact(self, reducer: str, door):
         def on(rank: int, **options: Any) -> float:
             mesh = cp_mesh(2)
@@ -244,8 +241,7 @@ class TestAReducerThatAverages:
             assert "DistributedDataParallel averages the gradients of these parameters over [" in str(found)
             assert "averaged_over=4" in str(found)
 
-    @pytest.mark.parametrize("case", ["no_sync", "without it since", "over dp", "a head outside of it", "ignored"])
-    @pytest.mark.parametrize("door", DOORS)
+    @sampled(1, case=["no_sync", "without it since", "over dp", "a head outside of it", "ignored"], door=DOORS)
     def test_a_sum_of_what_ddp_has_not_reduced_is_exact(self, door, case: str):
         def on(rank: int) -> float:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -505,7 +501,7 @@ class TestMoreProcessesThanTheMesh:
             assert f"rank {rank} is not in the mesh of ranks [0, 1]" in str(found[rank])
 
 
-@pytest.mark.parametrize("length", [LENGTH, LENGTH - 2, LENGTH - 3])
+@pytest.mark.parametrize("length", [LENGTH - 2, *at_night(LENGTH, LENGTH - 3)])
 def test_lengths_that_torchs_sequence_parallelism_does_not_divide(length: int):
     """torch takes parts for equal, and gloo would end the process. Padding as the error says is exact."""
     plan = {

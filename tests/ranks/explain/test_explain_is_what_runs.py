@@ -18,8 +18,14 @@ from cp_styles import (
     Mask,
     PerRow,
     Ring,
+    SequenceLayout,
     Ulysses,
+    by_work,
     context_attention,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    striped,
 )
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.explain import explain, explain_calls
@@ -29,10 +35,10 @@ from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import in_parts
 from tests.oracle import mask_cases
 from tests.ranks.attention_case import Core, cp_mesh, parallel
-from tests.tables import LAYOUTS, cut_by
 from tests.varlen_op import Ops
 
 LENGTH, HEADS, KV_HEADS, DIM = 137, 6, 3, 16
+DOCUMENTS = (1, 68, 1, 67)
 STRATEGIES: tuple[Strategy, ...] = (
     Ring(),
     Ring(keep=0),
@@ -47,6 +53,13 @@ MASKS: dict[str, Mask] = {
     **{name: case.mask for name, case in mask_cases(LENGTH).items()},
     "dense": Dense(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
     "rows": PerRow((Documents((60, 77)), Causal())),
+}
+LAYOUTS = {
+    "head_tail": lambda ranks, mask: head_tail(LENGTH, ranks),
+    "contiguous": lambda ranks, mask: contiguous(LENGTH, ranks),
+    "striped": lambda ranks, mask: striped(LENGTH, ranks, block=5),
+    "documents": lambda ranks, mask: per_document_head_tail(LENGTH, ranks, documents=DOCUMENTS),
+    "by_work": lambda ranks, mask: by_work(LENGTH, ranks, mask=mask) if not mask.has_bias else head_tail(LENGTH, ranks),
 }
 
 
@@ -107,12 +120,12 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
     """
     cases = [case for case in CASES if ranks > 1 or case[2] == "head_tail"]
     cases = [case for case in cases if ranks % 2 == 0 or getattr(case[0], "size", None) is None]
-    cases = cases[part::17]  # no common factor with the number of masks
+    cases = cases[(part + 5 * ranks) % 17 :: 17]  # no common factor with the number of masks; others for other ranks
 
     def on(rank: int) -> list[dict[str, Any]]:
         found = []
         for strategy, name, cut in cases:
-            layout = cut_by(cut, MASKS[name])(LENGTH, ranks)
+            layout = LAYOUTS[cut](ranks, MASKS[name])
             tensors = [
                 torch.ones(2, layout.lengths[rank], heads, DIM, dtype=dtype).transpose(1, 2)
                 for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -125,7 +138,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
     results = run_ranks(on, ranks)
     for index, (strategy, name, cut) in enumerate(cases):
         mask = MASKS[name]
-        layout = cut_by(cut, mask)(LENGTH, ranks)
+        layout: SequenceLayout = LAYOUTS[cut](ranks, mask)
         shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": 2, "dtype": dtype, "device": "cpu"}
         made = explain(LENGTH, ranks=ranks, layout=layout, mask=mask, strategy=strategy, **shape)
         for rank, run in made.runs.items():

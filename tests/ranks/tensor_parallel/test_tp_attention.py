@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from cp_styles.styles.private_mesh import is_private
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.styles.dtensors import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
@@ -28,7 +28,7 @@ from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, Returns, S
 ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
 
 
-@sampled(2, full=[False, True], placements=[ALIKE, QUERIES, (WHOLE,) * 3], seq_dim=[1, 2])
+@sampled(2, placements=[ALIKE, QUERIES, (WHOLE,) * 3], full=[False, True], seq_dim=[1, 2])
 def test_placements(placements, full: bool, seq_dim: int):
     """Heads cut, none, or those of queries alone; as DTensors on tp or on the composed mesh."""
     exact(Cut(Problem(length=12, kv_heads=2), placements, full=full, seq_dim=seq_dim))
@@ -137,7 +137,7 @@ def test_what_goes_over_which_axis(placements, over_tp):
 # -- a module's life --
 
 
-@sampled(2, copied=[False, True], full=[False, True], placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3])
+@sampled(1, placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], full=[False, True], copied=[False, True])
 def test_a_parameter_inside(placements, full: bool, copied: bool):
     """Its gradient is this cp rank's share, and whole over the other axis, as a replicated parameter's is."""
     problem = Problem(length=12, kv_heads=2)
@@ -222,7 +222,7 @@ def test_one_private_mesh_for_inputs_of_every_form():
 # -- outputs --
 
 
-@sampled(1, full=[False, True], placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3])
+@sampled(1, placements=[ALIKE, QUERIES, (WHOLE,) * 3, (Shard(0),) * 3], full=[False, True])
 def test_outputs_of_another_order(placements, full: bool):
     """[B, S, H, D] in place of [B, H, S, D], and several outputs: DTensors placed as the query's dims are."""
     cut = Cut(Problem(length=12, kv_heads=2), placements, full=full)

@@ -44,7 +44,7 @@ from tests.oracle import error, randn
 from tests.ranks.tensor_parallel.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
-CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+CONFIG = LlamaConfig(40, width=32, layers=1, heads=4, kv_heads=2, hidden=48)
 ROWS, LENGTH, STEPS = 2, 24, 20
 GRADIENTS, LOSSES = 1e-12, 1e-9
 
@@ -202,85 +202,6 @@ def by(plan: dict) -> Callable[[Llama, DeviceMesh], None]:
 
 # -- the tests --
 
-several_steps = pytest.mark.parametrize("steps", [2, *at_night(STEPS)])
-
-
-def test_local_tensors():
-    """The tutorial's own plan, with biases behind the row-wise layers."""
-    run = check(
-        run_ranks(lambda rank: train(composed_mesh(), by(parallel_plan(AttentionContextParallel())), steps=2), 4)
-    )
-    assert_expected_inline(
-        run.counted(),
-        """\
-cp: all_gather 7, all_reduce 3, send 6
-tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
-    )
-
-
-@several_steps
-def test_dtensors_between_projections_and_attention(steps: int):
-    """What a step sends is what it sends with local tensors."""
-    plan = dtensor_plan(AttentionContextParallel())
-    run = check(run_ranks(lambda rank: train(composed_mesh(), by(plan), steps=steps), 4))
-    assert_expected_inline(
-        run.counted(),
-        """\
-cp: all_gather 7, all_reduce 3, send 6
-tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
-    )
-
-
-def test_key_heads_that_tp_does_not_divide():
-    """One key head for two tp ranks: gathered over tp behind its projection, its gradient summed there."""
-    config = replace(CONFIG, kv_heads=1)
-    gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-    plan = dtensor_plan(AttentionContextParallel(strategy=Ulysses()), kv=gathered)
-    run = check(run_ranks(lambda rank: train(composed_mesh(), by(plan), config=config, steps=2), 4), config)
-    assert_expected_inline(
-        run.counted(),
-        """\
-cp: all_gather 7, all_reduce 3, send 8
-tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
-    )
-
-
-@pytest.mark.parametrize("inside", [True, *at_night(False)], ids=["backward inside", "backward after"])
-def test_loss_parallel(inside: bool):
-    """It puts handlers into DTensor's table and takes them out again; ours stay, for the backward too."""
-    plan = dtensor_plan(AttentionContextParallel())
-    plan["out"] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-    barrier = threading.Barrier(4)
-
-    def on(rank: int) -> Run:
-        @contextlib.contextmanager
-        def shared():
-            """One table for all threads: the first rank changes it while the others wait."""
-            context = loss_parallel()
-            barrier.wait()
-            if rank == 0:
-                context.__enter__()
-            barrier.wait()
-            yield
-            barrier.wait()
-            if rank == 0:
-                context.__exit__(None, None, None)
-            barrier.wait()
-
-        try:
-            return train(composed_mesh(), by(plan), steps=2, around_loss=shared, backward_inside=inside)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    run = check(run_ranks(on, 4))
-    assert_expected_inline(
-        run.counted(),
-        """\
-cp: all_gather 7, all_reduce 3, send 6
-tp: all_gather 10, all_reduce 8, reduce_scatter 10""",
-    )
-
 
 def table_on_the_mesh(model: Llama, mesh: DeviceMesh) -> None:
     """The rotary table meets DTensors of the composed mesh, so it must be one."""
@@ -303,21 +224,95 @@ def on_the_mesh(model: Llama, mesh: DeviceMesh, tokens: torch.Tensor, positions:
     return logits.to_local()
 
 
-@several_steps
-def test_dtensors_on_both_axes_from_end_to_end(steps: int):
+def between(mesh: DeviceMesh, steps: int = 2) -> Run:
+    """DTensors between projections and attention."""
+    return train(mesh, by(dtensor_plan(AttentionContextParallel())), steps=steps)
+
+
+def end_to_end(mesh: DeviceMesh, steps: int = 2) -> Run:
     """No module gathers the sequence over cp, whatever has a bias: over cp go the ring and the loss and gradients."""
 
     def parallelize(model: Llama, mesh: DeviceMesh) -> None:
         by(whole_dtensor_plan(AttentionContextParallel()))(model, mesh)
         table_on_the_mesh(model, mesh)
 
-    run = check(run_ranks(lambda rank: train(composed_mesh(), parallelize, forward=on_the_mesh, steps=steps), 4))
+    return train(mesh, parallelize, forward=on_the_mesh, steps=steps)
+
+
+ONE_KEY_HEAD = replace(CONFIG, kv_heads=1)
+
+
+def one_key_head(mesh: DeviceMesh) -> Run:
+    """For two tp ranks: gathered over tp behind its projection, its gradient summed there."""
+    gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    plan = dtensor_plan(AttentionContextParallel(strategy=Ulysses()), kv=gathered)
+    return train(mesh, by(plan), config=ONE_KEY_HEAD, steps=2)
+
+
+def with_loss_parallel(mesh: DeviceMesh, barrier: threading.Barrier, inside: bool = True) -> Run:
+    """It puts handlers into DTensor's table and takes them out again; ours stay, for the backward too."""
+    plan = dtensor_plan(AttentionContextParallel())
+    plan["out"] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+
+    @contextlib.contextmanager
+    def shared():
+        """One table for all threads: the first rank changes it while the others wait."""
+        context = loss_parallel()
+        barrier.wait()
+        if mesh.get_rank() == 0:
+            context.__enter__()
+        barrier.wait()
+        yield
+        barrier.wait()
+        if mesh.get_rank() == 0:
+            context.__exit__(None, None, None)
+        barrier.wait()
+
+    try:
+        return train(mesh, by(plan), steps=2, around_loss=shared, backward_inside=inside)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def test_every_plan_is_the_training_of_one_process():
+    """On one mesh, for which DTensor finds the placements of each operation once."""
+    barrier = threading.Barrier(4)
+
+    def on(rank: int) -> list[Run]:
+        mesh = composed_mesh()
+        local = train(mesh, by(parallel_plan(AttentionContextParallel())), steps=2)
+        return [local, between(mesh), end_to_end(mesh), one_key_head(mesh), with_loss_parallel(mesh, barrier)]
+
+    plans = [list(runs) for runs in zip(*run_ranks(on, 4), strict=True)]
+    configs = [CONFIG, CONFIG, CONFIG, ONE_KEY_HEAD, CONFIG]
+    counted = [check(runs, config).counted() for runs, config in zip(plans, configs, strict=True)]
     assert_expected_inline(
-        run.counted(),
+        "\n".join(counted),
         """\
-cp: all_gather 7, all_reduce 3, send 6
-tp: all_gather 17, all_reduce 5, reduce_scatter 16""",
+cp: all_gather 5, all_reduce 3, send 3
+tp: all_gather 7, all_reduce 3, reduce_scatter 6
+cp: all_gather 5, all_reduce 3, send 3
+tp: all_gather 7, all_reduce 3, reduce_scatter 6
+cp: all_gather 5, all_reduce 3, send 3
+tp: all_gather 10, all_reduce 3, reduce_scatter 9
+cp: all_gather 5, all_reduce 3, send 4
+tp: all_gather 9, all_reduce 5, reduce_scatter 6
+cp: all_gather 5, all_reduce 3, send 3
+tp: all_gather 6, all_reduce 6, reduce_scatter 6""",
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("training", [between, end_to_end])
+def test_twenty_steps(training: Callable[..., Run]):
+    check(run_ranks(lambda rank: training(composed_mesh(), steps=STEPS), 4))
+
+
+@pytest.mark.nightly
+def test_a_backward_after_loss_parallel():
+    barrier = threading.Barrier(4)
+    check(run_ranks(lambda rank: with_loss_parallel(composed_mesh(), barrier, inside=False), 4))
 
 
 def test_a_part_that_is_a_view():

@@ -59,57 +59,70 @@ def core_on(mesh: DeviceMesh, **style) -> nn.Module:
     return parallel(Core(), mesh, **style)
 
 
-@pytest.mark.parametrize(
-    ("act", "text"),
-    [
-        (
-            lambda m: core_on(m)(*inputs_on(m["tp"], Partial())),
-            "query is Partial(sum) on mesh axis 'tp', which is Partial, i.e. not yet reduced: redistribute it to "
-            "Shard(1) (heads) or Replicate() on that axis before the module",
-        ),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], WHOLE, shape=(8,))), "query must have 4 dims"),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence a second time"),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
-        (
-            lambda m: core_on(m)(*inputs_on(m["tp"], [WHOLE], [HEADS], [HEADS])),
-            "give all three the same placement, or query Shard(1) and both others Replicate()",
-        ),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], [HEADS], [HEADS], [WHOLE])), "give all three the same placement"),
-        (
-            lambda m: core_on(m["cp"])(*inputs_on(m["tp"], HEADS)),
-            "because the style was given the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to "
-            "parallelize_module",
-        ),
-        (
-            lambda m: core_on(m)(*inputs_on(m["tp"], HEADS)[:2], randn(0, 2, 4, 6, 8)),
-            "but value is local: pass all three on the same mesh",
-        ),
-        (
-            lambda m: core_on(m)(*inputs_on(init_device_mesh("cpu", (4,), mesh_dim_names=("world",)), HEADS)),
-            "they are not axes of the mesh ('cp', 'tp') that the style was given",
-        ),
-        (
-            lambda m: core_on(m)(*inputs_on(composed_mesh(names=("tp", "cp"))["tp"], HEADS)),
-            "they are not over the ranks that the axes of these names have in the mesh ('cp', 'tp') of the style",
-        ),
-        (
-            lambda m: core_on(m)(*inputs_on(m, WHOLE, HEADS)),
-            "query is Replicate() on the sequence axis 'cp' of ('cp', 'tp'), not Shard(2)",
-        ),
-        (lambda m: core_on(m)(*inputs_on(m, Shard(1), WHOLE)), "query is Shard(dim=1) on the sequence axis 'cp'"),
-        (lambda m: core_on(m)(*inputs_on(m["cp"], Shard(1))), "expected a local tensor, or a DTensor on ('cp',)"),
-        (
-            lambda m: core_on(m, use_local_output=False)(*inputs_on(m["tp"], HEADS)),
-            "use_local_output=False has no meaning for them",
-        ),
-        (
-            lambda m: core_on(m, mask=Dense(torch.ones(1, 4, 12, 12, dtype=torch.bool)))(*inputs_on(m["tp"], HEADS)),
-            "a dense mask of shape (1, 4, 12, 12) does not broadcast to [B, H, S_q, S_kv] = [2, 8, 12, 12]",
-        ),
-    ],
-)
-def test_other_dtensors_are_refused(act, text: str):
-    assert text in refused(act)
+REFUSED = [
+    (
+        lambda m: core_on(m)(*inputs_on(m["tp"], Partial())),
+        "query is Partial(sum) on mesh axis 'tp', which is Partial, i.e. not yet reduced: redistribute it to "
+        "Shard(1) (heads) or Replicate() on that axis before the module",
+    ),
+    (lambda m: core_on(m)(*inputs_on(m["tp"], WHOLE, shape=(8,))), "query must have 4 dims"),
+    (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence a second time"),
+    (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
+    (
+        lambda m: core_on(m)(*inputs_on(m["tp"], [WHOLE], [HEADS], [HEADS])),
+        "give all three the same placement, or query Shard(1) and both others Replicate()",
+    ),
+    (lambda m: core_on(m)(*inputs_on(m["tp"], [HEADS], [HEADS], [WHOLE])), "give all three the same placement"),
+    (
+        lambda m: core_on(m["cp"])(*inputs_on(m["tp"], HEADS)),
+        "because the style was given the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to "
+        "parallelize_module",
+    ),
+    (
+        lambda m: core_on(m)(*inputs_on(m["tp"], HEADS)[:2], randn(0, 2, 4, 6, 8)),
+        "but value is local: pass all three on the same mesh",
+    ),
+    (
+        lambda m: core_on(m)(*inputs_on(init_device_mesh("cpu", (4,), mesh_dim_names=("world",)), HEADS)),
+        "they are not axes of the mesh ('cp', 'tp') that the style was given",
+    ),
+    (
+        lambda m: core_on(m)(*inputs_on(composed_mesh(names=("tp", "cp"))["tp"], HEADS)),
+        "they are not over the ranks that the axes of these names have in the mesh ('cp', 'tp') of the style",
+    ),
+    (
+        lambda m: core_on(m)(*inputs_on(m, WHOLE, HEADS)),
+        "query is Replicate() on the sequence axis 'cp' of ('cp', 'tp'), not Shard(2)",
+    ),
+    (lambda m: core_on(m)(*inputs_on(m, Shard(1), WHOLE)), "query is Shard(dim=1) on the sequence axis 'cp'"),
+    (lambda m: core_on(m)(*inputs_on(m["cp"], Shard(1))), "expected a local tensor, or a DTensor on ('cp',)"),
+    (
+        lambda m: core_on(m, use_local_output=False)(*inputs_on(m["tp"], HEADS)),
+        "use_local_output=False has no meaning for them",
+    ),
+    (
+        lambda m: core_on(m, mask=Dense(torch.ones(1, 4, 12, 12, dtype=torch.bool)))(*inputs_on(m["tp"], HEADS)),
+        "a dense mask of shape (1, 4, 12, 12) does not broadcast to [B, H, S_q, S_kv] = [2, 8, 12, 12]",
+    ),
+]
+
+
+def test_other_dtensors_are_refused():
+    """On one mesh, and each on every rank; a good call is exact after all of them."""
+
+    def on(rank: int) -> list[str]:
+        mesh, said = composed_mesh(), []
+        for act, _ in REFUSED:
+            with pytest.raises((ValueError, NotImplementedError)) as caught:
+                act(mesh)
+            said.append(str(caught.value))
+        cut = Cut(Problem(length=12, kv_heads=2))
+        assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
+        return said
+
+    for said in run_ranks(on, 4, timeout_seconds=20):
+        for text, (_, words) in zip(said, REFUSED, strict=True):
+            assert words in text
 
 
 def test_heads_that_have_not_their_keys():
@@ -155,8 +168,7 @@ def test_a_module_that_joins_the_sequence_with_the_heads():
     assert "not sharded along the sequence: the module reduced or gathered the sequence dim" in refused(act)
 
 
-# What a module returns, how the query was placed, and the shape of that on a rank.
-UNCLEAR = {
+ENDS = {
     "joined": (lambda out: out.transpose(1, 2).flatten(2), HEADS, (2, 6, 16)),
     "mean": (lambda out: out.mean(1), HEADS, (2, 6, 8)),
     "kept mean": (lambda out: out.mean(1, keepdim=True), HEADS, (2, 1, 6, 8)),
@@ -168,9 +180,9 @@ UNCLEAR = {
 }
 
 
-@sampled(1, full=[False, True], name=list(UNCLEAR))
+@sampled(1, name=list(ENDS), full=[False, True])
 def test_outputs_that_do_not_show_their_heads(name: str, full: bool):
-    end, placement, shape = UNCLEAR[name]
+    end, placement, shape = ENDS[name]
 
     def act(mesh: DeviceMesh) -> None:
         parallel(Returns(end), mesh)(*Cut(Problem(length=12, kv_heads=2), (placement,) * 3, full=full).leaves(mesh))
