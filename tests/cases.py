@@ -269,8 +269,10 @@ def sensible(case: Case) -> Case:
     new.lse = case.lse and "lse" in takes and new.sink is None and case.compiled == "no"
     new.score = case.score if "scores" in takes and not by_rows and case.compiled == "no" else "no"
     new.autocast = case.autocast and "autocast" in takes
-    if new.sink is not None or new.lse or new.score != "no":
-        new.dtype, new.autocast = "float64", False  # one device's attention, the measure of low precision, has none
+    # One device's attention, the measure of low precision, has none of these. With equal keys, the query's gradient is
+    # what rounding leaves of terms that cancel.
+    if new.sink is not None or new.lse or new.score != "no" or case.strides == "of one position":
+        new.dtype, new.autocast = "float64", False
     if new.autocast:
         new.dtype = "float32"
     # The stand-ins for CUDA's kernels are ops that autocast changes, and that no compiler knows.

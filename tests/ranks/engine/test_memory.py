@@ -173,11 +173,8 @@ def test_a_forward_without_a_backward_attends_by_turns(
         assert of_ranks(4, strategy=strategy, kv_heads=kv_heads, mask=Causal())[0] == size
 
 
-@pytest.mark.parametrize(
-    ("strategy", "few"),
-    [(Ring(), 8), pytest.param(Ulysses(inner=Ring(), size=2), 16, marks=pytest.mark.nightly)],
-    ids=str,
-)
+@pytest.mark.nightly  # by day, test_what_strategies_hold has the figures of 4 and of 8 ranks
+@pytest.mark.parametrize(("strategy", "few"), [(Ring(), 8), (Ulysses(inner=Ring(), size=2), 16)], ids=str)
 def test_memory_shrinks_as_ranks_are_added(strategy, few: int):
     """For one length, the bytes of a rank times the ranks do not grow, once a rank in the middle of a ring
     has a round in which it gets and sends all rows."""
