@@ -19,7 +19,6 @@ from cp_styles.plan import make_plan
 from cp_styles.plan.linear import chunks_of
 from cp_styles.plan.plan import _make_plan
 from cp_styles.strategies.schedule import make_schedule
-from cp_styles.strategies.ulysses import joined
 
 
 @remembered(2)
@@ -46,13 +45,12 @@ def test_the_latest_results_are_kept():
 
 
 def test_thousands_of_new_documents_leave_few_entries():
-    functions = (make_schedule, _make_plan, _uncut, joined, chunks_of, _remembered)
+    functions = (make_schedule, _make_plan, _uncut, chunks_of, _remembered)
     for size in range(300):
         mask = Documents((size + 1, 200)) & Causal()
         layout = layout_made_by(partial(by_work, mask=mask), size + 201, 2)
         shape = 1, 8, layout.lengths[0], 64
         make_schedule(layout, layout, mask.pattern, 0, False, False, False, ((1,),), 1, shape, shape, shape, 1)
-        joined(layout, 2)
     for function in functions:
         info = function.cache_info()
         assert info.currsize == info.maxsize <= 256

@@ -259,5 +259,5 @@ def test_the_engine_knows_no_guarantee():
 def test_walks_over_frames_are_in_one_place():
     """A generator's frames are the other one: which ``with`` is around a call that runs in a generator."""
     walks = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(r"\.f_back\b", path)}
-    assert walks == {"_compat.py", "engine/openings.py"}
+    assert walks == {"_compat.py", "engine/scope.py"}
     assert code_of(PACKAGE / "_compat.py").count(".f_back") == 1

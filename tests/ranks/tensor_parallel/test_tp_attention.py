@@ -11,7 +11,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from cp_styles.styles.private_mesh import is_private
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +19,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles.dtensors import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
