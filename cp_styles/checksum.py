@@ -28,8 +28,10 @@ def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
+    # A view as bytes needs a stride of 1, also where there is one number, whose stride view(-1) leaves at 0.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for index, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
+    for index, piece in enumerate(flat.view(torch.uint8).split(_PIECE)):
         words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
         # Each word is mixed with its place, not linearly: in a linear checksum, words a b b a and b a a b are equal, as
         # any changes are that cancel. Integers, unlike floats, give the same sum in any order.

@@ -72,7 +72,9 @@ EXPANDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of one head": lambda x: x[:, :1].expand_as(x),
     "of one position": lambda x: x[:, :, :1].expand_as(x),
     "of one number": lambda x: x[..., :1].expand_as(x),
+    "of one number in all": lambda x: x[:1, :1, :1, :1].expand_as(x),
 }
+EQUAL_KEYS = ("of one position", "of one number in all")
 # The call of varlen_attn that is a mask: whether of documents, and its window.
 PACKS = {
     "full": (False, (-1, -1)),
@@ -271,7 +273,7 @@ def sensible(case: Case) -> Case:
     new.autocast = case.autocast and "autocast" in takes
     # One device's attention, the measure of low precision, has none of these. With equal keys, the query's gradient is
     # what rounding leaves of terms that cancel.
-    if new.sink is not None or new.lse or new.score != "no" or case.strides == "of one position":
+    if new.sink is not None or new.lse or new.score != "no" or case.strides in EQUAL_KEYS:
         new.dtype, new.autocast = "float64", False
     if new.autocast:
         new.dtype = "float32"
@@ -291,7 +293,7 @@ def sensible(case: Case) -> Case:
     ):  # it takes neither grad() nor a second backward
         new.backward = "once"
     square = new.mask.endswith("& causal") or not (tensor or new.mask == "full")
-    if new.scope or "keys" not in takes or square or case.strides == "of one position":
+    if new.scope or "keys" not in takes or square or case.strides in EQUAL_KEYS:
         new.keys = None
     if new.keys is None:
         new.key_layout = "the queries'"

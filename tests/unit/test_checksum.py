@@ -25,6 +25,12 @@ def test_the_checksum_is_that_of_its_definition():
     assert checksum(words) == splitmix([int(word) % 2**64 for word in words])
 
 
+def test_one_number_of_any_stride():
+    number = torch.tensor(3.0)
+    assert checksum(number.expand(2, 3, 4)) == checksum(number) == checksum(torch.tensor([3.0]))
+    assert checksum(torch.ones(0)) == checksum(torch.ones(2, 0))
+
+
 VALUES = st.lists(st.integers(-3, 3), min_size=2, max_size=12)
 DTYPES = st.sampled_from([torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float64])
 
