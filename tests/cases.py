@@ -271,9 +271,10 @@ def sensible(case: Case) -> Case:
     new.lse = case.lse and "lse" in takes and new.sink is None and case.compiled == "no"
     new.score = case.score if "scores" in takes and not by_rows and case.compiled == "no" else "no"
     new.autocast = case.autocast and "autocast" in takes
-    # One device's attention, the measure of low precision, has none of these. With equal keys, the query's gradient is
-    # what rounding leaves of terms that cancel.
-    if new.sink is not None or new.lse or new.score != "no" or case.strides in EQUAL_KEYS:
+    # One device's attention, the measure of low precision, has none of these. With equal keys, or one key for each
+    # query, the query's gradient is what rounding leaves of terms that cancel.
+    alone = new.mask == "documents of one" and case.value_dim
+    if new.sink is not None or new.lse or new.score != "no" or case.strides in EQUAL_KEYS or alone:
         new.dtype, new.autocast = "float64", False
     if new.autocast:
         new.dtype = "float32"
