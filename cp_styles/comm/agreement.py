@@ -5,10 +5,10 @@ rows have the same width, and each says for which operation (meeting) it is. So 
 example because a loop is longer on one rank) read each other's rows, instead of waiting or mixing up messages. Ranks
 meet before every attention, and before its backward, where they say of which forward it is. A different number or order
 of calls is therefore noticed at the next attention over the group, forward or backward, or at a function of
-:mod:`cp_styles.batch`. If a rank does none of these any more, the others wait for the timeout of the group.
+:mod:`cp_styles.batch`. If a rank does none of these any more, its peers wait for the timeout of the group.
 
 [Note: agreement without waiting] A rank that knows its lengths starts the meeting and goes on: it makes its plan, packs
-what it will send, or computes what needs nothing of the others. It reads the rows before its first message, and at the
+what it will send, or computes what needs no message. It reads the rows before its first message, and at the
 latest before the attention returns. So an error on one rank is still an error on every rank, and no message was sent
 that nobody receives.
 """
@@ -121,7 +121,7 @@ class StatusRows(list[StatusRow]):
 
     Attributes:
         columns: all ranks' values of each field; ``numbers`` has them for each check.
-        alike: the rows differ in nothing but lengths, so there is nothing to compare.
+        alike: rows differ in nothing but lengths, so there is nothing to compare.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
@@ -146,14 +146,14 @@ def start_status(
     path: str = "",
     state: GroupState | None = None,
 ) -> Callable[[], StatusRows]:
-    """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
+    """Start a meeting. The result returns the rows of all ranks; ``build()`` makes this rank's row, now. See
     [Note: meetings].
 
     Unless the ranks agree (``agrees``), they are those that ``assumed`` gives for ranks that all call alike, from that
     of this rank; None if it is not known. ``path`` is the module that calls, for messages. ``state`` is
     the state of the group, if the caller has it.
 
-    If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
+    If ``build`` raises an Exception, this rank raises it when all know, and its peers raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
     Communication: one all-gather of a row; none unless ``agrees``. If a rank refuses, one of its reason.
 
@@ -172,7 +172,7 @@ def start_status(
             row = build()
     except Exception as error:
         problem = error
-    except BaseException as error:  # an interrupt. A program that goes on after it is not where the others are
+    except BaseException as error:  # an interrupt. A program that goes on after it is not where its peers are
         abort_group(group, error)
         raise
     operations.user, operations.axis = name, axis
@@ -180,7 +180,7 @@ def start_status(
     mine = row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
     if not agrees:
         if problem is not None:
-            abort_group(group, problem)  # the others take part, and wait for this rank's messages
+            abort_group(group, problem)  # its peers take part, and wait for this rank's messages
             raise problem
         if assumed is None:
             raise ValueError(
@@ -195,7 +195,7 @@ def start_status(
         started()
     try:
         started.gathered = start_numbers(numbers, group, state)
-    except BaseException as error:  # the others wait for this rank's row
+    except BaseException as error:  # its peers wait for this rank's row
         abort_group(group, error)
         raise
     return started
@@ -222,7 +222,7 @@ class _StartedMeeting:
         try:
             with named_range("agreement:", self.name):
                 rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
-        except BaseException as error:  # the others may have this rank's row, and count on it
+        except BaseException as error:  # its peers may have this rank's row, and count on it
             abort_group(self.group, error)
             if isinstance(error, RuntimeError):
                 error.add_note(
@@ -252,9 +252,9 @@ class _StartedMeeting:
 def report_failure(name: str, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
-    It does nothing inside a backward, or if the others know already or cannot learn of it: see
+    It does nothing inside a backward, or if its peers know already or cannot learn of it: see
     :class:`~cp_styles.comm.group_state.GroupPhase`.
-    It waits for the others for at most half a minute, because they may be waiting for this rank somewhere else.
+    It waits for its peers for at most half a minute, because they may be waiting for this rank somewhere else.
     """
     state = state_of(group)
     if group.size() > 1 and graph_task_id() < 0 and state.phase is not GroupPhase.TOGETHER:
@@ -339,8 +339,8 @@ def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
     For functions that communicate over ``caller``, all of whose ranks call them. They meet in any case over ``caller``
-    if they have ever attended over it, else over those of its parts: some ranks may be at their next attention, and
-    would not hear of the function. Communication: one all-gather of a row over each such group.
+    if they have ever attended over it, else over the groups of its parts: some ranks may be at their next attention,
+    and would not hear of the function. Communication: one all-gather of a row over each such group.
     """
     # A fact decides that is equal on all ranks of a group: some ranks may have attended over other groups since.
     callers = set(dist.get_process_group_ranks(caller))
@@ -376,7 +376,7 @@ def agree_on_facts(
 ) -> StatusRows:
     """A meeting at which facts are compared. ``describe()`` returns them by name, and what else is in the row.
 
-    ``path`` and ``options`` are those of :func:`start_status`. Raises ValueError on every rank, see :func:`compare`.
+    ``path`` and ``options``: see :func:`start_status`. Raises ValueError on every rank, see :func:`compare`.
     """
     facts: dict[str, Any] = {}
 
@@ -402,7 +402,7 @@ def compare(rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any
         return
     try:
         text = json.dumps({what: short(value) for what, value in facts().items()})
-    except Exception as error:  # the others wait for this rank's texts
+    except Exception as error:  # its peers wait for this rank's texts
         text = json.dumps({"a value without a text": short(f"{type(error).__name__}: {error}")})
     text = text if len(text) <= _ROOM else json.dumps({"the facts": short(text)})
     ranks = [json.loads(text) for text in _texts(text, group)]
@@ -422,7 +422,7 @@ def _texts(text: str, group: dist.ProcessGroup) -> list[str]:
     numbers = list(text.encode(errors="replace").ljust(_ROOM)[:_ROOM])
     try:
         return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
-    except BaseException as error:  # the others wait for this text
+    except BaseException as error:  # its peers wait for this text
         abort_group(group, error)
         raise
 

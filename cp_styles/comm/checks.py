@@ -13,12 +13,12 @@ class Checks:
     """Which checks run: of the calls of all ranks, of their parameters, and of the arguments of models.
 
     **Calls.** By default the ranks agree before every attention, and before every backward of one. Promise: if one rank
-    refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often than the others or
+    refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often than its peers or
     in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in the middle of an
     attention, every rank raises, and the process groups are of no use any more.
 
     **Parameters.** By default all ranks raise :class:`~cp_styles.UnreducedGradientsError` at an attention of the first
-    step after the one in which gradients were not reduced over the sequence axis, or only in part.
+    step after the step in which gradients were not reduced over the sequence axis, or only in part.
 
     **Inputs.** ``ModuleContextParallel`` and ``context_parallel`` refuse mistakes in the arguments of a model. These
     are: no ``position_ids`` for a forward that takes them; positions, under any name, that count from 0 on each rank;
@@ -27,8 +27,8 @@ class Checks:
     number of its tokens is not looked at: :func:`~cp_styles.verify.verify` finds that.
 
     Args:
-        agreement: False: the ranks never agree, and each assumes that the others call as it does. For jobs that ran
-            with the default before. The layout of the attention must be a ``SequenceLayout``, that of the style or
+        agreement: False: the ranks never agree, and each assumes that its peers call as it does. For jobs that ran
+            with the default before. The layout of the attention must be a ``SequenceLayout``, of the style or
             call, or of a ``SequenceScope``. Nothing is promised where ranks differ: if their lengths, plans or order of
             calls differ, a rank waits until the timeout of the process group or the transport raises. If only values
             differ (a scale, a mask with the same shape of plan), the result is silently wrong. Unreduced gradients are

@@ -2,7 +2,7 @@
 
 [Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
 before its first message, and all of them then send and receive what its plan says. A rank that leaves it by an error
-owes the others messages. They would wait for these, or take later messages for them: NCCL matches messages by order,
+owes its peers messages. They would wait for these, or take later messages for them: NCCL matches messages by order,
 and its ranks do not stand still. So such a rank ends its connections over gloo. Every rank that waits for it gets an
 error at once, leaves its own operation, and ends its own connections. All others learn of it at their next meeting,
 which is over gloo too. From then on the group is of no use, and every call over it raises.
@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Operations:
-    """What a group and its parts share: the operations over them. It must not hold the groups, but for ``check``.
+    """State that a group and its parts share: the operations over them. It must not hold the groups, but for ``check``.
 
     Attributes:
         user: the module or function that uses the group, for messages.
         axis: the name of the mesh axis of its ranks, for messages; "group" if only the group is known.
         check: is called once, before the next message over the group or a part of it, or at the next :meth:`settle`. So
-            the ranks agree while each of them prepares, or computes what needs nothing of the others. If it raises, no
+            the ranks agree while each of them prepares, or computes what needs no message. If it raises, no
             message was sent that another rank would have to receive.
-        agreed: the ranks have agreed on the operation that is under way, so the others count on this rank.
-        forwards: the number of attention forwards on which the ranks have agreed. That of a forward names it in its
-            backward.
+        agreed: the ranks have agreed on the operation that is under way, so its peers count on this rank.
+        forwards: the number of attention forwards on which the ranks have agreed. The number of a forward names it in
+            its backward.
         collectives: the same for :mod:`cp_styles.collectives`.
         backward_of: the number of the forward whose backward is under way; 0 in a forward.
         broken: the error by which this rank has left an operation; empty if there was none.
@@ -118,7 +118,7 @@ class GroupState:
         meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.dtensors`.
         in_order: meshes whose ranks are known to be in the order of the group.
         opened: there was a collective on a device.
-        host: gloo beside a group without a CPU backend, for agreement; False if it does not connect the ranks.
+        host: gloo for a group without a CPU backend, for agreement; False if it does not connect the ranks.
         mailbox: the rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and "new"
             before the first one.
         parts: parts of the group, by their ranks. Never the group itself.

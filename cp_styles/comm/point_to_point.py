@@ -1,12 +1,12 @@
 """Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group.
 
-[Note: direct messages] An all-gather of gloo is run by a thread of its own, in 2 (P - 1) messages one after the other.
+[Note: direct messages] An all-gather of gloo is run by a thread of its own, in 2 (P - 1) messages, one by one.
 These messages are posted by the calling thread, all at once. The messages alone take 0.10 ms instead of 0.23 ms on 2
 ranks, 0.8 instead of 3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, which share 2 processor cores. The
 receives of the next gather are posted together with a gather. So a row arrives without waiting for its receiver to ask
 for it, and a rank that comes last does not wait at all.
 
-[Note: numbered gathers] All ranks count the gathers over a group alike, also those that they leave unread. The number
+[Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number
 is in the tag of each message, so a row that was left unread is never taken for one of a later gather. Two ranks
 exchange messages in the order in which they posted them. So when a gather is complete, all earlier ones are. Until then
 their buffers are kept here: gloo stops reading from a rank whose message has lost its buffer.
@@ -45,7 +45,7 @@ from cp_styles.troubleshooting import see
 class TransferError(RuntimeError):
     """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout.
 
-    The process groups are of no use from then on. What the ranks may rely on: see the page "When a rank fails".
+    The process groups are of no use from then on. For guarantees see the page "When a rank fails".
     """
 
 
@@ -53,7 +53,7 @@ class TransferError(RuntimeError):
 class PendingTransfers:
     """Transfers that are running. It keeps their tensors alive. Call :meth:`wait` before you read what was received.
 
-    ``peers`` are the ranks of ``group`` at the other end: one for each work, or all if the works are joined.
+    ``peers`` are the ranks of ``group`` that send or receive: one for each work, or all if the works are joined.
     """
 
     works: Sequence[dist.Work | None]
@@ -68,7 +68,7 @@ class PendingTransfers:
             TransferError: a transfer failed. The others are not waited for, because their ranks may wait themselves.
         """
         # Receives, which come last here, are waited for first: gloo ends each of them at once when a rank has ended. It
-        # forgets a send of which a part is written, and that of a large message would end with the group's timeout.
+        # forgets a send of which a part is written, and a large message would end with the group's timeout.
         for index, work in reversed([*enumerate(self.works)]):
             if work is not None:
                 try:
@@ -199,7 +199,7 @@ def exchange(
         tag = operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
-        # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
+        # As above without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
         # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
         # this thread would move it, and hold a lock for which gloo's thread polls.
         works, peers, tensors = [], [], []
@@ -248,11 +248,11 @@ def batches_of(
     sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: int
 ) -> list[list[Message]]:
     """The messages of :func:`exchange` that are not empty, in batches of at most :data:`MOST_OPERATIONS` operations."""
-    # A rank's batches run one after the other, so the operations of one batch must not need two batches of a peer. The
+    # A rank's batches run one by one, so the operations of one batch must not need two batches of a peer. The
     # batch of a message is a function of what its sender and its receiver both know: how many ranks there are, the
     # distance from sender to receiver, and how many messages went this way between the two before. So both put it into
     # the batch of the same number. All messages of batch n are between batches n, and these can end without any batch
-    # of a higher number. Hence all batches end: those of number 0 first, then those of number 1, and so on. How many
+    # of a higher number. Hence all batches end: number 0 first, then number 1, and so on. How many
     # messages a rank has in all is not asked, because the answers of two ranks differ.
     #
     # The size: a distance has one receiver and one sender for each rank, and a batch has _OF_A_PAIR messages of each.
@@ -273,7 +273,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """All ranks of a group call this at the same place, before the first :func:`exchange` over it on a device.
 
     NCCL sets up a group in its first operation, and all ranks must take part in that. A batch of messages does not
-    involve ranks whose plan has no messages, so the others would wait for ever. Communication: one all-reduce of one
+    involve ranks whose plan has no messages, so their peers would wait for ever. Communication: one all-reduce of one
     number, the first time.
     """
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
@@ -285,10 +285,10 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 # -- a row of numbers from every rank to every other one --
 
-# How many numbers a row has: those of the agreement.
+# How many numbers a row of the agreement has.
 WIDTH = 9
-# Tags from here on belong to these messages. Those of keys, values and gradients have tags from 2**29 on. Users count
-# from 0.
+# Tags from here on belong to these messages. Messages of keys, values and gradients have tags from 2**29 on. Users
+# count from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
 
 
@@ -306,7 +306,8 @@ def end_connections(gloo: Any) -> None:
 
 
 Posted: TypeAlias = dist.Work | RuntimeError
-"""A message that is under way, or the error of posting it. It concerns one rank, and the others get their messages."""
+"""A message that is under way, or the error of posting it. It concerns one rank; the remaining ranks get their
+messages."""
 
 
 class _Gather(NamedTuple):
@@ -342,7 +343,7 @@ class Mailbox:
         let_profilers_record(False)  # requests for the next row may outlive a profiler
         try:
             if before is not None and len(before.sends) < len(self._peers):
-                self._post(number - 1, before)  # the rest, because that was interrupted: the others wait for it
+                self._post(number - 1, before)  # the rest, because that was interrupted: its peers wait for it
             self._post(number, now)
         finally:
             let_profilers_record(True)
@@ -446,7 +447,7 @@ def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
     state, patience = state_of(group), timedelta(seconds=seconds)
-    if state.operations.broken:  # the others know
+    if state.operations.broken:  # its peers know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -512,12 +513,12 @@ def _gather(
 
 
 def _host_of(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
-    """Gloo beside a group without a CPU backend. False if it does not connect all ranks: then all warn."""
+    """Gloo for a group without a CPU backend. False if it does not connect all ranks: then all warn."""
     if not dist.is_gloo_available():
         return False
     try:
         # Ranks may come minutes apart. When all are there, they connect at once or never. The timeout of gloo's
-        # messages is that of its connection, so this one is a trial.
+        # messages is the timeout of its connection, so this connection is a trial.
         texts_of_ranks(group, "cp_styles/arrival", "", patience)
         trial, failure = None, ""
         try:

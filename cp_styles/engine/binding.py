@@ -64,7 +64,7 @@ class ForwardState:
         inputs: these arguments by parameter name; None if nobody has asked for them.
         cuts: those among them that a layout has cut, each with its layout.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
-        path: of the innermost module that runs, below the one that has the style.
+        path: of the innermost module that runs, below the module that has the style.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
     """
 
@@ -96,7 +96,7 @@ class Binding:
         forward_state: state of the module's forward. An error is raised if its attention was not reached.
         checks: what the ranks check of each other.
         model: observes the model whose attention it is; None for functions.
-        site: the number of the module among those of its style, whose names may be equal; 0 for functions.
+        site: the number of the module among the modules of its style, whose names may be equal; 0 for functions.
         in_graphs: what :func:`~cp_styles.engine.custom_ops.config_of` made of it, without and with a named layout, and
             the binding that runs in graphs in its place.
     """
@@ -178,7 +178,8 @@ class Binding:
         return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, whole=whole))
 
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
-        """This binding with a mask beside its own: ``source``, or ``mask_of(source)``. Cached: layers share it."""
+        """This binding with a mask in addition to its own: ``source``, or ``mask_of(source)``. Cached: layers share
+        it."""
         if isinstance(source, Full):
             return self
         key = source, mask_of
@@ -205,7 +206,7 @@ class Binding:
 
         Args:
             tensors: local query, key and value [B, H, S, D]; 4-D if there is no ``problem``.
-            call: the other arguments of the call by name (``is_causal``, ``scale``).
+            call: the remaining arguments of the call by name (``is_causal``, ``scale``).
             keep: whether a backward of the call may follow.
             attn_mask: the mask of the call for the whole sequence.
 
@@ -530,13 +531,14 @@ def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
 
 
 def _as_cut_by(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
-    """The rows of all ranks, from that of one, if they differ in nothing but the lengths that the layout gives them."""
+    """The rows of all ranks, from this rank's row, if they differ in nothing but the lengths that the layout gives
+    them."""
     rows = [row._replace(q_length=length, kv_length=length) for length in layout.lengths]
     return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
 def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
-    """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
+    """The mistake in a mask that is as long as some rank's part; empty if it is not."""
     lengths = rows.columns.kv_length, rows.columns.q_length
     sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
     problem = next((f"{size} {what}" for size, what, parts in sizes if 1 < size != sum(parts) and size in parts), "")

@@ -77,7 +77,7 @@ class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
 
 
 def config_of(scoped: ScopedBinding) -> ConfigInGraph:
-    """What the calls of a style or block take in a graph. If it has no value, the op raises the error."""
+    """The configuration for the calls of a style or block in a graph. If it has no value, the op raises the error."""
     binding, named = scoped.unscoped, scoped.named is not None
     if named not in binding.in_graphs:
         where = binding.name, binding.axis, binding.group.group_name
@@ -107,7 +107,7 @@ def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Sou
         source = source or state_of(group).the(BindingsInGraphs).get(config)
         if source is None:
             raise destroyed_error()
-        if dense is not None:  # the value does not tell Dense masks apart: there is a new binding at every call
+        if dense is not None:  # equal values may stand for different Dense masks: there is a new binding at every call
             bindings[config] = source
             mask = built(config.parts, dense)[2]
             return ScopedBinding(replace(source.unscoped, mask=mask), source.named, source.history)
@@ -326,7 +326,7 @@ def _save(ctx, inputs, output) -> None:
 @first_derivatives_only
 def _differentiate(ctx, grad, _residual, _call, grad_lse):
     q, k, v, out, residual, sink, attn_mask, dense, call, learned, _ = ctx.saved_tensors
-    grad_lse = grad_lse if ctx.wants_lse else None  # else it is that of no elements
+    grad_lse = grad_lse if ctx.wants_lse else None  # else it has no elements
     if grad is None and grad_lse is None:
         return (None,) * 14
     if ctx.shapes:
@@ -402,7 +402,7 @@ def run_forward(
     """``(out_BHLE, lse_BHL, residual)`` of an attention on which the ranks have agreed. lse is empty unless
     ``wants_lse``, and the residual unless ``keep`` or that.
 
-    Communication: that of the strategy.
+    Communication: the strategy's.
     """
     strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
     if (listens := attention_listener.get()) is not None:
@@ -438,8 +438,8 @@ def run_backward(
     """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of the tensors that a score_mod learns.
     ``forward`` is the number of the forward: see :class:`~cp_styles.comm.group_state.GroupState`.
 
-    dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
-    :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
+    dsink and ``shares`` are this rank's share of a sum over the group. Communication:
+    :func:`~cp_styles.comm.agreement.begin_backward`'s, then the strategy's.
     """
     if isinstance(attention.kernel, FlexKernel):
         attention.kernel.check_unchanged()

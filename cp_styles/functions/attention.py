@@ -39,7 +39,7 @@ def context_attention(
     return_lse: bool = False,
     checks: Checks = CHECKS,
 ) -> Any:
-    """Attention over a sequence of which this rank holds a part. The result equals that of one device.
+    """Attention over a sequence of which this rank holds a part. The result equals the result on one device.
 
     Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
     Query, key and value share one floating-point dtype and one device, CPU or CUDA.
@@ -58,8 +58,8 @@ def context_attention(
             explicit mask go to another kernel: see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         scale: factor of the logits; default 1/sqrt(D).
         sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
-            nothing to the output. The same on all ranks. Its gradient is this rank's share: sum it over the group, like
-            that of any parameter.
+            nothing to the output. Equal on all ranks. Its gradient is this rank's share: sum it over the group,
+            as for any parameter.
         seq_dim: 1 for tensors ``[B, L, H, D]``, as flash-attn, DeepSpeed-Ulysses and yunchang have them. The output is
             laid out in the same way.
         return_lse: also return the logsumexp. Not with sinks, with a JointLayout, or in a compiled graph.
@@ -69,8 +69,8 @@ def context_attention(
         ``out_BHLE`` of the local queries, in their dtype. With ``return_lse`` ``(out_BHLE, lse_BHL)``; lse has the
         natural logarithm, -inf for queries without keys, and is differentiable.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy. Backward: that
-    of the strategy.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's. Backward: the
+    strategy's.
 
     Under torch.compile: one opaque op forward and one backward. Make ``mask``, ``layout``, ``strategy`` and ``kernel``
     outside of the compiled function. Changing one of them recompiles; changing lengths or values does not.
@@ -123,5 +123,5 @@ def context_attention(
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
-    """``[B, L, H, D]`` as ``[B, H, L, D]``, or back. What has no such dims is refused later, on every rank."""
+    """``[B, L, H, D]`` as ``[B, H, L, D]``, or back. A tensor without such dims is refused later, on every rank."""
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim == 4 else x

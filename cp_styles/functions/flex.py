@@ -63,7 +63,7 @@ class FlexCall:
                 f"{name}: max_scores are not supported under context parallelism; leave AuxRequest(max_scores=True) out"
             )
         backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
-        if backend not in ("AUTO", "TRITON"):  # the other options tune torch's own kernel and change no result
+        if backend not in ("AUTO", "TRITON"):  # the remaining options tune torch's own kernel and change no result
             raise NotImplementedError(
                 f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that is not supported under context "
                 "parallelism; leave it out"
@@ -95,7 +95,8 @@ def context_flex_attention(
     kernel: Kernel | None = None,
     checks: Checks = CHECKS,
 ) -> Any:
-    """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
+    """torch's flex_attention over a sequence of which this rank holds a part. The result equals the result on one
+    device.
 
     Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
     Query, key and value share one floating-point dtype and one device, CPU or CUDA.
@@ -106,7 +107,7 @@ def context_flex_attention(
         v_BGME: local value.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
-            reads may require grad. Their gradient is this rank's share: sum it over the group, like that of any
+            reads may require grad. Their gradient is this rank's share: sum it over the group, as for any
             parameter.
         block_mask: a BlockMask of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that
             it does not need are not sent.
@@ -124,7 +125,7 @@ def context_flex_attention(
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's.
     :class:`~cp_styles.Ulysses` also sends the logsumexp back if it is requested.
 
     Raises:

@@ -45,9 +45,9 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    """``(out_LBE, None)`` of query [L, B, E], key and value [M, B, ...]; the arguments are those of torch's function.
+    """``(out_LBE, None)`` of query [L, B, E], key and value [M, B, ...]; the arguments are as in torch's function.
 
-    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] are those of the whole sequence. With
+    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] are of the whole sequence. With
     ``is_causal``, ``attn_mask`` is not read. ``attend`` takes the arguments of scaled_dot_product_attention.
 
     Raises:

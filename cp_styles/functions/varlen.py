@@ -44,7 +44,8 @@ def context_varlen_attention(
     kernel: Kernel | None = None,
     checks: Checks = CHECKS,
 ) -> Any:
-    """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
+    """Attention within packed documents. This rank holds a part of the pack; the result equals the result on one
+    device.
 
     Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim, E value head dim, N documents.
     Query, key and value share one floating-point dtype and one device, CPU or CUDA.
@@ -70,7 +71,7 @@ def context_varlen_attention(
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy, for documents
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's, for documents
     that several ranks share.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a part of the sequence does not show: the largest position, and the positions of keys that were joined."""
+"""Facts that a part of the sequence does not show: the largest position, and the positions of keys that were joined."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     """``function(*args, **kwargs)``, a maximum; over all ranks if the tensor is the module's position ids.
 
     "dynamic" and "longrope" rotary embeddings choose their frequencies by ``torch.max(position_ids)``, in whose place a
-    rank has those of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are whole.
+    rank has the positions of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are
+    whole.
 
     Communication: one all-gather of some integers; none after or in a prefill, and none for other tensors.
     """

@@ -48,7 +48,7 @@ def flex_attention(
     Returns:
         The output [B, H, L, E]; ``(out, lse)`` with ``return_lse``, ``(out, AuxOutput)`` with ``return_aux``.
 
-    Communication: none outside. Inside: one agreement of the ranks, then that of the strategy.
+    Communication: none outside. Inside: one agreement of the ranks, then the strategy's.
 
     Raises:
         ValueError, TypeError, NotImplementedError: inside, on every rank, if the input of one is bad, if the ranks
@@ -60,7 +60,7 @@ def flex_attention(
 
         class FlexLayer(torch.nn.Module):
             def forward(self, q, k, v, block_mask):
-                return flex_attention(q, k, v, block_mask=block_mask)  # not the one of torch.nn.attention
+                return flex_attention(q, k, v, block_mask=block_mask)  # not the function of torch.nn.attention
 
         layer = parallelize_module(FlexLayer(), mesh, ModuleContextParallel(layout=contiguous))
         block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1000, 1000, device="cpu")

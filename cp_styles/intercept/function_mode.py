@@ -267,7 +267,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """What the context-parallel module was called with, by the names of its forward's parameters."""
+        """The arguments of the context-parallel module, by the names of its forward's parameters."""
         inputs = self.forward_state.inputs
         if inputs is None:
             module, args, kwargs = self.forward_state.given
@@ -289,8 +289,8 @@ class AttentionCalls(TorchFunctionMode):
         """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. With ``score_mod`` it runs as
-        flex_attention does; if ``mask`` is a PerRow, for one row of the batch after the other. ``refuse`` raises for
-        errors that only this rank may see. Communication and errors are those of
+        flex_attention does; if ``mask`` is a PerRow, row by row of the batch. ``refuse`` raises for
+        errors that only this rank may see. Communication and errors: see
         :func:`~cp_styles.functions.attention.context_attention`.
         """
         self.forward_state.calls += 1
@@ -373,7 +373,7 @@ class AttentionCalls(TorchFunctionMode):
             self.remember()
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
-        """What a recomputation enters."""
+        """The context that a recomputation enters."""
         return self
 
     def remember(self) -> None:

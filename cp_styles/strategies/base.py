@@ -4,9 +4,9 @@ A strategy is a pair of functions of local tensors, forward and backward.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 
-[Note: residual] What a backward needs beside query, key, value and out is in *one* flat tensor of bytes, the residual:
-the logsumexp, and received data that the strategy keeps instead of sending it again. One tensor works through every
-door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it.
+[Note: residual] All that a backward needs, except query, key, value and out, is in *one* flat tensor of bytes, the
+residual: the logsumexp, and received data that the strategy keeps instead of sending it again. One tensor works through
+every door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 
 Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
-"""From a group and the size of its subgroups to those of this rank: see [Note: two levels] in ulysses.py."""
+"""From a group and the size of its subgroups to the subgroups of this rank: see [Note: two levels] in ulysses.py."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Strategy(ABC):
     ) -> ResidualPlaces:
         """The tensors in the residual of a call. See [Note: residual]. Cached in ``attention``.
 
-        Of ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` only the configuration, shapes and dtypes are read.
+        Only configuration, shapes and dtypes of ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` are read.
         """
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Strategy(ABC):
     ) -> torch.Tensor:
         """``lse_BHL`` of the local queries, from the ``residual`` of a forward. -inf for queries without keys.
 
-        ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` are those of the forward.
+        ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` are as in the forward.
         """
 
 

@@ -2,7 +2,7 @@
 
 Both run the same plan. They differ only in their *rounds*: which sources' keys arrive together. Every transfer goes
 directly from owner to user. In the forward a rank receives exactly the rows that its queries attend to. In the backward
-it sends their gradients directly to the owner. So the bytes are those of the plan, the minimum for the layout.
+it sends their gradients directly to the owner. So the bytes are the bytes of the plan, the minimum for the layout.
 
 [Note: moving tensors]
 message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it is the only copy
@@ -89,7 +89,7 @@ class MovingKV(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         heads = at_once = k_BGMD.shape[1]
-        if residual is None:  # no backward: some heads after the others. All ranks count alike, with their mean of keys
+        if residual is None:  # no backward: heads in turns. All ranks count the same, with their mean of keys
             together = max(map(len, self.rounds(attention.ranks)), default=0) * attention.kv_layout.length
             head = k_BGMD.shape[0] * (k_BGMD.shape[3] + v_BGME.shape[3]) * k_BGMD.element_size()
             at_once = max(_LONG * attention.ranks // max(head * together, 1), 1)
@@ -131,7 +131,7 @@ class MovingKV(Strategy):
         queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
         for step in steps:
             arrived = run.arrived(step)
-            # One source after the other, so that the gradients of at most one source wait to be sent.
+            # Source by source, so that the gradients of at most one source wait to be sent.
             for messages in step.gradients:
                 gradients, keys = [], messages.keys
                 if keys is not None:
@@ -155,7 +155,7 @@ class _Setup(NamedTuple):
     Attributes:
         schedule: the steps of this rank.
         levels: what is subtracted from the biases of an additive mask; None if there is nothing.
-        wide: the dtype in which results of tiles are summed, and gradients travel. That of the inputs for one tile
+        wide: the dtype in which results of tiles are summed, and gradients travel. The dtype of the inputs for one tile
             without messages.
         dtype: the dtype of tiles.
         residual: the logsumexp, then the messages that are kept.
@@ -526,13 +526,14 @@ class _GradientReturn:
 
 @dataclass(frozen=True)
 class Ring(MovingKV):
-    """In step s, rank r computes with the keys of rank r - s, while those of rank r - s - 1 are being sent.
+    """In step s, rank r computes with the keys of rank r - s, while the keys of rank r - s - 1 are being sent.
 
     Each rank sends its keys directly to the ranks that need them, and not from neighbour to neighbour. So only needed
     rows are sent, and gradients need P - 1 hops instead of P.
 
-    Communication of one attention. K is the bytes of one rank's keys and values, G those of their gradients (float32 or
-    wider). Forward: at most (P - 1) K. Backward: (P - 1) G, and again the keys that were not kept, (P - 1 - keep) K.
+    Communication of one attention. K is the bytes of one rank's keys and values, G the bytes of their gradients
+    (float32 or wider). Forward: at most (P - 1) K. Backward: (P - 1) G, and again the keys that were not kept, (P - 1 -
+    keep) K.
 
     Memory of one attention on one rank, for any number of ranks. Q is the bytes of its queries (or of the output).
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
@@ -545,8 +546,8 @@ class Ring(MovingKV):
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 
     Attributes:
-        keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
-            sent again. 0 keeps none; the number of ranks keeps all.
+        keep: number of sources whose received keys and values are kept for the backward. Keys and values of other
+            sources are sent again. 0 keeps none; the number of ranks keeps all.
 
     Raises:
         ValueError: ``keep`` is not an integer, or negative.
@@ -568,16 +569,16 @@ class AllGather(MovingKV):
 
     It is an all-gather without the rows that the rank does not need. It has one latency, where a ring has P - 1.
 
-    Communication of one attention: that of :class:`Ring`.
+    Communication of one attention: as :class:`Ring`.
 
     Memory of one attention on one rank: forward and backward each hold all keys and values that the rank needs, at most
     (P - 1) K, while they run. This does not shrink with more ranks. Gradients are sent source by source, so at most
-    those of two sources are alive. Between forward and backward it keeps what a ring keeps.
+    keys of two sources are alive. Between forward and backward it keeps what a ring keeps.
 
     Source: the context parallelism of Llama 3 (Dubey et al., 2024).
 
     Attributes:
-        keep: as that of :class:`Ring`.
+        keep: as in :class:`Ring`.
 
     Raises:
         ValueError: ``keep`` is not an integer, or negative.

@@ -23,7 +23,7 @@ class PackedTiles:
 
     Attributes:
         q, kv: from their first row to their last.
-        rows: of queries and of keys: those of one tile after the other, in as few ranges as possible.
+        rows: of queries and of keys: tile by tile, in as few ranges as possible.
         lengths: the queries of each tile, and the keys of each.
     """
 
@@ -48,13 +48,13 @@ class PackedTiles:
 
 
 Call: TypeAlias = Tile | PackedTiles
-"""What a kernel computes in one call."""
+"""The work of a kernel in one call."""
 
 
 def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
     """The ``tiles`` of one source in the order in which they are computed; those with an explicit mask are the last.
 
-    ``shapes`` are those of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.
+    ``shapes`` are the shapes of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.
     """
     masked = [tile for tile in tiles if tile.cover is Cover.PARTIAL]
     whole = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]

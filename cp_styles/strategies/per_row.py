@@ -1,4 +1,4 @@
-"""Masks that differ between rows of the batch: run a strategy for one row after the other."""
+"""Masks that differ between rows of the batch: run a strategy row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy
 class PerRowStrategy(Strategy):
     """Runs ``inner`` for each row of the batch, with the mask of that row. Bindings choose it for such masks.
 
-    Communication: that of the inner strategy, once for each row. So the number of messages grows with the rows.
+    Communication: the inner strategy's, once for each row. So the number of messages grows with the rows.
     """
 
     inner: Strategy

@@ -138,7 +138,7 @@ class GradientMessages(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is computed together.
+    """Work that is computed together.
 
     Attributes:
         number: its number, from 0.
@@ -192,7 +192,7 @@ def make_schedule(
     v_shape: Shape,
     widening: int,
 ) -> Schedule:
-    """The schedule of ``rank``. See :func:`~cp_styles.plan.make_plan` for the first arguments; ``pattern`` is that of
+    """The schedule of ``rank``. See :func:`~cp_styles.plan.make_plan` for the first arguments; ``pattern`` belongs to
     the mask.
 
     Args:
@@ -203,7 +203,7 @@ def make_schedule(
         q_shape: shape of the local query [B, H, L, D].
         k_shape: shape of the local key [B, G, M, D].
         v_shape: shape of the local value [B, G, M, E].
-        widening: bytes of a number of a gradient over those of a key.
+        widening: bytes of a number of a gradient over the bytes of a key.
     """
     plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles, windows=windows)
     ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
@@ -288,8 +288,8 @@ def make_schedule(
         fields = (arrivals, sources, keys, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
-    # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile. Own keys come
-    # last, while the last gradients are sent; first, if nothing else is there while the first keys are sent.
+    # Steps with kept messages come first: they need not wait, and the remaining messages are sent meanwhile. Own keys
+    # come last, while the last gradients are sent; first, if nothing else is there while the first keys are sent.
     here, away = ([[d for d in arriving if (d in kept) == still] for arriving in rounds] for still in (True, False))
     order = [(arriving, False) for arriving in here if arriving], [(arriving, True) for arriving in away if arriving]
     own_keys = [((0,), False)]

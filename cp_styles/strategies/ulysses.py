@@ -33,14 +33,14 @@ from cp_styles.strategies.moving_kv import Ring
 class Ulysses(Strategy):
     """All-to-all from sequence shards to head shards, attention, and all-to-all back.
 
-    Communication of one attention. Q is the bytes of one rank's query, K' those of its key and value. (A KV head is
+    Communication of one attention. Q is the bytes of one rank's query, K' the bytes of its key and value. (A KV head is
     sent to each rank that has a query head of its group, and to no other.) Forward: (U - 1)/U (2 Q + K'), in two
     all-to-alls. Backward: the same. The inner strategy adds its own. There may be fewer KV heads than ranks, and head
     counts need not divide: then ranks with a head more than others send more than that.
 
     Memory of one attention on one rank. Between forward and backward: the output, its logsumexp, Q + K' for the inputs
     of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K' (twice if
-    the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a message with
+    the layout is not contiguous). In the backward: the inner strategy's, then the gradients, and a message with
     them, or with one of them if they are large.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
@@ -218,7 +218,7 @@ class _Levels:
         ways = [*zip(geometry.exchanges, (shapes[which] for which in self._messages), strict=True)]
         self.ways = [Blocks(way, of_way) for way, of_way in ways]
         back = [(way.adjoint(), of_way) for way, of_way in ways]
-        # From 2 MiB on a rank, one after the other and without packing: each is free before the next one arrives.
+        # From 2 MiB on a rank, one by one and without packing: each is free before the next one arrives.
         if attention.q_layout.length * prod((*q.shape[:2], q.shape[3], q.itemsize)) >= 2**21 * attention.ranks:
             back = [
                 (way._replace(columns=(cut,)), (shape,))

@@ -115,7 +115,7 @@ class AttentionContextParallel(ContextParallelStyle):
     Raises:
         ValueError, TypeError: when applied, for a mesh without the axis, a module that has the style already, or one
             whose forward does not take the three. At a call, on every rank, with the module's name, for inputs that do
-            not fit the layout, masks that are not those of the whole sequence, and calls that differ between ranks.
+            not fit the layout, masks that are not of the whole sequence, and calls that differ between ranks.
         NotImplementedError: at a call, on every rank, for dropout and other arguments that are not supported, and for a
             module whose attention was not reached.
 
@@ -226,7 +226,7 @@ class CoreState:
         # Copying a module copies its hooks and this state. The copy shares the mesh and has its own state.
         module = copy.deepcopy(self.module, memo)
         twin = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
-        twin._holds_parameters = self._holds_parameters  # those of the copy are not there yet
+        twin._holds_parameters = self._holds_parameters  # the copy's are not there yet
         return twin
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -360,7 +360,7 @@ class CoreState:
         return tuple(new_args), new_kwargs
 
     def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise for tensors beside query, key and value. A mask is handed on, for the attention inside."""
+        """Raise for tensors in addition to query, key and value. A mask is handed on, for the attention inside."""
         three = {place for name, place in self._places if name not in kwargs}
         names = list(self._signature.parameters)
         others = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]
@@ -424,7 +424,7 @@ class CoreState:
             return grad
         share = grad.redistribute(placements=[Partial()]).to_local()
         _, form = self._form_of_parameters or ((), None)
-        # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
+        # Gradients of plain parameters are not summed over the remaining axes, so there it must be whole.
         return share if form is None else form.summed(share)
 
 
@@ -464,7 +464,7 @@ class CoreCalls(AttentionCalls):
     Attention on other tensors, which were not made from the module's inputs, is not changed.
     """
 
-    # Of the module's inputs, if other axes cut their heads or batch. It stays until the next inputs, because a
+    # The cut of the module's inputs, if other axes cut their heads or batch. It stays until the next inputs, because a
     # checkpoint in the module runs its attention again without the hooks.
     form: InputForm | None = None
     # While torch.compile traces, in place of ``form``: whether there is one.

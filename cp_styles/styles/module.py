@@ -71,14 +71,14 @@ class ModuleContextParallel(ContextParallelStyle):
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
-    Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then that of the strategy. If
+    Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's. If
     the layout is a balancer that is no function of this package, one more all-gather compares its results.
     Applying the style sends nothing.
 
     Raises:
         ValueError, TypeError: when applied, for a mesh without the axis, a module that has the style already, or a
             pattern in ``local`` that names no module. At a call, on every rank, for inputs that do not fit the layout,
-            masks that are not those of the whole sequence, and calls that differ between ranks.
+            masks that are not of the whole sequence, and calls that differ between ranks.
         NotImplementedError: at a call, on every rank, for dropout, for attention by other functions, and for the
             weights that nn.MultiheadAttention returns unless need_weights=False. Also if no attention was reached. Also
             for attention in an autograd.Function inside, whose backward might run it again as local attention. And
@@ -191,7 +191,7 @@ class _ObservedForward:
 
     Attributes:
         calls: the mode that is entered for it.
-        path: of the module, below the one that has the style.
+        path: of the module, below the module that has the style.
         observers: of the arguments of the module that has the style, and of models inside of it.
     """
 

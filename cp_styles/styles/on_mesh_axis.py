@@ -74,7 +74,7 @@ class OnMeshAxis(ParallelStyle):
 
     mesh_axis: str
 
-    _others: tuple[dist.ProcessGroup, ...] = ()  # the other axes of the mesh that it was given
+    _others: tuple[dist.ProcessGroup, ...] = ()  # the remaining axes of the mesh that it was given
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
@@ -102,7 +102,7 @@ class OnMeshAxis(ParallelStyle):
         """Raise if rows of ``shape`` cannot be cut evenly over the axis: plain parts do not tell how many there are.
 
         The next style would take this rank's part for one of an even cut, and the ranks' messages would not fit. All
-        ranks of the axis see that alike. Those of other axes, which may hold another number of rows, are told.
+        ranks of the axis see that. Ranks of other axes, which may hold another number of rows, are told.
         """
         if not isinstance(placement, Shard):
             return

@@ -30,10 +30,10 @@ def parallelize_module(
         device_mesh: the mesh, which may have several axes: each style of this package takes its own.
         parallelize_plan: a style, or a mapping from names of modules to styles. Each part of a name between dots may
             hold ``*`` and ``?``.
-        src_data_rank: as in torch: the rank of each axis whose parameters the others get, for styles that distribute
+        src_data_rank: as in torch: the rank of each axis whose parameters its peers get, for styles that distribute
             parameters. None: every rank uses its own.
 
-    Communication: that of the styles. Those for context parallelism have none here.
+    Communication: the styles'. Styles for context parallelism send nothing here.
 
     Raises:
         ValueError: a path of the plan matches no module. The message lists similar names.

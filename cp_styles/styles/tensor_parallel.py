@@ -37,7 +37,7 @@ class _EvenOutputs(OnMeshAxis):
 
 class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
     """torch's style that shards a Linear or an Embedding by its output features, over the mesh axis ``mesh_axis``.
-    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
+    Arguments and errors: see :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -61,7 +61,7 @@ class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """torch's style that shards a Linear or an Embedding by its input features, over the mesh axis ``mesh_axis``.
 
     A Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
-    gathered over other axes. Arguments, errors and example are those of :class:`ColwiseParallel`.
+    gathered over other axes. Arguments, errors and example: see :class:`ColwiseParallel`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
 
     As in torch, the parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the
     sequence" is the part of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
-    No communication where the input is cut along the sequence already. Arguments and errors are those of
+    No communication where the input is cut along the sequence already. Arguments and errors: see
     :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
@@ -103,7 +103,7 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
 
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
     """torch's style that makes a module's inputs DTensors, and redistributes them, over the mesh axis ``mesh_axis``.
-    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
+    Arguments and errors: see :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
@@ -132,7 +132,7 @@ class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
 
 class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
     """torch's style that makes a module's outputs DTensors, and redistributes them, over the mesh axis ``mesh_axis``.
-    Arguments and errors are those of :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
+    Arguments and errors: see :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
     Example::
 
