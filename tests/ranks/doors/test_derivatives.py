@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cp_styles import Dense, Ring, Ulysses, context_attention, contiguous
+from cp_styles import AttentionContextParallel, Dense, Ring, Ulysses, context_attention, contiguous, parallelize_module
 from cp_styles.strategies import Strategy
 from cp_styles.testing import RankError, run_ranks
 from tests.doors import EACH, LENGTH, cut_contiguously, door
-from tests.oracle import attention_inputs, randn
-from tests.ranks.attention_case import cp_mesh, on_every_rank
+from tests.oracle import attention_inputs, error, randn
+from tests.ranks.attention_case import EXACT, Core, DenseCore, cp_mesh, on_every_rank
 
 
 def on_ranks(ranks: int, attend: Callable[..., None]) -> str:
@@ -71,6 +72,36 @@ def test_a_first_derivative_that_keeps_its_graph(mesh, rank: int):
             for graph in (False, True)
         ]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name
+
+
+class Seen(Core):
+    def forward(self, query, key, value):
+        self.requires_grad = [x.requires_grad for x in (query, key, value)]
+        return super().forward(query, key, value)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 2), ()], ids=str)
+@on_every_rank(2)
+def test_some_inputs_require_grad(mesh, rank: int, which: tuple[int, ...]):
+    """A module with the style sees which: an operation in place on an input without a gradient is no error."""
+    inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
+    layout = contiguous(LENGTH, 2)
+    whole = [x.clone().requires_grad_(number in which) for number, x in enumerate(inputs)]
+    out = DenseCore()(*whole)
+    expected = torch.autograd.grad(out, [whole[number] for number in which], cotangent) if which else ()
+    core = Seen()
+    calls = {name: partial(cut_contiguously, name, mesh) for name in EACH}
+    calls["seen"] = parallelize_module(core, mesh, AttentionContextParallel(layout=contiguous))
+    for name, attend in calls.items():
+        leaves = [layout.shard(x, 2, rank).clone().requires_grad_(n in which) for n, x in enumerate(inputs)]
+        found = attend(*leaves)
+        assert found.requires_grad == bool(which), name
+        assert error(found.detach(), layout.shard(out.detach(), 2, rank)) < EXACT, name
+        of = [leaves[number] for number in which]
+        grads = torch.autograd.grad(found, of, layout.shard(cotangent, 2, rank)) if which else ()
+        for grad, right in zip(grads, expected, strict=True):
+            assert error(grad, layout.shard(right, 2, rank)) < EXACT, name
+    assert core.requires_grad == [number in which for number in range(3)]
 
 
 @pytest.mark.parametrize("how", ["dual", "jvp", "jacfwd", "inside vmap"])
