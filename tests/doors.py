@@ -36,7 +36,7 @@ LENGTH = 13  # of the whole sequence, where a test does not name another
 
 
 def combined(causal: bool, mask: Mask | None) -> Mask:
-    """What a module's own ``is_causal`` and its style's mask are together."""
+    """The conjunction of a module's own ``is_causal`` and its style's mask."""
     own = Causal() if causal else Full()
     return own if mask is None else mask & own if causal else mask
 
@@ -218,13 +218,13 @@ EACH = ("style", "module", "function", "flex", "score_mod", "varlen", "block")
 def door(
     name: str, mesh: Any, *, causal: bool = True, mask: Mask | None = None, length: int = LENGTH, **options: Any
 ) -> Attend:
-    """What a user of the door ``name`` calls.
+    """The function that a user of the door ``name`` calls.
 
     Args:
         causal: the call is causal, in the words of the door.
         mask: a mask of the package besides, of the style or the function.
         length: the whole sequence's.
-        options: those of the style or function, such as strategy and layout; ``core`` is a user's module.
+        options: of the style or function, such as strategy and layout; ``core`` is a user's module.
     """
     return DOORS[name].make(mesh, causal=causal, mask=mask, length=length, **options)
 

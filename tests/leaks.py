@@ -223,7 +223,7 @@ def a_group(world: World, batch: Batch) -> None:
     dist.destroy_process_group(group)
 
 
-# What a batch may do, and how often.
+# Acts of a batch, and how often.
 DOORS: dict[str, tuple[Callable[[World, Batch], None], int]] = {
     "scoped": (scoped, 8),
     "in_a_module": (in_a_module, 4),

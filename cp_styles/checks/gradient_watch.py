@@ -80,7 +80,7 @@ class UnreducedGradientsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a comparison, equal on all ranks. ``apart``: parameters differ by more than rounding."""
+    """The result of a comparison, equal on all ranks. ``apart``: whether parameters differ by more than rounding."""
 
     text: str
     apart: bool

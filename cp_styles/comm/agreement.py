@@ -121,7 +121,7 @@ class StatusRows(list[StatusRow]):
 
     Attributes:
         columns: all ranks' values of each field; ``numbers`` has them for each check.
-        alike: rows differ in nothing but lengths, so there is nothing to compare.
+        alike: whether rows differ in nothing but lengths, so that there is nothing to compare.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:

@@ -23,8 +23,8 @@ class Checks:
     **Inputs.** ``ModuleContextParallel`` and ``context_parallel`` refuse mistakes in the arguments of a model. These
     are: no ``position_ids`` for a forward that takes them; positions, under any name, that count from 0 on each rank;
     labels that a model of transformers would shift after the cut; windows for which it would make masks from this
-    rank's lengths. A block looks at them when a model first calls attention in it. What a model computes from the
-    number of its tokens is not looked at: :func:`~cp_styles.verify.verify` finds that.
+    rank's lengths. A block looks at them when a model first calls attention in it. Computations from the
+    number of a model's tokens are not looked at: :func:`~cp_styles.verify.verify` finds these.
 
     Args:
         agreement: False: the ranks never agree, and each assumes that its peers call as it does. For jobs that ran

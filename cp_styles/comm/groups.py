@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 from weakref import ref
 
 import torch
@@ -46,21 +46,17 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         return axis, acting(group)
     if isinstance(mesh, dist.ProcessGroup):
         return "group", acting(mesh)
-    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # dist.new_group returns it on ranks outside of the group
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
-    if not _is_axis(mesh):
+    whole, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
+    if not (isinstance(whole, DeviceMesh) and isinstance(axis, str)):
         got = type(mesh).__name__
         raise TypeError(f"{name} needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got {got}")
-    whole, axis = mesh
     if axis not in (whole.mesh_dim_names or ()):
         raise ValueError(f"{name}: the mesh has the axes {whole.mesh_dim_names}, not {axis!r}: name one of them")
     if is_traced():  # torch.compile cannot slice a mesh
         return axis, whole.get_group(axis)
     return axis_and_group(name, whole[axis], ordered=ordered)
-
-
-def _is_axis(mesh: object) -> TypeGuard[tuple[DeviceMesh, str]]:
-    return isinstance(mesh, tuple) and tuple(map(isinstance, mesh, (DeviceMesh, str))) == (True, True)
 
 
 def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:

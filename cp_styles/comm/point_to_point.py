@@ -7,7 +7,7 @@ receives of the next gather are posted together with a gather. So a row arrives 
 for it, and a rank that comes last does not wait at all.
 
 [Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number
-is in the tag of each message, so a row that was left unread is never taken for one of a later gather. Two ranks
+is in the tag of each message, so a row that was left unread is never taken for a row of a later gather. Two ranks
 exchange messages in the order in which they posted them. So when a gather is complete, all earlier ones are. Until then
 their buffers are kept here: gloo stops reading from a rank whose message has lost its buffer.
 """
@@ -296,8 +296,8 @@ def end_connections(gloo: Any) -> None:
     """End all connections of a gloo backend. What other ranks wait for raises on them at once.
 
     Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``. Such a wait needs a connection
-    that still stands. A peer that has ended its own leaves none to it, but others may wait for this rank: so every peer
-    is tried.
+    that still stands. A peer that has ended its own leaves none to it, but a third rank may wait for this one: so every
+    peer is tried.
     """
     never, rank = torch.empty(1, device="cpu"), gloo.rank()
     for distance in range(1, gloo.size()):
@@ -331,7 +331,7 @@ class Mailbox:
         self._started = 0
 
     def start(self, mine: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Send ``mine`` to all others. The number of the gather, and the rows of all ranks, to be read after ``wait``.
+        """Send ``mine`` to all peers. The number of the gather, and the rows of all ranks, to be read after ``wait``.
 
         It never fails: :meth:`wait` says which rank cannot be reached.
         """
@@ -365,8 +365,8 @@ class Mailbox:
                 posted.wait()
             except RuntimeError as error:
                 return peer, error.with_traceback(None)
-        # A rank that has sent its row had asked for this one's before: it is written, or will be. The sends are kept
-        # and not waited for, because such a wait of gloo may not end if the rank has ended since.
+        # A rank that has sent its row had asked for this rank's row before: it is written, or will be. The sends are
+        # kept and not waited for, because such a wait of gloo may not end if the rank has ended since.
         for old in list(self._gathers):
             if old < number:
                 self._gathers.pop(old, None)

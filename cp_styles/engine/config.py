@@ -33,9 +33,8 @@ class AttentionConfig(OpaqueValue):
 
     Attributes:
         parts: strategy, layout, mask and kernel, as :func:`parts_of` has them.
-        scoped: the open SequenceScope applies to the call.
-        named: the user has given a layout.
-        held: a style or block holds the binding, without which the op raises.
+        named: the user has given a layout. The open SequenceScope applies to a function's call without one.
+        held: a style or block holds the binding, to which the open SequenceScope applies. Without it the op raises.
         problem: why there are no parts; the op raises it, on all ranks.
     """
 
@@ -45,7 +44,6 @@ class AttentionConfig(OpaqueValue):
     parts: Any
     agreement: bool
     only_warn: bool
-    scoped: bool
     named: bool
     held: bool = False
     problem: str = ""
@@ -91,13 +89,12 @@ def config_in_graph(
     kernel: Kernel | None,
     *,
     checks: Checks = CHECKS,
-    scoped: bool = False,
     named: bool = False,
     held: bool = False,
 ) -> ConfigInGraph:
     """The configuration as a value. torch.compile traces this function, so it guards each field that is read.
 
-    Local parameters of ``checks`` are not in it. ``scoped``, ``named``, ``held``: see :class:`AttentionConfig`.
+    Local parameters of ``checks`` are not in it. ``named``, ``held``: see :class:`AttentionConfig`.
 
     Raises:
         TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
@@ -106,7 +103,7 @@ def config_in_graph(
     parts = parts_of((strategy, layout, mask, kernel), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
-    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, scoped, named, held)
+    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, named, held)
     return ConfigInGraph(name, config, tensors[0] if tensors else None)
 
 

@@ -83,12 +83,10 @@ def config_of(scoped: ScopedBinding) -> ConfigInGraph:
         where = binding.name, binding.axis, binding.group.group_name
         parts = binding.strategy, binding.layout, binding.mask, binding.kernel
         try:
-            in_graph = config_in_graph(*where, *parts, checks=binding.checks, scoped=True, named=named, held=True)
+            in_graph = config_in_graph(*where, *parts, checks=binding.checks, named=named, held=True)
         except TypeError as error:
             problem = f"under torch.compile {error}"
-            in_graph = ConfigInGraph(
-                where[0], AttentionConfig(*where, (), True, False, True, named, True, problem), None
-            )
+            in_graph = ConfigInGraph(where[0], AttentionConfig(*where, (), True, False, named, True, problem), None)
         # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
         runs = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.named, scoped.history)
         same = binding.group_state.the(BindingsInGraphs)
@@ -114,7 +112,7 @@ def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Sou
     elif source is None or dense is not None:
         checks = Checks(config.agreement, config.only_warn)
         source = Binding(config.name, config.axis, group, *built(config.parts, dense), checks=checks)
-        if config.scoped:
+        if not config.named:
             source = ScopedBinding(source, None, state_of(group).the(ScopeHistory))
     return bindings.put(config, source)
 

@@ -145,8 +145,8 @@ class ModuleContextParallel(ContextParallelStyle):
             getattr(child, self.sink_name, None) is None for child in module.modules()
         ):
             raise ValueError(
-                f"{type(module).__name__} has no module with a parameter {self.sink_name!r}: name the one that holds a "
-                "logit for each query head, or leave sink_name out"
+                f"{type(module).__name__} has no module with a parameter {self.sink_name!r}: name the parameter "
+                "that holds a logit for each query head, or leave sink_name out"
             )
         names = list(module.named_modules(remove_duplicate=False))
         named = {part: [child for path, child in names if matches(path, part)] for part in self.local}

@@ -54,8 +54,8 @@ class OnMeshAxis(ParallelStyle):
     """Mixin for torch's styles (as the first base): adds ``mesh_axis``, and accepts composed meshes.
 
     Inputs are plain tensors of any shape and floating dtype, or DTensors on the axis. Styles of a Linear, an Embedding
-    or a norm also take DTensors on the composed mesh if the other axes cut rows: see :class:`AxisAdapter`. Hooks and
-    other errors are torch's.
+    or a norm also take DTensors on the composed mesh if all remaining axes cut rows: see :class:`AxisAdapter`. Hooks
+    and other errors are torch's.
 
     Args:
         mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
@@ -191,7 +191,7 @@ class AxisAdapter:
         if len(cut) < len(others) or features in cut.values():
             raise ValueError(
                 f"{what}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
-                "placements the sum of the parameter gradients would not be that of one device"
+                "placements the sum of the parameter gradients would not equal the sum on one device"
             )
         if type(placement) is Shard and any(axis > own_axis for axis, dim in cut.items() if dim == placement.dim):
             raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")

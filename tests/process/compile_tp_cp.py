@@ -135,7 +135,7 @@ class Positions(nn.Module):
 
 
 def without_positions(mesh: DeviceMesh) -> tuple[float, int, str]:
-    """Of a model that counts its tokens, compiled: the error and the graphs with positions; what is said without."""
+    """A model that counts its tokens, compiled: the error without positions, and the graphs with them."""
     layout, rank, said = head_tail(LENGTH, 2), mesh.get_local_rank(), "nothing"
     tokens = torch.arange(LENGTH).flip(0).unsqueeze(0)
     mine, places = layout.shard(tokens, 1, rank), layout.positions(rank).unsqueeze(0)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.nightly
 def test_other_layers(on_processes):
-    """Of local tensors, and of replicated keys; masks of heads and joined heads are refused."""
+    """Local tensors, and replicated keys; masks of heads and joined heads are refused."""
     for said in map(json.loads, on_processes["other compiled layers"].said):
         assert max(said["errors"]) < EXACT
         mask, joined = said["refused"]

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.process
 
 
 def sent(done: Finished, proofs: int) -> str:
-    """What rank 0 sends in a step, to the byte. The job compares losses, parameters and first gradients to 1e-9."""
+    """The messages of rank 0 in a step, to the byte. The job compares losses, parameters and first gradients to
+    1e-9."""
     assert done.statuses == [0] * 4, done.said[0]
     without_figures, proved = re.subn(r".*: equal to one device: 30 modules, 21 gradients.*\n", "", done.said[0])
     assert proved == proofs

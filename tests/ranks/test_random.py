@@ -18,7 +18,7 @@ def rows(count: int, whole: int) -> list:
 
 @pytest.mark.parametrize("first", rows(100, 2000))
 def test_attentions(first: int):
-    """By day those in which a rank differs, or a second call: the grid has the others."""
+    """By day cases in which a rank differs, or with a second call: the grid has the remaining cases."""
     for seed in range(first, first + AT_ONCE):
         case = cases.draw(seed)
         if seed < 100 and case.odd is None and case.then is None:

@@ -140,7 +140,7 @@ def test_the_docstring_names_errors():
         left_out = sorted(error for error in errors if error not in each.doc)
         if left_out and not each.overrides:
             wrong.append(f"{each.name} raises {left_out}, and its docstring does not say when")
-    assert looked_at > 200
+    assert looked_at > len(PUBLIC) - 20  # the rest are constructors of dataclasses without a check
     assert not wrong
 
 

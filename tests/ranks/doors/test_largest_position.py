@@ -1,4 +1,4 @@
-"""The largest position inside of a module is the one of the whole sequence, and other maxima stay local."""
+"""The largest position inside of a module is the maximum over the whole sequence, and other maxima stay local."""
 
 from __future__ import annotations
 

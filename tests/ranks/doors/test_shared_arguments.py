@@ -9,19 +9,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_styles import (
     BatchSharder,
     Causal,
+    ModuleContextParallel,
     context_attention,
     context_flex_attention,
     context_varlen_attention,
     contiguous,
     global_loss,
     global_token_count,
+    parallelize_module,
     sum_gradients,
 )
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
 from cp_styles.decoding import KVCache
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence, context_roll
-from tests.doors import causal_scores
+from tests.doors import FlexCore, causal_scores
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, on_every_rank
 
@@ -97,6 +99,18 @@ def test_the_kernel_of_a_call(mesh, rank: int):
 
 @on_every_rank(2)
 def test_no_kernel_computes_a_score_mod(mesh, rank: int):
-    with pytest.raises(NotImplementedError, match=r"ReferenceKernel.* cannot compute a score_mod: leave kernel= out"):
-        context_flex_attention(*Q, mesh, score_mod=causal_scores, kernel=ReferenceKernel())
-    context_flex_attention(*Q, mesh, score_mod=causal_scores)  # the remedy
+    """Neither the kernel of a call nor of a style. Without it, the remedy, both are exact."""
+    expected = context_attention(*Q, mesh, mask=Causal())
+
+    def by_call(**how: ReferenceKernel) -> torch.Tensor:
+        return context_flex_attention(*Q, mesh, score_mod=causal_scores, **how)
+
+    def by_style(**how: ReferenceKernel) -> torch.Tensor:
+        return parallelize_module(FlexCore(score_mod=causal_scores), mesh, ModuleContextParallel(**how))(*Q)
+
+    for call in (by_call, by_style):
+        with pytest.raises(
+            NotImplementedError, match=r"ReferenceKernel.* cannot compute a score_mod: leave kernel= out"
+        ):
+            call(kernel=ReferenceKernel())
+        assert error(call(), expected) < EXACT

@@ -1,4 +1,4 @@
-"""What the grid does not have: heads by turns, large gradients, other forwards, outputs that stay DTensors."""
+"""Cases that the grid does not have: heads by turns, large gradients, other forwards, outputs that stay DTensors."""
 
 from __future__ import annotations
 

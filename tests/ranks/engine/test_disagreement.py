@@ -48,7 +48,7 @@ LAYOUTS = {"balancer": contiguous, "layout": contiguous(LENGTH, RANKS)}
 
 
 class Odd(NamedTuple):
-    """What one of three ranks has different: (rank, field, value). The fields of all, which doors, and the error."""
+    """A difference of one of three ranks: (rank, field, value). The fields of all, which doors, and the error."""
 
     odd: tuple[int, str, Any]
     words: str

@@ -118,7 +118,8 @@ Acts = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def rank_1_leaves(ranks: int, acts: Callable[[int], Acts]) -> list[list[BaseException | None]]:
-    """What the two acts of each rank raise: rank 1 leaves its first one, and all hear of it at once, and afterwards."""
+    """The errors of the two acts of each rank: rank 1 leaves its first act, and all ranks raise at once, and
+    afterwards."""
 
     def on(rank: int) -> tuple[list[BaseException | None], float]:
         both, began = acts(rank), time.monotonic()

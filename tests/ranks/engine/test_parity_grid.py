@@ -32,7 +32,7 @@ def test_grid(part: int):
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_two_values(part: int):
-    """Of all dimensions."""
+    """A covering of all dimensions."""
     names = tuple(name for name in DIMENSIONS if name != "compiled")
     check([*covering(names, compiled="no")[part::PARTS]])
 
@@ -75,7 +75,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_by_name(name: str):
-    """What the grid combines with everything, with plain numbers."""
+    """Guarantees that the grid combines with everything, with plain numbers."""
     assert sensible(NAMED[name]) == NAMED[name]
     verdict = judge(NAMED[name])
     assert verdict.kind == "exact", verdict.words

@@ -132,7 +132,7 @@ def test_equals_one_process_and_sends_the_maps(case):
     assert sent == [each * BATCH * HEADS * KEYS * 8 for each in columns_sent(layout, documents, columns)]
 
 
-# What tests/mixers.py draws with everything else, with plain numbers: rolls and convolutions too.
+# Cases of tests/mixers.py with plain numbers: rolls and convolutions too.
 _SIZES: dict[str, Any] = {"ranks": 3, "length": 13, "batch": 2, "layout": "head_tail"}
 NAMED = {
     **{f"{kind}, a balancer": Mixing(kind=kind, balancer=True, documents=2, heads=(2, groups), keys=3, **_SIZES)
