@@ -62,7 +62,9 @@ def enter(monkeypatch):
 def rows_of(what: str, name: str, ranks: int) -> list[Case]:
     """Rows of the grid with the example in the place of a built-in one, in float64 with a backward, on these ranks."""
     dimension, _, taken = TABLES[what]
+    # Without agreement a balancer, which a block always has, is refused.
     values = {dimension: name, "dtype": "float64", "ranks": ranks, "backward": "once", "autocast": False}
+    values |= {"agreement": "every call"}
     rows = (replace(case, **values) for case in cases.grid() if getattr(case, dimension) == taken)
     return [case for case in dict.fromkeys(rows) if sensible(case) == case]
 
