@@ -604,10 +604,9 @@ def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) ->
             if len(ranks.intersection(note.ranks)) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} is already summed over some of them, by {note.by}, and was not "
-                    "set to None since. A second sum would multiply it by the number of ranks. Sum once, after the "
-                    "last backward of a step, and call zero_grad() before the next one; leave out parameters in front "
-                    "of a collectives.split, or give that grad_scale=GradScale.DOWN"
+                    f"{tuple(parameter.shape)} is already summed over some of them, by {note.by}. A second sum would "
+                    "multiply it by the number of ranks. Sum once, after the last backward of a step, and call "
+                    "zero_grad() before the next one. Leave out parameters in front of a collectives.split"
                     f"{see('Gradients that are summed twice')}"
                 )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -667,9 +666,9 @@ def _refuse_whole(parameters: list[torch.Tensor], in_front: set[int], group: dis
     if whole:
         raise ValueError(
             f"sum_gradients: the gradients of {len(whole)} parameters, of shapes {[tuple(p.shape) for p in whole[:4]]}"
-            ", are the same on all ranks: they are behind a gather with reduce_gradients=False, where each rank "
-            f"computes the whole gradient, and a sum would multiply it by {group.size()}. Gather with "
-            "reduce_gradients=True, and divide the loss by the number of ranks before its backward"
+            ", are the same on all ranks: behind a gather with reduce_gradients=False each rank computes the whole "
+            f"gradient, and a sum would multiply it by {group.size()}. Gather with reduce_gradients=True, and divide "
+            "the loss by the number of ranks before its backward"
             f"{see('Gradients behind a gather')}"
         )
 

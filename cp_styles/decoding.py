@@ -35,7 +35,7 @@ from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import as_attended
-from cp_styles.kernels.base import Where
+from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
@@ -114,10 +114,10 @@ class KVCache(_OverOneGroup):
         self._own = DeviceTables(layout.positions(self._rank, "cpu"))
         self.length = layout.length
         self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
-        self._held = k_BGMD.shape[2]  # how many rows of these are keys and values; the rest is room
+        self._used_rows = k_BGMD.shape[2]  # how many rows of these are keys and values; the rest is room
         self._first = 0  # keys of positions before are not needed any more
         self._freed = 0  # how many of this rank's keys are not stored any more
-        self._unread: Callable[[], int] | None = None
+        self._pending_check: Callable[[], int] | None = None
 
     @property
     def keys(self) -> torch.Tensor:
@@ -165,11 +165,11 @@ class KVCache(_OverOneGroup):
         self.length += k_BGLD.shape[2]
         if rows := new[0].shape[2]:
             frozen = self._kv[0].is_inference() and not torch.is_inference_mode_enabled()
-            if frozen or self._held + rows > self._kv[0].shape[2]:
-                self._store(self._unused(), rows + (self._held + rows) // 8)
+            if frozen or self._used_rows + rows > self._kv[0].shape[2]:
+                self._store(self._unused(), rows + (self._used_rows + rows) // 8)
             for held, x in zip(self._kv, new, strict=True):
-                held[:, :, self._held : self._held + rows] = x
-            self._held += rows
+                held[:, :, self._used_rows : self._used_rows + rows] = x
+            self._used_rows += rows
 
     def crop(self, length: int) -> None:
         """Remove the positions from ``length`` on. Every rank makes the same call. No communication.
@@ -186,7 +186,7 @@ class KVCache(_OverOneGroup):
                 )
             )
         self.length = length
-        self._held = max(self._below(length) - self._freed, 0)
+        self._used_rows = max(self._below(length) - self._freed, 0)
 
     def forget(self, position: int) -> None:
         """Free the keys and values of all positions before ``position``, such as those behind a sliding window.
@@ -195,7 +195,7 @@ class KVCache(_OverOneGroup):
         """
         self._first = max(self._first, min(position, self.length))
         unused = self._unused()
-        if 2 * unused >= self._held > 0:
+        if 2 * unused >= self._used_rows > 0:
             self._store(unused)
 
     def select_rows(self, index_B: torch.Tensor) -> None:
@@ -207,14 +207,14 @@ class KVCache(_OverOneGroup):
 
     def _store(self, first: int, room: int = 0) -> None:
         """Copy the rows from ``first`` on to new memory with ``room`` for more; those before are freed."""
-        held, self._held = slice(first, self._held), self._held - first
+        held, self._used_rows = slice(first, self._used_rows), self._used_rows - first
         for index, x in enumerate(self._kv):
-            self._kv[index] = x.new_empty(*x.shape[:2], self._held + room, x.shape[3])
-            self._kv[index][:, :, : self._held] = x[:, :, held]
+            self._kv[index] = x.new_empty(*x.shape[:2], self._used_rows + room, x.shape[3])
+            self._kv[index][:, :, : self._used_rows] = x[:, :, held]
         self._freed += first
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = tensor[:, :, self._unused() : self._held]
+        view = tensor[:, :, self._unused() : self._used_rows]
         setattr(view, _CACHE, self)
         return view
 
@@ -253,17 +253,17 @@ def cache_of(tensor: torch.Tensor) -> KVCache | None:
 
 
 # Arguments of a forward. The first is transformers' word since 5.24, which takes the older ones until 6 and warns.
-WORDS_FOR_CACHES = ("cache", "past_key_values", "cache_params")
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 def cache_given(inputs: Mapping[str, Any]) -> Any:
     """The cache among the inputs of a model, or None."""
-    return next((inputs[word] for word in WORDS_FOR_CACHES if inputs.get(word) is not None), None)
+    return next((inputs[word] for word in CACHE_ARGUMENTS if inputs.get(word) is not None), None)
 
 
-def word_for_cache(names: Collection[str]) -> str:
+def cache_argument(names: Collection[str]) -> str:
     """By which of the names of its arguments a function takes a cache."""
-    return next((word for word in WORDS_FOR_CACHES if word in names), WORDS_FOR_CACHES[0])
+    return next((word for word in CACHE_ARGUMENTS if word in names), CACHE_ARGUMENTS[0])
 
 
 class LayerCaches(_OverOneGroup):
@@ -367,7 +367,7 @@ class DecodeCall:
 
     Attributes:
         score_mod: as flex_attention takes it.
-        alike: one more number that must be the same on all ranks.
+        equal_number: one more number that must be the same on all ranks.
         refuse: raises for errors that only this rank may see.
         expanded: the keys and values of this rank, if the cache holds what they are computed from, position by
             position.
@@ -380,7 +380,7 @@ class DecodeCall:
     score_mod: ScoreMod | None = None
     kernel: Kernel | None = None
     checks: Checks = CHECKS
-    alike: int = 0
+    equal_number: int = 0
     refuse: Callable[[], None] | None = None
     expanded: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -393,8 +393,8 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
         _agree(name, q_BHLD, held, cache, call)
     with torch.no_grad(), without_function_modes():
         with Operation(cache.group, common=(ValueError, NotImplementedError)):  # these do not depend on the rank
-            if cache._unread is not None:
-                _check_alike(name, cache, cache._unread())
+            if cache._pending_check is not None:
+                _check_equal(name, cache, cache._pending_check())
             q, k, v = as_attended((q_BHLD, *held))
             scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
             kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
@@ -403,12 +403,12 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
                 columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
             out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
             alone = cache.group.size() == 1
-            parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.alike)
+            parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.equal_number)
         if parts is not None:
             outs, lses, numbers = parts
-            cache._unread = read_later((numbers != numbers[:1]).any().long())
+            cache._pending_check = read_later((numbers != numbers[:1]).any().long())
             if q.device.type == "cpu":
-                _check_alike(name, cache, cache._unread())
+                _check_equal(name, cache, cache._pending_check())
             out, lse = merged(outs, lses)
         if call.sink_H is not None:
             out = beside_sink(out, lse, call.sink_H)
@@ -533,17 +533,17 @@ def _part(
     options: dict[str, Any] = {"causal": False, "bias": None if bias is None else bias.to(dtype), "scale": scale}
     if tile.positional:
         queries = torch.arange(cache.length - q.shape[2], cache.length, device=q.device)
-        options["where"] = Where(queries, cache.positions(q.device)[columns], 0)
+        options["where"] = TilePositions(queries, cache.positions(q.device)[columns], 0)
     out, lse = tile.forward(*tensors, **options)
     return out.to(wide), lse.to(wide)
 
 
 def _of_all_ranks(
-    name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, alike: int
+    name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, equal_number: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them, which differs if they decode different
     calls."""
-    number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
+    number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + equal_number) % 2**62).reshape(1)
     mine = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
     parts_PN = mine.new_empty(cache.group.size(), mine.numel())
     with collective(cache.group, name):
@@ -552,7 +552,7 @@ def _of_all_ranks(
     return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), words.contiguous().view(torch.int64)
 
 
-def _check_alike(name: str, cache: KVCache, different: int) -> None:
+def _check_equal(name: str, cache: KVCache, different: int) -> None:
     """Equal on every rank, because all have gathered the same numbers."""
     if different:
         raise ValueError(

@@ -87,7 +87,7 @@ class JointLayout:
 
     def cut(self, x_BHLD: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """The tokens of ``x_BHLD`` that ``rank`` of ``ranks`` takes: its share of the whole ones, and all others."""
-        (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
+        (first, stop), (after, end) = (_token_range(size, rank, ranks) for size in (self.prefix, self.suffix))
         last = x_BHLD.shape[2] - self.suffix
         ranges = ((first, stop), (self.prefix, last), (last + after, last + end))
         return torch.cat([x_BHLD[:, :, start:end] for start, end in ranges], 2)
@@ -95,11 +95,12 @@ class JointLayout:
     def whole(self, out_BHLE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The inverse of :meth:`cut` for the result ``out_BHLE``. Communication: a gather over ``group``, see above."""
         rank, ranks = group.rank(), group.size()
-        (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
+        (first, stop), (after, end) = (_token_range(size, rank, ranks) for size in (self.prefix, self.suffix))
         begin, last = stop - first, out_BHLE.shape[2] - (end - after)
         own = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
         layout = SequenceLayout.from_chunks(
-            (_share(self.prefix, each, ranks), _share(self.suffix, each, ranks, self.prefix)) for each in range(ranks)
+            (_token_range(self.prefix, each, ranks), _token_range(self.suffix, each, ranks, self.prefix))
+            for each in range(ranks)
         )
         text = gather(own, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
@@ -154,15 +155,15 @@ def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceL
         )
     return SequenceLayout.from_chunks(
         [
-            _share(prefix, rank, ranks),
+            _token_range(prefix, rank, ranks),
             *((prefix + start, prefix + stop) for start, stop in cut.chunks[rank]),
-            _share(suffix, rank, ranks, prefix + size),
+            _token_range(suffix, rank, ranks, prefix + size),
         ]
         for rank in range(ranks)
     )
 
 
-def _share(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
+def _token_range(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
     """The share of a rank of ``size`` tokens, the first of which has the position ``begin``."""
     own = contiguous(size, ranks).chunks[rank]
     start, stop = own[0] if own else (0, 0)

@@ -360,10 +360,10 @@ def per_document_head_tail(
     if sum(documents) != length or any(size < 0 for size in documents):
         raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
     if cut_all:
-        return SequenceLayout.from_chunks(_all_over_all(documents, ranks)[1])
-    best = _long_with_short(documents, ranks)
+        return SequenceLayout.from_chunks(_cut_every_document(documents, ranks)[1])
+    best = _pair_documents(documents, ranks)
     if best[0] * ranks * 100 > sum(map(_pairs, documents)) * 102:
-        best = min(best, _all_over_all(documents, ranks), key=itemgetter(0))
+        best = min(best, _cut_every_document(documents, ranks), key=itemgetter(0))
     return SequenceLayout.from_chunks(best[1])
 
 
@@ -397,7 +397,7 @@ def _uncut(documents: Sequence[int]) -> list[_Cut]:
     return [_Cut(end - size, size) for end, size in zip(accumulate(documents), documents, strict=True) if size]
 
 
-def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
+def _cut_every_document(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
     """(Twice the work of the busiest rank, chunks of all ranks) for documents that are all cut over all ranks.
 
     The remainder of a document goes to the ranks with the most room.
@@ -416,8 +416,8 @@ def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[
     return max(work), by_rank
 
 
-def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
-    """As :func:`_all_over_all`, for documents that are cut as :func:`per_document_head_tail` describes."""
+def _pair_documents(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
+    """As :func:`_cut_every_document`, for documents that are cut as :func:`per_document_head_tail` describes."""
     by_rank: list[list[Chunk]] = []
     length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
     whole = _uncut(documents)

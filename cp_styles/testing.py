@@ -117,7 +117,9 @@ def run_ranks(
         _forget_groups()
     if waited and not may_time_out:
         failed = RankError(errors) if errors else None
-        raise RankTimeout(f"ranks waited for the others until the timeout of {timeout_seconds} s: {waited}") from failed
+        raise RankTimeout(
+            f"ranks waited for their peers until the timeout of {timeout_seconds} s: {waited}"
+        ) from failed
     if return_errors:
         results = [errors.get(rank, result) for rank, result in enumerate(results)]
         return results
@@ -294,7 +296,7 @@ class MemoryTrace(TorchDispatchMode):
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Of the tensors among arguments or results of an op. DTensors and other wrappers have no memory of their own."""
+    """The storages of tensors among arguments or results of an op. DTensors and other wrappers have no memory."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not is_traceable_wrapper_subclass(value) and value.device.type != "meta":

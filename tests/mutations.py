@@ -239,7 +239,7 @@ FUZZED = [
     ),
     Mistake(
         "strategy: causal tiles attended in full",
-        "_PlanRun._computed",
+        "_PlanRun._call_kernel",
         "call.cover is Cover.CAUSAL",
         "False",
         "ranks/engine/test_parity_grid.py",
@@ -342,7 +342,7 @@ OTHERS = [
     ),
     Mistake(
         "mixers: ranks that wait for a kernel's state do not hear of its error",
-        "CutSequence.agreed",
+        "CutSequence.compared_call",
         "with Operation(self.group, state):",
         "if True:",
         "ranks/mixers/test_recurrence.py -k error_in_a_kernel",
@@ -420,7 +420,7 @@ OTHERS = [
     Mistake(
         "decoding: room for new tokens counts as keys",
         "KVCache._marked",
-        "self._unused() : self._held]",
+        "self._unused() : self._used_rows]",
         "self._unused() :]",
         "ranks/doors/test_decode.py",
     ),

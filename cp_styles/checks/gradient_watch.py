@@ -80,10 +80,10 @@ class UnreducedGradientsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a comparison, equal on all ranks. ``apart``: whether parameters differ by more than rounding."""
+    """The result of a comparison, equal on all ranks. ``beyond_rounding``: parameters differ by more than that."""
 
     text: str
-    apart: bool
+    beyond_rounding: bool
 
 
 class ParameterWatch(RankCheck):
@@ -182,7 +182,7 @@ class ParameterWatch(RankCheck):
             return None
         with torch.no_grad(), without_dispatch_modes():
             finding = self._examine(looked_at, name, axis, group)
-        if finding is not None and finding.apart:
+        if finding is not None and finding.beyond_rounding:
             self._add(-self._counts)  # whoever goes on is told again
             self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
@@ -192,11 +192,11 @@ class ParameterWatch(RankCheck):
         self._count.attentions += attentions
 
     def _tell(self, finding: Finding, only_warn: bool) -> StatusRow:
-        if finding.apart and not only_warn:
+        if finding.beyond_rounding and not only_warn:
             raise UnreducedGradientsError(finding.text)
-        if not finding.apart and self._warned_of_rounding:
+        if not finding.beyond_rounding and self._warned_of_rounding:
             return StatusRow()
-        self._warned, self._warned_of_rounding = finding.apart, True
+        self._warned, self._warned_of_rounding = finding.beyond_rounding, True
         warnings.warn(finding.text, UnreducedGradientsWarning, stacklevel=2)
         return StatusRow()
 
@@ -259,12 +259,9 @@ class ParameterWatch(RankCheck):
 _PARAMETERS = ("", "From here on the ranks train different models. ")
 _GRADIENTS = ("would, without ZeroRedundancyOptimizer, ", "They made a step with different gradients. ")
 _REMEDY = (
-    "Context parallelism leaves each rank its own share of every gradient. Sum the shares of all parameters: "
-    "sum_gradients(model, mesh[{axis!r}]) between backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP "
-    "over a mesh that contains this axis; cp_styles/batch.py has the line for each. Ranks that began with different "
-    "weights also raise this: give them one seed. If parameters are meant to differ, such as experts that exist on one "
-    "rank only, give the style or call checks=Checks(local=[experts]). Checks(only_warn=True) "
-    "makes this a warning"
+    "Each rank has its own share of every gradient: call sum_gradients(model, mesh[{axis!r}]) between backward() and "
+    "the optimizer's step, or use FSDP2 or DDP over a mesh that contains this axis. Begin with one seed on all ranks. "
+    "Name parameters that are meant to differ, such as experts, in checks=Checks(local=[experts])"
 )
 _ROUNDED = (
     "They differ by no more than sums in another order do. Reduce over this axis last, or over all axes at once, to "

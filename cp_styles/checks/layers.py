@@ -98,10 +98,9 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
             return
     raise NotImplementedError(
         f"{name}: {path} ({type(layer).__name__}) carries values from token to token, and would end at "
-        "this rank's part of them. Call it through context_causal_conv1d (a causal convolution) or "
-        "context_recurrence of cp_styles.mixers; or gather the tokens of all ranks before it "
-        "(cp_styles.collectives.gather) and cut its result. If its input is whole on each rank, as after a "
-        f"gather, or what it mixes stays within a row of its input: local=[{path!r}] of the style"
+        "this rank's part of them. Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers, or "
+        "gather the tokens before it (cp_styles.collectives.gather) and cut its result. If its input is whole on each "
+        f"rank, or it mixes within a row of its input: local=[{path!r}] of the style"
         f"{see('A layer that mixes tokens')}"
     )
 

@@ -87,10 +87,10 @@ class PositionCheck(ForwardObserver):
             advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _OF_TOKENS
             raise ValueError(
                 f"{who} takes {name} and was given none: it would count this rank's tokens from "
-                f"{self._first}. Pass {name}={advice}, as **batch.inputs of BatchSharder does (in a context_parallel "
-                "block the positions of the whole sequence, as one of its buffers; in a Trainer of transformers "
-                "ContextParallelTrainer does it); or apply the style with checks=Checks(inputs=False) if the model "
-                f"does not use them{see('Positions that count from 0')}"
+                f"{self._first}. Pass {name}={advice}, as **batch.inputs of BatchSharder and ContextParallelTrainer "
+                "do; a context_parallel block takes those of the whole sequence as one of its buffers. If the model "
+                "does not use them, apply the style with checks=Checks(inputs=False)"
+                f"{see('Positions that count from 0')}"
             )
 
     def _refuse_positions_of_padding(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import callers
-from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given, word_for_cache
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
 from cp_styles.mask import Chunked, SlidingWindow
@@ -36,7 +36,7 @@ class TransformersCheck(ForwardObserver):
     @classmethod
     def of(cls, module: nn.Module) -> TransformersCheck | None:
         """A check of a forward that takes tokens, labels or caches by these names; None for other forwards."""
-        words = {*_TOKENS, *WORDS_FOR_CACHES, "labels", "pixel_values"}
+        words = {*_TOKENS, *CACHE_ARGUMENTS, "labels", "pixel_values"}
         return cls(module) if words.intersection(parameters_of(module)) else None
 
     def forward_begins(
@@ -57,7 +57,7 @@ class TransformersCheck(ForwardObserver):
         if frame_of("generate") is not None:
             raise NotImplementedError(
                 f"{who} is called by generate() of transformers, which would append a token of its own to each rank's "
-                f"part of the sequence: give it {word_for_cache(self._names)}=prefill(model, input_ids) of "
+                f"part of the sequence: give it {cache_argument(self._names)}=prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of the "
                 "model that has no style"
                 f"{see('generate() without a cache that is cut')}"
@@ -65,9 +65,9 @@ class TransformersCheck(ForwardObserver):
         if pictures := [name for name, x in inputs.items() if x is not None and name.startswith("pixel_values")]:
             raise NotImplementedError(
                 f"{who} makes tokens of {pictures[0]} inside, where its vision tower would attend as if "
-                "each rank had a part of the picture. Apply the style to the language model alone, and let "
-                "cut_inputs_of(model.model.language_model), of cp_styles.integrations.transformers, cut its inputs; or "
-                "apply it to the blocks of the tower alone, between two hooks. Call the model with the whole batch"
+                "each rank had a part of the picture. Apply the style to the language model alone, with "
+                "cut_inputs_of(model.model.language_model) of cp_styles.integrations.transformers, or to the blocks of "
+                "the tower alone, between two hooks"
                 f"{see('Pictures among the tokens')}"
             )
         if self._makes_loss:
@@ -105,8 +105,8 @@ class TransformersCheck(ForwardObserver):
         raise NotImplementedError(
             f"{calls.unscoped.name}: layers of {kind} have {window}, and the model would make their masks from this "
             "rank's part of the tokens. Choose attn_implementation=register_attention() of "
-            "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
-            "mask=SlidingWindow(size - 1) (or Chunked(size)) to the attention modules that have it"
+            "cp_styles.integrations.transformers, or apply a style with mask=SlidingWindow(size - 1) (or "
+            "Chunked(size)) to the attention modules that have it"
             f"{see('A window that a part does not show')}"
         )
 
@@ -147,11 +147,9 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
     if last != expected:
         raise ValueError(
             f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of "
-            f"{layer.length} positions and {new} new tokens it is {expected}: the cache is of another prompt, or "
-            "was used by an earlier generate(); or this is assisted decoding, which runs the whole prompt once "
-            "more whatever the cache holds. Call prefill for each prompt (where prompts share their beginning, "
-            "copy.deepcopy(cache) for each), go on with the whole conversation from its start, and decode without "
-            "an assistant"
+            f"{layer.length} positions and {new} new tokens it is {expected}: the cache is of another prompt, was used "
+            "by an earlier generate(), or an assistant decodes. Call prefill for each prompt, and decode without an "
+            f"assistant{see('A cache of another prompt')}"
         )
 
 
@@ -167,12 +165,10 @@ def _refuse_labels(who: str, inputs: dict[str, Any]) -> None:
         )
     if given("labels") and not given("shift_labels"):
         raise ValueError(
-            f"{who} makes the loss from labels= by itself, on this rank's part: labels would be "
-            "shifted after the cut, and the mean would be of this rank's tokens. Cut the batch by batch = "
-            "BatchSharder(mesh)(batch), with shift=False for labels that are not the next token, and take "
-            "batch.loss(model(**batch.inputs).logits); or pass shift_labels= (made before the cut) and "
-            "num_items_in_batch= (of all ranks) too; in a Trainer of transformers put ContextParallelTrainer "
-            f"before it{see('Labels inside a model')}"
+            f"{who} makes the loss from labels= by itself, on this rank's part: labels would be shifted after the cut. "
+            "Cut the batch by batch = BatchSharder(mesh)(batch), and take batch.loss(model(**batch.inputs).logits); or "
+            "pass shift_labels= (made before the cut) and num_items_in_batch= (of all ranks) too; in a Trainer of "
+            f"transformers put ContextParallelTrainer before it{see('Labels inside a model')}"
         )
     if given("labels") and not given("num_items_in_batch"):
         raise ValueError(

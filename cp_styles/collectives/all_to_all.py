@@ -9,7 +9,7 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import Facts, Group, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives.peers import CallSignature, Group, compare_calls, dim_of, peers_of, signature_of
 from cp_styles.collectives.rows import contiguous_rows, sizes_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import even_sizes, ranges_of
@@ -60,7 +60,7 @@ def all_to_all(
     """
     peers = peers_of(mesh)
 
-    def describe() -> Facts:
+    def describe() -> CallSignature:
         scatter, gather = dim_of(x, scatter_dim, "scatter_dim"), dim_of(x, gather_dim, "gather_dim")
         if scatter == gather:
             raise ValueError(f"scatter_dim and gather_dim are both dim {gather} of {tuple(x.shape)}: they must differ")
@@ -82,9 +82,9 @@ def all_to_all(
             "scatter_sizes": scatter_sizes and tuple(scatter_sizes),
             "gather_sizes": gather_sizes and tuple(gather_sizes),
         }
-        return facts_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
+        return signature_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
 
-    gathered = consult(peers, "all_to_all", describe, checks.agreement)
+    gathered = compare_calls(peers, "all_to_all", describe, checks.agreement)
     scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
     cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
     whole = gathered if gather_sizes is None else tuple(gather_sizes)

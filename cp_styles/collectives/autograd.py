@@ -282,7 +282,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def keep_in_graph(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Identity on x. Its backward also runs the backward of the remaining tensors, with zero gradients, for exchanges
     of which a rank uses nothing.
 

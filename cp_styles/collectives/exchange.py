@@ -111,7 +111,7 @@ class Exchange(NamedTuple):
         assert isinstance(alive, tuple)
         if wire is None or blocks is None:
             return alive
-        wire = arrived(wire, self.peers).view(alive[0].dtype)
+        wire = wait_received(wire, self.peers).view(alive[0].dtype)
         return blocks.unpack_columns(wire) if self.to_columns else blocks.unpack_rows(wire)
 
     @property
@@ -294,7 +294,7 @@ class Blocks:
         return [part.view(*front, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
+def wait_received(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Wait for a functional collective over the peers; its result."""
     if is_traced():
         return wait_tensor(wire)

@@ -9,7 +9,7 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, dim_of, peers_of, signature_of
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.device_copies import numbers_on
@@ -105,8 +105,8 @@ def seq_to_heads(
     single = isinstance(tensors, torch.Tensor)
     listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
 
-    def describe() -> Facts:
-        described = [_head_facts(x, seq_dim, heads_dim) for x in listed]
+    def describe() -> CallSignature:
+        described = [_head_signature(x, seq_dim, heads_dim) for x in listed]
         if not described:
             raise ValueError("seq_to_heads got no tensors: pass (q, k, v)")
         seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
@@ -125,7 +125,7 @@ def seq_to_heads(
             same |= {f"{name} of tensor {index}": fact for name, fact in facts.items()}
         return same, described[0][1]
 
-    lengths = consult(peers, "seq_to_heads", describe, checks.agreement)
+    lengths = compare_calls(peers, "seq_to_heads", describe, checks.agreement)
     rows = rows_of(layout, peers) or contiguous_rows(lengths)
     seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
     queries = listed[0].shape[head]
@@ -188,9 +188,9 @@ def heads_to_seq(
     """
     peers = peers_of(mesh)
 
-    def describe() -> Facts:
+    def describe() -> CallSignature:
         same = {"heads": heads, "layout": layout, "async_op": async_op}
-        facts = _head_facts(x, seq_dim, heads_dim, uneven="heads", **same)
+        facts = _head_signature(x, seq_dim, heads_dim, uneven="heads", **same)
         rows_of_whole(layout, x, seq_dim % x.ndim, peers)
         head = heads_dim % x.ndim
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
@@ -200,7 +200,7 @@ def heads_to_seq(
             )
         return facts
 
-    head_counts = consult(peers, "heads_to_seq", describe, checks.agreement)
+    head_counts = compare_calls(peers, "heads_to_seq", describe, checks.agreement)
     seq, head = seq_dim % x.ndim, heads_dim % x.ndim
     rows = rows_of_whole(layout, x, seq, peers)
     sizes = head_counts if heads is None else even_sizes(heads, peers.size)
@@ -210,11 +210,11 @@ def heads_to_seq(
     return rows.fill(differentiable(op, x, check=checks.agreement)[0], seq)
 
 
-def _head_facts(x: torch.Tensor, seq_dim: int, heads_dim: int, uneven: str = "seq", **same: Any) -> Facts:
+def _head_signature(x: torch.Tensor, seq_dim: int, heads_dim: int, uneven: str = "seq", **same: Any) -> CallSignature:
     seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, heads_dim, "heads_dim")
     if seq == head:
         raise ValueError(f"seq_dim and heads_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
-    return facts_of(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
+    return signature_of(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
 
 
 def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:

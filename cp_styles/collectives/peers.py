@@ -40,24 +40,24 @@ def peers_of(mesh: Group | Peers) -> Peers:
     return Peers(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
-Facts: TypeAlias = tuple[Mapping[str, Any], StatusRow]
+CallSignature: TypeAlias = tuple[Mapping[str, Any], StatusRow]
 """The report of a rank before it communicates: values that must be the same on all ranks, and numbers of its own."""
 
 
-def facts_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> Facts:
-    """Facts of a tensor. Only its size in ``uneven_dim`` may differ between ranks: the number of queries of the row."""
+def signature_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> CallSignature:
+    """The signature of a call with a tensor. Its size in ``uneven_dim`` may differ between ranks."""
     even = tuple("any" if dim == uneven_dim else size for dim, size in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
     facts = {"shape": even, "dtype": x.dtype, "requires_grad": grad, **same}
     return facts, StatusRow(q_length=x.shape[uneven_dim])
 
 
-def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> tuple[int, ...]:
+def compare_calls(peers: Peers, call: str, describe: Callable[[], CallSignature], check: bool) -> tuple[int, ...]:
     """The uneven size of each rank, see :func:`agreed_rows`."""
     return tuple(row.q_length for row in agreed_rows(peers, call, describe, check))
 
 
-def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> Sequence[StatusRow]:
+def agreed_rows(peers: Peers, call: str, describe: Callable[[], CallSignature], check: bool) -> Sequence[StatusRow]:
     """Compare the calls of all ranks; the row of each.
 
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks

@@ -15,7 +15,7 @@ from cp_styles.collectives.autograd import (
     note_whole_gradients,
     scale_gradient,
 )
-from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, dim_of, peers_of, signature_of
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import holds
@@ -125,12 +125,12 @@ def gather(
     """
     peers = peers_of(mesh)
 
-    def describe() -> Facts:
+    def describe() -> CallSignature:
         at = dim_of(x, dim, "dim")
         check_local(rows_of(layout, peers), x, at, peers)
-        return _facts(x, at, at, layout, grad_scale, reduce_gradients=reduce_gradients)
+        return _signature(x, at, at, layout, grad_scale, reduce_gradients=reduce_gradients)
 
-    lengths = consult(peers, "gather", describe, checks.agreement)
+    lengths = compare_calls(peers, "gather", describe, checks.agreement)
     at = dim % x.ndim
     rows = rows_of(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
@@ -183,22 +183,24 @@ def _resolve_whole(
     """The peers, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
     peers = peers_of(mesh)
 
-    def describe() -> Facts:
+    def describe() -> CallSignature:
         at = dim_of(x, dim, "dim")
         rows_of_whole(layout, x, at, peers)
         if not holds(x.dtype, fill):
             raise ValueError(f"a tensor of dtype {x.dtype} cannot hold fill={fill}: give it another dtype, x.long()")
-        return _facts(x, -1, at, layout, grad_scale)
+        return _signature(x, -1, at, layout, grad_scale)
 
-    consult(peers, call, describe, checks.agreement)
+    compare_calls(peers, call, describe, checks.agreement)
     at = dim % x.ndim
     return peers, at, rows_of_whole(layout, x, at, peers)
 
 
-def _facts(x: torch.Tensor, uneven_dim: int, dim: int, layout: Layout, grad_scale: GradScale, **same: bool) -> Facts:
+def _signature(
+    x: torch.Tensor, uneven_dim: int, dim: int, layout: Layout, grad_scale: GradScale, **same: bool
+) -> CallSignature:
     if not isinstance(grad_scale, GradScale):
         raise TypeError(f"grad_scale must be GradScale.NONE, GradScale.DOWN or GradScale.UP, got {grad_scale!r}")
-    return facts_of(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
+    return signature_of(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
 def _apply(op: LinearMap, x: torch.Tensor, checks: Checks) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives.peers import Facts, Group, Peers, consult, peers_of
+from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, peers_of
 from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.point_to_point import collective
 
@@ -54,16 +54,16 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
 
     skeletons: list[Any] = [None] * peers.size
 
-    def describe() -> Facts:
+    def describe() -> CallSignature:
         try:
-            mine = map_leaves(lambda path, leaf: _take_out(path, leaf, device, tensors), sample)
+            mine = map_leaves(lambda path, leaf: _extract_tensor(path, leaf, device, tensors), sample)
             pickle.dumps(mine)  # as torch will
         except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(f"the sample of rank {peers.rank} cannot be sent: {error}") from None
         skeletons[peers.rank] = mine
         return {}, StatusRow()
 
-    consult(peers, "sync_inputs", describe, check=True)
+    compare_calls(peers, "sync_inputs", describe, check=True)
     group = resolve_group(peers.name)
     with collective(group, "cp_styles.collectives"):
         dist.all_gather_object(skeletons, skeletons[peers.rank], group=group)
@@ -82,7 +82,7 @@ class _Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
-def _take_out(path: str, leaf: Any, device: torch.device | str | None, tensors: list[torch.Tensor]) -> Any:
+def _extract_tensor(path: str, leaf: Any, device: torch.device | str | None, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if isinstance(leaf, DTensor) or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:

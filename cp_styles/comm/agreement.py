@@ -108,8 +108,7 @@ assert _OWN + len(StatusRow().numbers) == WIDTH  # such rows travel directly
 
 
 def place_of(which: int, index: int) -> int:
-    """``which`` of several alike, and an index below _INDICES; 0 if they are not known. The ranks compare those that
-    are known."""
+    """``which`` of several equal callers, and an index below _INDICES, as one number. 0 is unknown and matches any."""
     return which * _INDICES + index % _INDICES
 
 
@@ -121,7 +120,7 @@ class StatusRows(list[StatusRow]):
 
     Attributes:
         columns: all ranks' values of each field; ``numbers`` has them for each check.
-        alike: whether rows differ in nothing but lengths, so that there is nothing to compare.
+        equal: whether rows differ in nothing but lengths, so that there is nothing to compare.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
@@ -131,7 +130,7 @@ class StatusRows(list[StatusRow]):
             self.append(StatusRow._make((*row[:_OWN], tuple(row[_OWN:]))))
         fields = tuple(zip(*rows, strict=True))
         self.columns: Any = StatusRow._make((*fields[:_OWN], fields[_OWN:]))
-        self.alike = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
+        self.equal = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
 
 
 def start_status(
@@ -149,9 +148,9 @@ def start_status(
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes this rank's row, now. See
     [Note: meetings].
 
-    Unless the ranks agree (``agrees``), they are those that ``assumed`` gives for ranks that all call alike, from that
-    of this rank; None if it is not known. ``path`` is the module that calls, for messages. ``state`` is
-    the state of the group, if the caller has it.
+    Unless the ranks agree (``agrees``), ``assumed`` makes the rows of all ranks from this rank's row, as if all ranks
+    made the same call; None if they are not known. ``path`` is the module that calls, for messages. ``state`` is the
+    state of the group, if the caller has it.
 
     If ``build`` raises an Exception, this rank raises it when all know, and its peers raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
@@ -230,7 +229,7 @@ class _StartedMeeting:
                     f"of mesh axis {self.axis!r}: one of them has failed, or calls attention fewer times"
                 )
             raise
-        if self.problem is None and rows.alike:
+        if self.problem is None and rows.equal:
             return rows
         reasons = self._reasons(rows)
         if self.problem is not None:
@@ -362,14 +361,14 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
         return False
 
 
-Where: TypeAlias = tuple[str, str, dist.ProcessGroup]
+Caller: TypeAlias = tuple[str, str, dist.ProcessGroup]
 """Who meets: the name of the module or function, the name of the mesh axis, and the group."""
 
 
 def agree_on_facts(
     describe: Callable[[], tuple[Mapping[str, Any], StatusRow]],
     meeting: Meeting,
-    where: Where,
+    where: Caller,
     advice: str = "",
     path: str = "",
     **options: Any,
@@ -390,7 +389,7 @@ def agree_on_facts(
     return rows
 
 
-def compare(rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
+def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
     """Raise ValueError on every rank unless all rows have the same ``facts``.
 
     ``facts()`` are the values of which the number is a hash, by name, so that one of them differs. Messages show short

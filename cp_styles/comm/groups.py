@@ -97,11 +97,11 @@ def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         lines, ranks, group_ranks = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can look at all lines of it.
     ascending = group_ranks == sorted(group_ranks)
-    apart = [ranks] if ranks != group_ranks else [line for line in lines if ascending and line != sorted(line)]
-    if apart:
+    unordered = [ranks] if ranks != group_ranks else [line for line in lines if ascending and line != sorted(line)]
+    if unordered:
         raise ValueError(
-            f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
-            f"{sorted(apart[0])}: make a mesh whose ranks ascend along the axis of the sequence"
+            f"mesh axis {mesh.mesh_dim_names} has the ranks {unordered[0]}, in another order than its process group, "
+            f"{sorted(unordered[0])}: make a mesh whose ranks ascend along the axis of the sequence"
         )
 
 

@@ -188,8 +188,8 @@ def exchange(
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them. On a GPU the messages are one batch, or several where they are many: see :func:`batches_of`. What the ranks
-    have still to check, ``Operations.check``, is checked first.
+    them. On a GPU the messages are one batch, or several where they are many: see :func:`batches_of`. A deferred
+    check of the ranks, ``Operations.check``, runs first.
     """
     tag = 0
     if group is not None:
@@ -533,10 +533,9 @@ def _host_of(group: dist.ProcessGroup, state: GroupState, patience: timedelta | 
     if failures:
         warnings.warn(
             f"{state.operations.name_of(state.operations.user)}: gloo does not connect the ranks of a group without a "
-            "CPU backend. So they agree over NCCL, and the host waits for the device before each attention: set "
-            "GLOO_SOCKET_IFNAME to a network interface by which the machines reach each other, or use "
-            f"init_process_group('cpu:gloo,cuda:nccl'){see('Machines that gloo does not connect')}. "
-            f"gloo says on {len(failures)} ranks, first on {failures[0]}",
+            "CPU backend. So they agree over NCCL, and the host waits for the device before each attention. Set "
+            "GLOO_SOCKET_IFNAME to the network interface between the machines, or use init_process_group('cpu:gloo,"
+            f"cuda:nccl'){see('Machines that gloo does not connect')}. Errors on {len(failures)} ranks: {failures[0]}",
             stacklevel=2,
         )
     return state.host

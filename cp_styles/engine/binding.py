@@ -17,10 +17,10 @@ from cp_styles._compat import graph_task_id, uncompiled, when_destroyed
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
+    Caller,
     Meeting,
     StatusRow,
     StatusRows,
-    Where,
     agree_on_facts,
     compare,
     place_of,
@@ -233,7 +233,7 @@ class Binding:
             return asked.finish(meeting)
         # See [Note: agreement without waiting] in agreement.py.
         self.group_state.operations.check = partial(asked.finish, meeting)
-        return self.as_given
+        return self.with_fixed_layout
 
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
@@ -246,7 +246,7 @@ class Binding:
         return self._calls.get(cuts) or self._calls.put(cuts, ResolvedCall(replace(self), cuts))
 
     @cached_property
-    def as_given(self) -> ResolvedCall:
+    def with_fixed_layout(self) -> ResolvedCall:
         """The call with the layout of this binding, which is a SequenceLayout."""
         assert isinstance(self.layout, SequenceLayout)
         return self.agreed_on((self.layout, self.layout))
@@ -442,7 +442,7 @@ class _AttentionAgreement(CheckedCall):
         whole = sum(columns.q_length), sum(columns.kv_length)
         agreed = binding._calls.get(whole)
         as_expected = agreed is not None and agreed.parts == (columns.q_length, columns.kv_length)
-        if agreed is None or not (as_expected and rows.alike and self.attn_mask is None):
+        if agreed is None or not (as_expected and rows.equal and self.attn_mask is None):
             agreed = self._compared(rows, whole)
         local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
         if state.lengths.get(local) != whole:
@@ -487,7 +487,7 @@ class _AttentionAgreement(CheckedCall):
 
 
 def agreed_layouts(
-    where: Where,
+    where: Caller,
     layout: SequenceLayout | Balancer,
     layout_for: Callable[[int], SequenceLayout],
     whole: tuple[int, int],
@@ -543,14 +543,10 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
     problem = next((f"{size} {what}" for size, what, parts in sizes if 1 < size != sum(parts) and size in parts), "")
     return problem and (
-        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part, as models do that "
-        "make it from the length of their input, and a context_parallel block that has it among its buffers. A mask is "
-        f"the whole sequence's, here of {sum(lengths[0])} keys, the same on all ranks, and no buffer. Pass that one, "
-        "or give the style a mask= (Causal(), SlidingWindow(...)). A model of transformers makes it with "
-        "attn_implementation=register_attention() of cp_styles.integrations.transformers. If these keys are whole on "
-        "each rank, as a text is beside an image that is cut, this one needs no communication: apply the style to the "
-        "other attentions alone (a plan for blocks.*.self_attention), or where one module calls both, call "
-        "context_attention(q, k, v, mesh, layout=layout) for the other one in place of the style"
+        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part. Pass the mask of "
+        f"the whole sequence, here of {sum(lengths[0])} keys, the same on all ranks and no buffer of a block, or give "
+        "the style a mask= (Causal(), SlidingWindow(...)). A model of transformers makes it with "
+        f"attn_implementation=register_attention(){see('A mask of one part')}"
     )
 
 
@@ -561,7 +557,7 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(
             f"{name}: dropout_p={dropout_p} is not supported: the random numbers of the ranks would have to equal "
-            "those of one device. Set dropout to 0, or apply it after the attention"
+            "the numbers of one device. Set dropout to 0, or apply it after the attention"
             f"{see('Dropout in the attention')}"
         )
 

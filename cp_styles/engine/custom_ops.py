@@ -159,7 +159,7 @@ def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
         if mesh_of(tensor) is not None:
             raise TypeError(
                 f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local(). torch's own context_parallel "
-                "makes DTensors: leave that block out, or take the one of cp_styles.torch_api"
+                "makes DTensors: leave that block out, or take context_parallel of cp_styles.torch_api"
             )
         refuse_nested(name, label, tensor)
         if tensor.layout is not _DENSE:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from cp_styles.comm.agreement import Where
+from cp_styles.comm.agreement import Caller
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupState
 
@@ -43,7 +43,7 @@ class CheckedCall:
         orders: a causal attention, and the first of a forward whose inputs no layout is known to have cut.
     """
 
-    where: Where
+    where: Caller
     checks: Checks
     tensors: Sequence[torch.Tensor]
     model: ModelObserver | None = None

@@ -60,8 +60,8 @@ def multi_head_attention(
         )
     if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
         raise NotImplementedError(
-            f"{name}: nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys attends to keys beside "
-            "those of the sequence, which is not supported: make it without"
+            f"{name}: nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys attends to keys in "
+            "addition to the sequence, which is not supported: make it without these options"
         )
     batched = query.ndim == 3
     if not batched:  # the same tensors stay the same

@@ -33,7 +33,7 @@ from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
-from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
+from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -79,7 +79,7 @@ def _attention(
     ``attention_mask`` is what :func:`_mask` returned, or a tensor or BlockMask of the *whole* sequence. ``s_aux`` are
     logits of sinks [H], ``position_bias`` learned biases by distance, as T5 has them. Other arguments are not used.
     """
-    calls = _entered("attention")
+    calls = _require_active_calls("attention")
     name = calls.binding.name
 
     def refuse() -> None:
@@ -157,12 +157,12 @@ def _decode(
             f"{see('A cache that a model changes')}"
         )
     assert cache is not None
-    alike = 0  # a number for the state of the generator from which tokens will be drawn
+    equal_number = 0  # a number for the state of the generator from which tokens will be drawn
     samples = frame_of("_sample") if calls.forward_state.calls == 0 else None
     if samples is not None and samples.f_locals.get("do_sample"):
         on_gpu = query.device.type == "cuda"
-        alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
-    out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, alike=alike, expanded=expanded))
+        equal_number = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
+    out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, equal_number=equal_number, expanded=expanded))
     if cache in past.layers:
         past.attended(past.layers.index(cache), calls.binding.mask & options["mask"])
     return out_BHLE
@@ -230,7 +230,7 @@ def _mask(
     Communication: one all-gather of some integers; and one of position ids, if the position ids of some rank are not
     the positions of one sequence.
     """
-    calls = _entered("a mask", config)
+    calls = _require_active_calls("a mask", config)
     past, encoder = past_of(calls.inputs)
     with without_function_modes():
         if past is not None and past.prefilled:
@@ -375,7 +375,7 @@ def prefill(
     cache.last_position = int(position_ids.max())  # of the token too that generate() will run
     if layout.length:
         rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
-        inputs: dict[str, Any] = {word_for_cache(parameters): cache, "use_cache": True}
+        inputs: dict[str, Any] = {cache_argument(parameters): cache, "use_cache": True}
         if "position_ids" in parameters:
             inputs["position_ids"] = layout.shard(position_ids[..., :-1], -1, rank)
         if "logits_to_keep" in parameters:
@@ -439,7 +439,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     cache = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks))
     cache.prefilled = True
     caches = import_module("transformers").EncoderDecoderCache(cache, encoder_keys(binding, layout))
-    return {"encoder_outputs": outputs, word_for_cache(inspect.signature(type(model).forward).parameters): caches}
+    return {"encoder_outputs": outputs, cache_argument(inspect.signature(type(model).forward).parameters): caches}
 
 
 def _calls_of(model: nn.Module, function: str) -> AttentionCalls:
@@ -584,18 +584,17 @@ class _Pieces:
         return any(isinstance(mask, Causal) for mask in self.masks)
 
 
-def _entered(what: str, config: Any = None) -> AttentionCalls:
+def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
     calls = AttentionCalls.entered()
     if calls is None:
         masks = import_module("transformers.masking_utils")
-        word = word_for_cache(inspect.signature(masks.create_causal_mask).parameters)
+        word = cache_argument(inspect.signature(masks.create_causal_mask).parameters)
         ready = f"; if its language model has it, give the model {_ready_masks(config)}" if config is not None else ""
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
             f"the style to the model (parallelize_module(model, mesh, ModuleContextParallel())){ready}. Or choose "
-            'attn_implementation="sdpa" for one device. The choice stands in model.config: models that were made of '
-            "one config object share it, so give each model a copy.deepcopy(config) of its own. "
-            f"generate() with a static cache asks outside of the model: give it {word}=prefill(model, input_ids)"
+            'attn_implementation="sdpa" for one device; models that were made of one config object share it, so each '
+            f"needs a copy.deepcopy(config). generate() with a static cache: give it {word}=prefill(model, input_ids)"
         )
     return calls
 
@@ -613,7 +612,7 @@ def _ready_masks(config: Any) -> str:
     )
 
 
-def _read(mask_function: Callable[..., Any], name: str, config: Any = None) -> _Pieces:
+def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: Any = None) -> _Pieces:
     """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
     pieces = _Pieces([])
     for function in _conjuncts(mask_function):
@@ -681,7 +680,7 @@ def _mask_of_prompt(
                 "is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        pieces = _read(mask_function, name, config)
+        pieces = _parse_mask_function(mask_function, name, config)
         flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
         if attention_mask is None and pieces.causal:
             inputs = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
@@ -695,7 +694,7 @@ def _mask_of_prompt(
         guess = 0
         if positions_BL is not None:
             device = positions_BL.device
-            whole, layout = _guessed(binding, length)
+            whole, layout = _infer_length(binding, length)
             laid_out = layout is not None and bool((positions_BL == layout.positions(rank, device)).all())
             flags |= _AS_LAID_OUT * laid_out
             counted_BL = torch.arange(length, device=device) + (positions_BL[:, :1] == 1).long()
@@ -744,7 +743,7 @@ def _mask_of_new_tokens(
 ) -> _MaskPaddingLength:
     """The mask of tokens that follow a prefilled prompt. No communication: everything is the same on all ranks."""
     name, whole = calls.binding.name, past.get_seq_length() + length
-    pieces = _read(mask_function, name)
+    pieces = _parse_mask_function(mask_function, name)
     crosses = encoder is not None and not pieces.masks and pieces.chunk is None
     if encoder is not None and crosses:
         whole = encoder.prompt.length
@@ -773,7 +772,7 @@ def _text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
     return ids.expand(batch, length)
 
 
-def _guessed(binding: Binding, length: int) -> tuple[int, SequenceLayout | None]:
+def _infer_length(binding: Binding, length: int) -> tuple[int, SequenceLayout | None]:
     """A length of the whole sequence of which this rank may hold ``length``, and its layout, if it gives it these."""
     if isinstance(binding.layout, SequenceLayout):
         whole = binding.layout.length

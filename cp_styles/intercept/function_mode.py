@@ -113,7 +113,7 @@ class AttentionCalls(TorchFunctionMode):
         self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
         self._in_graph = config_of(scoped)
         self._entries: list[_ModeEntry] = []
-        # Of the module whose forward enters this mode next: the ranks compare which one calls.
+        # The path of the module whose forward enters this mode next: the ranks compare which module calls.
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:

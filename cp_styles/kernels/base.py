@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from cp_styles.kernels.merge import FUSED_MERGE, Merge
 
 
-class Where(NamedTuple):
+class TilePositions(NamedTuple):
     """The global position of a tile.
 
     Attributes:
@@ -38,7 +38,7 @@ class Kernel(ABC):
     NotImplementedError for tensors that the kernel does not take.
     """
 
-    # Whether forward and backward take one more keyword, ``where`` (a Where).
+    # Whether forward and backward take one more keyword, ``where`` (a TilePositions).
     positional: ClassVar[bool] = False
     # Whether many small tiles are cheap, so that the plan need not join them: forward and backward take one more
     # keyword, ``pack``. None, or for tiles of one cover that are given in one call, with no bias: their Pack.

@@ -87,10 +87,10 @@ class ByTile(Kernel):
         return hash(tuple(kernel.content for kernel in (*self.plain, *self.masked)))
 
     def forward(self, *tensors, **options):
-        return self._computed("forward", tensors, 0, **options)
+        return self._call_each_kernel("forward", tensors, 0, **options)
 
     def backward(self, *tensors, **options):
-        return self._computed("backward", tensors, 1, **options)
+        return self._call_each_kernel("backward", tensors, 1, **options)
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         (self.masked if biased else self.plain)[-1].check(q_BHLD, k_BGMD, v_BGME, biased=biased)
@@ -127,13 +127,17 @@ class ByTile(Kernel):
                 return kernel, arguments
         return line[-1], arguments
 
-    def _computed(self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any):
+    def _call_each_kernel(
+        self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any
+    ):
         """``query`` is the index of the query among ``tensors``."""
         kernel, arguments = self.for_tile(tensors[query : query + 3], **options)
         if kernel is not None:
             return getattr(kernel, phase)(*tensors, scale=scale, **arguments)
         single = options | {"pack": None, "scale": scale}
-        return options["pack"].one_by_one(lambda *tile: self._computed(phase, tile, query, **single), tensors, query)
+        return options["pack"].one_by_one(
+            lambda *tile: self._call_each_kernel(phase, tile, query, **single), tensors, query
+        )
 
 
 def _bias_of_band(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from cp_styles._compat import with_derivatives, without_function_modes
 from cp_styles.checksum import digest, fingerprint, version_of
 from cp_styles.introspect import Replacing, code_of
 from cp_styles.kernels.autocast import without_autocast
-from cp_styles.kernels.base import Kernel, Where
+from cp_styles.kernels.base import Kernel, TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
 from cp_styles.kernels.reference import product
 
@@ -56,13 +56,15 @@ class FlexKernel(Kernel):
                     "in place between forward and backward: change a copy of it, or run the backward first"
                 )
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: TilePositions):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
         with as_called_by_torch(q_BHLD.device):
             outs, lses = zip(*map(tile.forward, tile.chunks()), strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: Where):
+    def backward(
+        self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: TilePositions
+    ):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
         whole = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
         dq, dk, dv = [], torch.zeros_like(tile.k), torch.zeros_like(tile.v)
@@ -93,7 +95,7 @@ def as_called_by_torch(device: torch.device) -> Iterator[None]:
 
 class _Tile:
     def __init__(
-        self, kernel: FlexKernel, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float, where: Where
+        self, kernel: FlexKernel, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float, where: TilePositions
     ):
         self.dtype = accumulation_dtype(q.dtype)
         share = q.shape[1] // k.shape[1]

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from cp_styles._compat import RecompileLimitHit
-from cp_styles.kernels.base import Where
+from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.flex import FlexKernel, as_called_by_torch
 from cp_styles.kernels.merge import EMPTY_LSE
 
@@ -41,7 +41,7 @@ class CompiledFlexKernel(FlexKernel):
     a limited number of shapes (``torch._dynamo.config.recompile_limit``; it warns). Further tiles run in plain ops.
     """
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: TilePositions):
         options = {"causal": causal, "bias": bias, "scale": scale, "where": where}
         try:
             with as_called_by_torch(q_BHLD.device), torch.no_grad():
@@ -50,7 +50,9 @@ class CompiledFlexKernel(FlexKernel):
             return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
         return out, lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: Where):
+    def backward(
+        self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: TilePositions
+    ):
         options = {"causal": causal, "bias": bias, "scale": scale, "where": where}
         inputs = (q_BHLD, k_BGMD, v_BGME)
         if all(tensor.ndim for tensor in self.learned):
@@ -67,7 +69,7 @@ class CompiledFlexKernel(FlexKernel):
                 return tuple(gradients)
         return super().backward(grad_BHLE, *inputs, out_BHLE, lse_BHL, **options)
 
-    def _of_tile(self, q, k, v, *, causal: bool, bias: torch.Tensor | None, scale: float, where: Where):
+    def _of_tile(self, q, k, v, *, causal: bool, bias: torch.Tensor | None, scale: float, where: TilePositions):
         """``(out, lse)`` of a tile in torch's kernel. lse is -inf for a query without keys."""
         bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
         variant = getattr(self.score_mod, "__code__", type(self.score_mod)), causal, bias is None

@@ -36,7 +36,7 @@ class FlexMask(Mask):
     and between heads. As in FlexAttention's kernels, the blocks of the BlockMask count first: full blocks are attended
     entirely, absent ones not at all, and ``mask_mod`` decides inside partial ones.
 
-    Each BlockMask object is analyzed once. That evaluates ``mask_mod`` on its partial blocks. If the mask is not a
+    Each BlockMask object is analyzed once: ``mask_mod`` is evaluated on its partial blocks. If the mask is not a
     band, one byte for each pair of a partial block is kept. No communication. The BlockMask must be the same on all
     ranks, which compare the results of the analysis.
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 
-from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
+from cp_styles.collectives.autograd import differentiable, gather_exchange, keep_in_graph
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
-from cp_styles.mixers.fragments import Cut, CutSequence, Described, arguments_of, refuse_arguments, trained
+from cp_styles.mixers.fragments import (
+    Cut,
+    CutSequence,
+    Described,
+    arguments_of,
+    refuse_arguments,
+    requires_grad_by_name,
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,11 @@ def by_channels(
         if not tensors or any(x.ndim < 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
         refuse_arguments(name, named, how.left_out)
-        return tensors, how.seq_dim, {how.wants: bool(named.get(how.wants)), **trained(named.values())}
+        return tensors, how.seq_dim, {how.wants: bool(named.get(how.wants)), **requires_grad_by_name(named.values())}
 
-    with sequence.packed_by(kwargs).agreed(describe) as cut:
+    with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
         out, last = _exchanged(cut, kernel, how, named, check=sequence.checks.agreement)
-    return tied(out) if last is None else (tied(out), last)
+    return keep_in_graph(out) if last is None else (keep_in_graph(out), last)
 
 
 def _exchanged(
@@ -83,8 +90,8 @@ def _exchanged(
     others = {at: x for at, x in named.items() if at not in whole}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
     if low == high:  # fewer channels than ranks
-        out = tied(whole[parts[0]], *whole.values(), *parameters.values())
-        final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
+        out = keep_in_graph(whole[parts[0]], *whole.values(), *parameters.values())
+        final = keep_in_graph(out.new_zeros(*out.shape[:2], *states[:1]), out)
     else:
         others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
         spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from cp_styles._compat import uncompiled
-from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.by_channels import Channels
-from cp_styles.mixers.convolution import convolved, last_rows
+from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
-from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, recurred
+from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.subclassing import BoundToThisRun, put_before_class
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
@@ -101,12 +101,12 @@ def _with_kernels(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> A
 
 def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     layer, x_BLC = bound.args
-    return _mixed(calls, "a token shift", lambda cut: convolved(cut, partial(plain, layer), x_BLC, 1, 2), {})
+    return _mixed(calls, "a token shift", lambda cut: run_convolution(cut, partial(plain, layer), x_BLC, 1, 2), {})
 
 
 def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
-    """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. What a model
-    makes itself is never asked for states, and is taken out of ``arguments``."""
+    """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. A cache that
+    the model has made itself is never asked for states, and is taken out of ``arguments``."""
     past = cache_given(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
@@ -116,7 +116,7 @@ def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
             "not know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
             "cp_styles.integrations.transformers returns"
         )
-    arguments.update({name: None for name in WORDS_FOR_CACHES if name in arguments})
+    arguments.update({name: None for name in CACHE_ARGUMENTS if name in arguments})
     return False
 
 
@@ -136,7 +136,7 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
         name_of_call = f"{binding.name}: {name} of {calls.forward_state.path or 'the module itself'}"
         documents = documents_in(binding.mask)
         sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
-        return run(sequence.packed_by(kwargs))
+        return run(sequence.with_documents_from(kwargs))
 
     return calls.mix(cut)
 
@@ -155,7 +155,7 @@ def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], 
             out = function(**{of_tokens: x}, **arguments)
             return out[0] if isinstance(out, tuple) else out
 
-        return convolved(sequence, conv, x, dim, weight_CW.shape[-1])
+        return run_convolution(sequence, conv, x, dim, weight_CW.shape[-1])
 
     out = _mixed(calls, name, run, arguments)
     return (out, None) if name == "causal_conv1d" else out
@@ -169,7 +169,7 @@ _OF_CONVOLUTIONS = (
 
 def _kernel(how: Any, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments = arguments_of(function, args, kwargs)
-    return _mixed(calls, function.__name__, lambda cut: recurred(cut, function, how, **arguments), arguments)
+    return _mixed(calls, function.__name__, lambda cut: run_recurrence(cut, function, how, **arguments), arguments)
 
 
 def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -208,7 +208,7 @@ def _outputs(how: Channels, calls: AttentionCalls, function: Callable[..., Any],
         return function(**kwargs)[0]
 
     name = getattr(function, "__name__", "the kernel")
-    return _mixed(calls, name, lambda cut: recurred(cut, outputs, how, **arguments), arguments), None
+    return _mixed(calls, name, lambda cut: run_recurrence(cut, outputs, how, **arguments), arguments), None
 
 
 def _mlstm(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
@@ -232,7 +232,7 @@ def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> 
     def conv(x_BCL: torch.Tensor) -> torch.Tensor:
         return layer.conv_1d(x_BCL)[..., : x_BCL.shape[2]]
 
-    x_BCL = _mixed(calls, "conv_1d", lambda cut: convolved(cut, conv, x_BCL, 2, layer.conv1d_width), {})
+    x_BCL = _mixed(calls, "conv_1d", lambda cut: run_convolution(cut, conv, x_BCL, 2, layer.conv1d_width), {})
     return layer.linear_out(layer.rg_lru(x_BCL.mT, position_ids) * layer.act_fn(layer.linear_y(x_BLC))), None
 
 

@@ -11,7 +11,7 @@ import torch
 from cp_styles._compat import start_all_to_all, uncompiled
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.autograd import differentiable
-from cp_styles.collectives.exchange import Tensors, arrived
+from cp_styles.collectives.exchange import Tensors, wait_received
 from cp_styles.collectives.peers import Peers, dim_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
@@ -73,11 +73,11 @@ def context_causal_conv1d(
         out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
     """
     sequence = CutSequence.of_call("context_causal_conv1d", mesh, layout, documents, checks)
-    return convolved(sequence, conv, x, seq_dim, width)
+    return run_convolution(sequence, conv, x, seq_dim, width)
 
 
 @mixing()
-def convolved(
+def run_convolution(
     sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, seq_dim: int, width: int
 ) -> torch.Tensor:
     """:func:`context_causal_conv1d` of a sequence."""
@@ -88,7 +88,7 @@ def convolved(
             raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
         return [x], seq_dim, {"width": width, "seq_dim": seq_dim}
 
-    with sequence.agreed(describe) as cut:
+    with sequence.compared_call(describe) as cut:
         along = seq_dim % x.ndim
         exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
         before = exchanged(cut.peers, exchange, x, along, check=sequence.checks.agreement).tensor_split(
@@ -108,7 +108,7 @@ def convolved(
 
 def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """On every rank the last ``count`` rows of the last document, or as many as it has."""
-    with sequence.agreed(lambda: ([x], dim, {"count": count})) as cut:
+    with sequence.compared_call(lambda: ([x], dim, {"count": count})) as cut:
         plan = rows_from_end(cut.layout, min(count, cut.documents[-1]), cut.peers.rank)
         return exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
 
@@ -148,7 +148,7 @@ class RowsOfOthers(NamedTuple):
         packed, row = rows.index_select(0, leaving), rows.shape[1:]
         if plan.crosses:
             arrive, leave = ([prod(row) * count for count in by_peer] for by_peer in (received, sent))
-            packed = arrived(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name), self.peers)
+            packed = wait_received(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name), self.peers)
             packed = packed.view(len(arriving), *row)
         if not self.home:
             slots = rows.new_zeros(plan.slots, *row).index_copy(0, arriving, packed)

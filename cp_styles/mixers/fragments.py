@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
+from cp_styles.collectives.peers import CallSignature, Peers, agreed_rows, peers_of
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
@@ -239,7 +239,7 @@ class CutSequence:
             check.learn(checks)
         return cls(name, axis, group, layout, packed, checks, refuse)
 
-    def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
+    def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
         ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which say what cu_seqlens says
@@ -267,7 +267,7 @@ class CutSequence:
         return lengths[0] if lengths else None
 
     @contextmanager
-    def agreed(self, describe: Callable[[], Described]) -> Iterator[Cut]:
+    def compared_call(self, describe: Callable[[], Described]) -> Iterator[Cut]:
         """How it is cut, once all ranks know that their calls fit together. In it, they owe each other messages.
 
         Args:
@@ -291,7 +291,7 @@ class CutSequence:
         def layout_for(length: int) -> SequenceLayout:
             return layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, length, peers.size)
 
-        def facts() -> Facts:
+        def facts() -> CallSignature:
             nonlocal documents
             if self.refuse is not None:
                 self.refuse()
@@ -318,7 +318,7 @@ class CutSequence:
             call: dict[str, Any] = {
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
-                **trained(tensors),
+                **requires_grad_by_name(tensors),
                 "layout": fact_of(layout),
                 "documents": documents,
             }
@@ -349,7 +349,7 @@ class CutSequence:
         return Cut(peers, cut, sizes)
 
 
-def trained(arguments: Iterable[Any]) -> dict[str, bool]:
+def requires_grad_by_name(arguments: Iterable[Any]) -> dict[str, bool]:
     """Whether a backward may follow: a fact of a call."""
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
     return {"requires_grad": torch.is_grad_enabled() and needed}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cp_styles._compat import uncompiled
-from cp_styles.collectives.autograd import tied
+from cp_styles.collectives.autograd import keep_in_graph
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
@@ -34,7 +34,7 @@ from cp_styles.mixers.fragments import (
     arguments_of,
     mixing,
     refuse_arguments,
-    trained,
+    requires_grad_by_name,
 )
 
 
@@ -131,8 +131,7 @@ def context_recurrence(
     in which a fragment's map goes to one other rank, ``B H K (V + K)`` numbers (``B H K (V + 1)`` if the recurrence is
     diagonal), or its state, ``B H K V``, in float32 or wider. None if no document crosses ranks. The backward sends the
     same, in the other direction, and ranks compare before each. By channels: one all-to-all, in which a rank sends each
-    other one its tokens of that one's channels, and of what is shared, and one of the output. The backward sends the
-    same.
+    peer its tokens of the peer's channels and of the shared inputs, and one of the output. The backward sends the same.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -153,13 +152,13 @@ def context_recurrence(
     def scan(*args: Any, **kwargs: Any) -> Any:
         called = f"context_recurrence({name})"
         sequence = CutSequence.of_call(called, mesh, layout, documents, checks)
-        return recurred(sequence, kernel, how, *args, **kwargs)
+        return run_recurrence(sequence, kernel, how, *args, **kwargs)
 
     return uncompiled(scan)
 
 
 @mixing()
-def recurred(
+def run_recurrence(
     sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence | Channels, *args: Any, **kwargs: Any
 ) -> Any:
     """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
@@ -172,9 +171,13 @@ def recurred(
         call = _KernelCall(kernel, sequence.name, how, args, kwargs)
         state = call.initial
         begins = state is not None and [list(state.shape), state.requires_grad]
-        return list(call.cut.values()), 1, {how.wants: call.wants, how.state: begins, **trained(call.tensors())}
+        return (
+            list(call.cut.values()),
+            1,
+            {how.wants: call.wants, how.state: begins, **requires_grad_by_name(call.tensors())},
+        )
 
-    with sequence.packed_by(kwargs).agreed(describe) as cut:
+    with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
         outs, states = _states(call, cut, check=sequence.checks.agreement)
     out, final = _outputs(call, outs, states)
     # Kernels of FLA always return two, kernels of mamba-ssm if they are asked for it.
@@ -281,7 +284,7 @@ def _states(
 
     composed = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
     # Every rank takes part in the backward, whether it gives maps or uses them.
-    composed = tied(composed, *call.tensors())
+    composed = keep_in_graph(composed, *call.tensors())
     for exchange in exchanges[:-1]:
         composed = call.after(passed(composed, exchange, columns), composed)
     return outs, passed(composed, exchanges[-1], width)
@@ -295,7 +298,7 @@ def _outputs(
     for fragment, state in zip(waiting, () if states is None else states, strict=False):
         outs[fragment] = call.run(fragment.rows, state)[0]
     parts: Any = list(outs.values())
-    out = torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else tied(call.value, *call.tensors())
+    out = torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else keep_in_graph(call.value, *call.tensors())
     if states is None:
-        return tied(out), None
-    return tied(out, states), None if not call.wants else states[-1].mT if call.transposed else states[-1]
+        return keep_in_graph(out), None
+    return keep_in_graph(out, states), None if not call.wants else states[-1].mT if call.transposed else states[-1]

@@ -65,9 +65,9 @@ def context_roll(
             raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
         return [x], seq_dim, {"shifts": shifts, "seq_dim": seq_dim, "fill": fill}
 
-    with sequence.agreed(describe) as cut:
+    with sequence.compared_call(describe) as cut:
         dim = seq_dim % x.ndim
-        plan, empty = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
+        plan, empty = roll_exchange(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
         out = exchanged(cut.peers, plan, x, dim, check=sequence.checks.agreement)
     if fill:  # slots without a row are zeros already
         out = out.masked_fill(empty.on(x.device)[0].view(-1, *[1] * (x.ndim - 1 - dim)), fill)
@@ -75,7 +75,7 @@ def context_roll(
 
 
 @remembered(16)  # few, because entries have a number for each position, on the device too
-def rolled(
+def roll_exchange(
     layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int
 ) -> tuple[RowExchange, DeviceTables]:
     """The row at each position is needed by the position ``shifts`` behind it, in its document. And of each slot of

@@ -2,8 +2,8 @@
 
 A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
 each end of the interval is constant or grows by one with each position
-(:func:`~cp_styles.mask.linear_pieces.pieces_of`). The same holds for the interval of a source's local rows to which a
-local query row attends. It changes its slope only where an end of the interval reaches another chunk. A rank looks at
+(:func:`~cp_styles.mask.linear_pieces.pieces_of`). So is the interval of a source's local rows to which a local
+query row attends. It changes its slope only where an end of the interval reaches another chunk. A rank looks at
 its own pieces and at the chunks that they reach, in a few tensor operations, and cuts each source's part into tiles
 (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes which of its own rows they need: these are the
 rows that it sends. No rank makes the plan of another.

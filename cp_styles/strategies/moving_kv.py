@@ -36,7 +36,7 @@ from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.base import Where
+from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import Pack, part_of
@@ -254,7 +254,7 @@ class _PlanRun:
             if step.travels:
                 message = received.pop(0)
             elif arrival.kept is not None:
-                message = self._place(arrival)
+                message = self._receive_buffer(arrival)
             else:  # own keys, which may be packed for other ranks
                 message = self._packed.get(arrival.block)
             block = arrival.block
@@ -274,7 +274,9 @@ class _PlanRun:
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     for heads in self._heads(keys):
-                        out, lse = self._computed(self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,))
+                        out, lse = self._call_kernel(
+                            self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,)
+                        )
                         merged.add(heads[0], call.q, out, lse, packed[1])
                         del out, lse  # before the next tile's result is made
 
@@ -298,7 +300,7 @@ class _PlanRun:
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     _, q_index, kv_index = packed
-                    gradients = self._computed(kernel.backward, keys, call, packed, heads, k, v, before, after)
+                    gradients = self._call_kernel(kernel.backward, keys, call, packed, heads, k, v, before, after)
                     tile_dq, tile_dk, tile_dv = gradients
                     del gradients
                     dq.add(heads[0], call.q, tile_dq, q_index)
@@ -325,7 +327,7 @@ class _PlanRun:
             self._packed = {}
             return
         with named_range("step", step.number, "start keys of", *step.sources):
-            places = list(map(self._place, step.arrivals))
+            places = list(map(self._receive_buffer, step.arrivals))
             # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
             for block in self._packed.keys() - dict(step.sends).values():
                 del self._packed[block]
@@ -347,13 +349,13 @@ class _PlanRun:
         key, known = (block, self.q.device), self.attention.known
         return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
 
-    def _place(self, arrival: Arrival) -> torch.Tensor:
+    def _receive_buffer(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
         if arrival.kept is not None and self._kept:
             return self._kept[arrival.kept]
         return self.k.new_empty(arrival.block.size)
 
-    def _computed(
+    def _call_kernel(
         self,
         how: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
@@ -388,7 +390,7 @@ class _PlanRun:
             options["pack"] = pack
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
-            options["where"] = Where(*self._positions(keys, call), first + heads[0][0])
+            options["where"] = TilePositions(*self._positions(keys, call), first + heads[0][0])
         return how(*tensors, **options)
 
     def _packed_rows(self, call: Call) -> _PackedRows:

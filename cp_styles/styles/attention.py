@@ -68,8 +68,8 @@ class AttentionContextParallel(ContextParallelStyle):
 
     The module's inputs, which are this rank's part of the sequence, become DTensors that are sharded along it. The
     attention inside runs over the whole sequence by ``strategy``. Outputs are local again. Forward and backward equal
-    those of one device. Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, or FSDP2
-    or DDP over it).
+    the results of one device. Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, or
+    FSDP2 or DDP over it).
 
     Args:
         mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is used whatever its name.
@@ -94,8 +94,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    that of the strategy. A balancer that is no function of this package costs one all-gather more: its results are
-    compared.
+    the messages of the strategy. A balancer that is no function of this package costs one all-gather more: its results
+    are compared.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -368,9 +368,9 @@ class CoreState:
         for label, value in others:
             if isinstance(value, torch.Tensor) and label not in (*self._names, "attn_mask"):
                 raise NotImplementedError(
-                    f"{self._binding.name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and "
-                    "value. Only an attn_mask of the whole sequence is supported; apply other tensors outside of the "
-                    "module"
+                    f"{self._binding.name}: got a tensor {label!r} of shape {tuple(value.shape)} in addition to query, "
+                    "key and value. Only an attn_mask of the whole sequence is supported; apply other tensors outside "
+                    "of the module"
                 )
 
     def _traced_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -109,7 +109,7 @@ class ModuleContextParallel(ContextParallelStyle):
         if trusted:
             raise TypeError(
                 "ModuleContextParallel: trusted= was removed, because code between the attention calls is not followed "
-                "any more. Name layers of torch whose input is whole on each rank in local=, leave out the others, and "
+                "any more. Name layers of torch whose input is whole on each rank in local=, leave out the rest, and "
                 f"prove the model once by cp_styles.verify.verify{see('A layer that mixes tokens')}"
             )
         self.joint = layout if isinstance(layout, JointLayout) else None
@@ -130,7 +130,7 @@ class ModuleContextParallel(ContextParallelStyle):
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__}: the attribute `forward` of the module itself was set. It hides the forward "
-                "of the class, and would hide that of this style: apply the style first, or to the parent module"
+                "of the class, and would hide the forward of this style: apply the style first, or to the parent module"
             )
         scripted = next((name for child in module.modules() for name in _scripted(child)), None)
         if scripted is not None:

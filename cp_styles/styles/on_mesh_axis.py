@@ -112,8 +112,8 @@ class OnMeshAxis(ParallelStyle):
         problem = ValueError(
             f"{type(self).__name__} on {where}: the size {axis.size()} of mesh axis {self.mesh_axis!r} "
             f"does not divide the {shape[dim]} rows that this rank has of the sequence (dim {dim} of {tuple(shape)}), "
-            "and as plain tensors the parts do not tell how many there are: choose a length whose part on each rank "
-            f"{axis.size()} divides, pad the sequence before it is cut, or leave out sequence parallelism, Shard({dim})"
+            f"and plain parts do not tell how many there are: pad the sequence to a length whose part on each rank "
+            f"{axis.size()} divides, or leave out sequence parallelism, Shard({dim})"
             f"{see('A part that tensor parallelism does not divide')}"
         )
         if not is_traced():

@@ -27,18 +27,19 @@ from torch.distributed.tensor import DTensor
 from cp_styles.checks.proof import Proof, proof_of
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.styles.on_mesh_axis import take_axis
-from cp_styles.verify.compare import Comparison, Leeway, Places, StepResult, gradient_errors, output_errors
-from cp_styles.verify.diagnose import findings, some
+from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
+from cp_styles.verify.diagnose import findings, first_names
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.rounding import Perturbed, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
-    Failure,
     ModelState,
+    StepFailure,
     StepFunction,
     StepRun,
     as_one_rank,
+    broadcast_errors,
     broken_by_error,
     checksums,
     communicates,
@@ -47,7 +48,6 @@ from cp_styles.verify.step import (
     over_own_groups,
     run_step,
     run_together,
-    telling_others,
     weights,
 )
 
@@ -131,7 +131,7 @@ def verify(
     axis = take_axis(mesh, mesh_axis, "verify")
     if present := [name for name, x in model.named_parameters() if x.grad is not None]:
         raise ValueError(
-            f"verify: parameters have gradients ({some(present)}), to which the step would add: call "
+            f"verify: parameters have gradients ({first_names(present)}), to which the step would add: call "
             "model.zero_grad() before, or verify before training"
         )
     title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
@@ -164,7 +164,7 @@ class _Verification:
     def report(self) -> Report:
         """Run, compare, and put everything back."""
         with ending_connections(self._mesh), torch.enable_grad():
-            with telling_others(self._everyone, VerificationError):
+            with broadcast_errors(self._everyone, VerificationError):
                 self._refuse(_differences(self._line(checksums(self._batch, self._model))))
                 self._state, before = ModelState(self._model), weights(self._model, sharded=True)
             try:
@@ -180,7 +180,7 @@ class _Verification:
     def _compared(self, before: dict[str, int]) -> Report:
         many, local = self._together(lambda attentions: Outputs(self._model, _kept))
         layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
-        places = Places(layouts, self._axis.get_local_rank())
+        places = ShardLookup(layouts, self._axis.get_local_rank())
 
         uncut: set[tuple[Key, int]] = set()
 
@@ -191,7 +191,7 @@ class _Verification:
                 uncut.add((key, at))
             return None if part is None else part.expected.clone()
 
-        with telling_others(self._everyone, VerificationError):
+        with broadcast_errors(self._everyone, VerificationError):
             one, expected = self._alone(lambda attentions: Outputs(self._model, rows))
             self._refuse(_changed(before, weights(self._model, sharded=True)))
             self._refuse(_unusable(one, bool(expected.kept)))
@@ -251,8 +251,8 @@ class _Verification:
                     "something is drawn at random. Draw it for the whole sequence from a seed, and cut it as the tokens"
                 ]
             texts = texts or [
-                f"two steps with one rank differ in {f'gradients ({some(drawn)})' if drawn else 'the loss'}: the step "
-                "draws something at random, or goes on from where it was (an iterator, a counter)"
+                f"two steps with one rank differ in {f'gradients ({first_names(drawn)})' if drawn else 'the loss'}: "
+                "the step uses random numbers, or keeps state between calls (an iterator, a counter)"
             ]
         if not texts and not all(_near(loss, losses[0], tolerance) for loss in losses):
             texts = [
@@ -276,8 +276,8 @@ class _Verification:
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
         drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in self._model.modules())
         processes, states = map(set, zip(*self._line((os.getpid(), self._state.drawn_from)), strict=True))
-        alike = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
-        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused, alike))
+        share_state = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
+        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused, share_state))
         all_kinds, all_outputs, all_parameters, all_losses, worsts, unuseds, alikes = zip(*ranks, strict=True)
         first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
         names = dict.fromkeys(name for each in all_parameters for name in each)
@@ -298,16 +298,16 @@ class _Verification:
     def _together(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
         """The step with all ranks."""
         self._state.restore()
-        failures: list[Failure | None] = []
+        failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_own_groups(self._mesh, self._everyone) as own:
             ran = run_together(run, broken_by_error(self._model))
             own.leave()
-            if not isinstance(ran, Failure):
+            if not isinstance(ran, StepFailure):
                 failures = self._everyone(None)  # all ranks have finished or failed: no message is under way
         self._proofs |= own.proofs
         self._progress.step()
-        if isinstance(ran, Failure):
+        if isinstance(ran, StepFailure):
             if communicates(self._model, self._mesh) and not own.all_have_left():
                 # Ranks wait for this one in FSDP2 or DDP, whose groups are the user's.
                 for at in range(self._mesh.ndim):
@@ -315,7 +315,7 @@ class _Verification:
                 raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {ran.text}",)))
             failures = self._everyone(ran)
         self._refuse(_failed(failures), same=True)
-        assert not isinstance(ran, Failure)
+        assert not isinstance(ran, StepFailure)
         return ran
 
     def _alone(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
@@ -344,13 +344,13 @@ class _Verification:
         """Run the step twice more and keep everything, to name the first mistake. No text if it finds none."""
         self._progress.more(2)
         many, local = self._together(partial(Recording, self._model))
-        with telling_others(self._everyone, VerificationError):
+        with broadcast_errors(self._everyone, VerificationError):
             one, whole = self._alone(partial(Recording, self._model))
             layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
             comparison = Comparison(
                 StepResult(whole, one.gradients, one.loss),
                 StepResult(local, many.gradients, many.loss),
-                Places(layouts, self._axis.get_local_rank()),
+                ShardLookup(layouts, self._axis.get_local_rank()),
                 self._line,
                 leeway,
             )
@@ -408,10 +408,10 @@ def _most(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:
 
 
 def _names(wrong: Sequence[Any]) -> str:
-    return some([what if isinstance(what, str) else (what[0] or "the output of the model") for what in wrong])
+    return first_names([what if isinstance(what, str) else (what[0] or "the output of the model") for what in wrong])
 
 
-def _failed(failures: list[Failure | None]) -> list[str]:
+def _failed(failures: list[StepFailure | None]) -> list[str]:
     """Texts for errors of the step on ranks. Ranks that lost the connection to another rank are not the cause."""
     raised = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     ranks: dict[str, list[int]] = {}
@@ -437,7 +437,8 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
         )
     if weights:
         texts.append(
-            f"the ranks begin with different weights ({some(weights)}): give them one seed, or load one state dict"
+            f"the ranks begin with different weights ({first_names(weights)}): give them one seed, or load "
+            "one state dict"
         )
     return texts
 
@@ -446,8 +447,8 @@ def _changed(before: dict[str, int], after: dict[str, int]) -> list[str]:
     """A text for a step that trains the model."""
     names = [name.removeprefix(WEIGHTS) for name in before if after.get(name) != before[name]]
     return names and [
-        f"the step changes parameters ({some(names)}), and they are changed now: load or make them again. Leave the "
-        "optimizer out of the step, and optimizers that run in the backward"
+        f"the step changes parameters ({first_names(names)}), and they are changed now: load or make them again. Leave "
+        "the optimizer out of the step, and optimizers that run in the backward"
     ]
 
 
@@ -459,9 +460,9 @@ def _unusable(one: StepRun, called: bool) -> list[str]:
     if one.loss is not None and not math.isfinite(one.loss):
         return [f"with one rank the loss is {one.loss}: choose a batch and weights for which it is finite"]
     if bad:
-        return [f"with one rank gradients are not finite ({some(bad)}): choose a batch and weights for which they are"]
+        return [f"with one rank gradients are not finite ({first_names(bad)}): choose another batch, or other weights"]
     return list(one.removed) and [
-        f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
+        f"the step removes gradients before it ends ({first_names(one.removed)}), so they cannot be compared: leave "
         "zero_grad() out of it, and optimizers that set gradients to None"
     ]
 

@@ -62,7 +62,7 @@ class ExpectedRows(ExpectedPart):
 
 
 @dataclass(frozen=True)
-class Places:
+class ShardLookup:
     """Which positions a rank holds, by the layouts with which attention ran: of several lengths, or batches."""
 
     layouts: Sequence[SequenceLayout]
@@ -248,7 +248,7 @@ class Comparison:
         loss_gradients: by rank; None where they cannot be compared.
     """
 
-    def __init__(self, one: StepResult, many: StepResult, places: Places, gather: Gather, leeway: Leeway) -> None:
+    def __init__(self, one: StepResult, many: StepResult, places: ShardLookup, gather: Gather, leeway: Leeway) -> None:
         self.one, self.many, self.places, self.gather, self._leeway = one, many, places, gather, leeway
         self.tolerance = leeway.tolerance
         self.calls = one.recording.calls

@@ -112,20 +112,20 @@ class _WrongCall:
         if text := self._without_documents():
             return f"{node}: {text}"
         anywhere = any(self._gather(any(attention is not None for attention in self._ran)))
-        if self._explains(lambda: self._again(local.args, local.kwargs), whole=False):
+        if self._explains(lambda: self._rerun(local.args, local.kwargs), whole=False):
             if any(self._gather(None in self._ran)):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
                     "is an attention that the style does not know: add the module to the plan"
                 )
             if not anywhere:
-                return self._of_part({}, {}, "")
+                return self._cause_if_local_only({}, {}, "")
         inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
         if inside and anywhere:
             calls = self._comparison.local
             outputs = {key: calls[key].output for key in inside if key in calls}
-            if self._explains(lambda: self._again(local.args, local.kwargs, outputs=outputs), whole=False):
-                return self._of_part(inside, outputs, ", in its own code between the modules")
+            if self._explains(lambda: self._rerun(local.args, local.kwargs, outputs=outputs), whole=False):
+                return self._cause_if_local_only(inside, outputs, ", in its own code between the modules")
         if text := self._other_layout():
             return f"{node}: {text}"
         if text := self._pooled():
@@ -134,7 +134,7 @@ class _WrongCall:
         positions = _positions(self._gather(set() if wrong is None else wrong[0]))
         return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
-    def _of_part(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
+    def _cause_if_local_only(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
         """The cause if each rank's result is the result of its part alone, as if it were a whole sequence.
 
         If modules in the call are right, ``inside`` is what they return on one process, and on this rank.
@@ -146,16 +146,20 @@ class _WrongCall:
 
         def run(change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> list[torch.Tensor]:
             args, kwargs, outputs = self._changed(wholes, parts, change)
-            return self._again(args, kwargs, outputs=outputs)
+            return self._rerun(args, kwargs, outputs=outputs)
 
-        mixes = _holds(lambda: self._differs_here(run(self._others_changed)))
+        mixes = _true_without_error(lambda: self._differs_here(run(self._others_changed)))
         if any(self._gather(mixes)):
             return (
                 f"{self._node}: it carries values from token to token{code}, and no attention that a style takes over "
                 "does that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
-                f"operations): each rank's ends at its own part. {self._lost()}{see('A layer that mixes tokens')}"
+                f"operations): each rank's ends at its own part. {self._count_missing_rows()}"
+                f"{see('A layer that mixes tokens')}"
             )
-        where, counts = f"{self._where} on each rank is that", _holds(lambda: self._is_first(run(self._own_first)))
+        where, counts = (
+            f"{self._where} on each rank is that",
+            _true_without_error(lambda: self._is_first(run(self._own_first))),
+        )
         if all(self._gather(counts)):
             return f"{where} of the first positions: positions are forgotten.{_GIVE_POSITIONS}"
         return (
@@ -163,7 +167,7 @@ class _WrongCall:
             "not known"
         )
 
-    def _lost(self) -> str:
+    def _count_missing_rows(self) -> str:
         """How many tokens at the beginning of each part are wrong, and the function that passes on what they miss."""
         wrong, reach, longest = self._wrong_positions(), 0, 0
         first_is_wrong = wrong is None
@@ -195,10 +199,10 @@ class _WrongCall:
         args = [None if name in names else x for name, x in zip(node.names, node.args, strict=False)]
         args = (*args, *node.args[len(args) :])
         kwargs = {name: None if name in names else x for name, x in node.kwargs.items()}
-        if not names or not self._explains(lambda: self._again(args, kwargs)):
+        if not names or not self._explains(lambda: self._rerun(args, kwargs)):
             return None
         return (
-            f"documents are not kept apart: the ranks got its output without {', '.join(names)}, so a state goes on "
+            f"documents are not separated: the ranks got its output without {', '.join(names)}, so a state goes on "
             "from one document to the next. Give context_recurrence or context_causal_conv1d the documents of the "
             "whole sequence (documents=), or open a SequenceScope(layout, mask=Documents(...))"
         )
@@ -264,7 +268,7 @@ class _WrongCall:
             total = all_squares(errors)
             return total is not None and total.error() <= self._comparison.tolerance and (whole or None not in errors)
 
-        return all(self._gather(_holds(ask)))
+        return all(self._gather(_true_without_error(ask)))
 
     def _pooled(self) -> str:
         """The cause if what is wrong has no rows of tokens on any rank."""
@@ -301,7 +305,7 @@ class _WrongCall:
             f"{attended.pop().describe()}. Give all styles the layout with which the step cuts"
         )
 
-    def _again(
+    def _rerun(
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -348,7 +352,7 @@ class _WrongCall:
         return {position for position, *row in rows if not self._equal(*row)}, part.layout
 
 
-def _holds(ask: Callable[[], bool]) -> bool:
+def _true_without_error(ask: Callable[[], bool]) -> bool:
     try:
         return ask()
     except Exception:  # of a module that cannot be run by itself, or with other values
@@ -384,9 +388,9 @@ def _in_loss(comparison: Comparison) -> list[str]:
     if of_count:
         why = "each rank has divided by the number of its own tokens"
     return [
-        f"the loss: its gradient is {', '.join(f'{x:.4g}' for x in factors)} times that of one process on the ranks, "
-        f"in turn: {why}. Divide the sum by the tokens of all: global_loss(losses, global_token_count(labels, mesh), "
-        "mesh)"
+        f"the loss: its gradient is {', '.join(f'{x:.4g}' for x in factors)} times the gradient of one process on the "
+        f"ranks, in turn: {why}. Divide the sum by the tokens of all: global_loss(losses, global_token_count(labels, "
+        "mesh), mesh)"
     ]
 
 
@@ -397,7 +401,7 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
     partly = kinds.pop(("right", 1.0), None)
     first, texts = _first_wrong_gradient(comparison), []
     for (kind, by), names in kinds.items():
-        what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({some(names)})"
+        what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({first_names(names)})"
         if kind == "share":
             texts.append(
                 f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
@@ -408,7 +412,7 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
             texts.append(f"{what} are not finite on the ranks{first}. The cause is not known")
         elif kind == "times" and not first:
             why = _why_times(by, comparison.loss_factor(), axis.size())
-            texts.append(f"{what} are {by:.4g} times those of one process: {why}")
+            texts.append(f"{what} are {by:.4g} times the gradients of one process: {why}")
         elif not first and comparison.loss_factor() == 1 and len(names) == len(comparison.parameters) > 1:
             texts.append(
                 f"{what} are wrong, and all outputs and their gradients are right: something changes gradients between "
@@ -419,7 +423,7 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
             texts.append(
                 f"{what} are wrong, and all outputs and their gradients are right: such a parameter multiplies values "
                 "of other tokens, or the number of a token in this rank's part, and is 0 now (a token shift, or a "
-                "table that begins at zero). What it multiplies mixes or counts the tokens of a part"
+                "table that begins at zero). The values that it multiplies mix or count the tokens of a part"
                 f"{see('A layer that mixes tokens')}"
             )
         else:
@@ -443,11 +447,11 @@ def _why_times(by: float, of_loss: float | None, ranks: int) -> str:
         )
     if near(by, of_loss):
         return (
-            f"the gradient of the loss is {of_loss:.4g} times that of one process on each rank, and the reduction "
-            "adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
+            f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
+            "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
             "averaged_over= where no reducer averages"
         )
-    return f"that of the loss is {of_loss:.4g} times that of one process, and what follows the backward does the rest"
+    return f"the gradient of the loss is {of_loss:.4g} times its value on one process, and code after it does the rest"
 
 
 def _kind_of(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, float]:
@@ -480,14 +484,14 @@ def _first_wrong_gradient(comparison: Comparison) -> str:
     """Words for the first wrong gradient in the order of the backward; empty if there is none."""
     calls = [call for call in reversed(comparison.calls) if comparison.is_wrong(comparison.gradients.get(call.key))]
     first = next((call for call in calls if not any(other.within(call) for other in calls)), None)
-    return "" if first is None else f": the first wrong gradient of a backward is that of {first}'s output"
+    return "" if first is None else f": the first wrong gradient of a backward is at {first}'s output"
 
 
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
 _GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first of them."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 

@@ -47,7 +47,7 @@ class OtherRankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _FailedMarker:
     """Gathered in place of a value by a rank that has raised. It takes part in no further gather."""
 
     text: str
@@ -55,7 +55,7 @@ class _Failed:
 
 def gather_over(mesh: DeviceMesh) -> Gather:
     """A function that gathers an object from all ranks of ``mesh``, in the order of the mesh. It raises on all of them
-    if one has failed, see :func:`telling_others`."""
+    if one has failed, see :func:`broadcast_errors`."""
 
     def gather(value: Any) -> list[Any]:
         values = [value]
@@ -65,8 +65,8 @@ def gather_over(mesh: DeviceMesh) -> Gather:
             with collective(group, f"verify (mesh axis {(mesh.mesh_dim_names or ('cp',))[axis]!r})"):
                 dist.all_gather_object(ranks, values, group=group)
             values = [x for rank in ranks for x in rank]
-        failed = [x for x in values if isinstance(x, _Failed)]
-        if failed and not isinstance(value, _Failed):
+        failed = [x for x in values if isinstance(x, _FailedMarker)]
+        if failed and not isinstance(value, _FailedMarker):
             raise OtherRankError(f"verify: another rank has raised {failed[0].text}")
         return values
 
@@ -74,7 +74,7 @@ def gather_over(mesh: DeviceMesh) -> Gather:
 
 
 @contextlib.contextmanager
-def telling_others(gather: Gather, *common: type[BaseException]) -> Iterator[None]:
+def broadcast_errors(gather: Gather, *common: type[BaseException]) -> Iterator[None]:
     """Tell the other ranks, at their next gather, of an error that they may not have. Errors of the types ``common``
     are raised by all of them."""
     try:
@@ -82,7 +82,7 @@ def telling_others(gather: Gather, *common: type[BaseException]) -> Iterator[Non
     except (OtherRankError, *common):
         raise
     except Exception as error:
-        gather(_Failed(f"{type(error).__name__}: {error}"))
+        gather(_FailedMarker(f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -244,7 +244,7 @@ def _standing_in(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Ran:
+class AttentionRun:
     """An attention, or a mixer, that has run over ranks: which positions each of them has held of queries and keys."""
 
     layouts: tuple[SequenceLayout, SequenceLayout]
@@ -252,7 +252,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Failure:
+class StepFailure:
     """The error of a step on this rank, with the module. ``of_transfer``: another rank may be why."""
 
     text: str
@@ -266,13 +266,13 @@ class StepRun:
     Attributes:
         gradients: this rank's part of each parameter's gradient; None for parameters without one.
         removed: the parameters that had a gradient, and have none at the end of the step.
-        attentions: an entry for each attention, in order: Ran, or None if no style or block has handled it.
+        attentions: an entry for each attention, in order: AttentionRun, or None if no style or block has handled it.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
     loss: float | None
     removed: tuple[str, ...]
-    attentions: list[Ran | None]
+    attentions: list[AttentionRun | None]
 
 
 @contextlib.contextmanager
@@ -286,7 +286,7 @@ def attentions_noted() -> Iterator[list[Any]]:
             layouts = call.cut.layout, call.cut.layout
         else:
             group, layouts = attention.group, (attention.q_layout, attention.kv_layout)
-        noted.append(Ran(layouts, [] if group is None else dist.get_process_group_ranks(group)))
+        noted.append(AttentionRun(layouts, [] if group is None else dist.get_process_group_ranks(group)))
 
     token = attention_listener.set(listen)
     try:
@@ -350,14 +350,14 @@ def run_step(
 
 
 def run_together(run: Callable[[], Any], after: str) -> Any:
-    """``run()`` on all ranks, or a Failure, whose text ends with ``after``. After an error nothing holds the group."""
+    """``run()`` on all ranks, or a StepFailure with a text that ends with ``after``. Then nothing holds the group."""
     failure = None
     try:
         return run()
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
         where = f"{notes[0].removeprefix(_NOTE)}: " if notes else ""
-        failure = Failure(f"{where}{type(error).__name__}: {error}{after}", _is_of_transfer(error))
+        failure = StepFailure(f"{where}{type(error).__name__}: {error}{after}", _is_of_transfer(error))
         clear_frames(error)
     return failure
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 
 from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
-from cp_styles.decoding import word_for_cache
+from cp_styles.decoding import cache_argument
 from cp_styles.integrations.transformers import register_attention
 from cp_styles.layout import Balancer, head_tail
 from cp_styles.testing import run_ranks
@@ -28,7 +28,7 @@ from tests.oracle import dense_attention
 VOCABULARY, LENGTH, BATCH = 64, 21, 2
 
 # The argument of models, and of generate(), for a cache: another one since 5.24.
-CACHE = word_for_cache(inspect.signature(create_causal_mask).parameters)
+CACHE = cache_argument(inspect.signature(create_causal_mask).parameters)
 
 # Sizes under all the names that configurations have for them; each takes its own. The window (5), the chunks (6) and
 # the part of a rank (10 or 11 of 21 tokens) are such that a mask made from a part would be another one.

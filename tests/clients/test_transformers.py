@@ -920,7 +920,7 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
             NAME,
             "position_ids",
             {},
-            r"takes position_ids and was given none.* context_parallel block .* buffers;",
+            r"takes position_ids and was given none.* context_parallel block .* buffers\.",
         ),
         (NAME, "", padding, "mask of the whole sequence, .*, which is no buffer of a context_parallel block"),
         (NAME, "", {"labels": labels}, "labels would be shifted after the cut"),

@@ -83,6 +83,6 @@ def test_what_is_refused(cut, ranks, kind, words):
         layout_made_by(cut, 8, ranks)
 
 
-def test_a_cut_is_said_in_two_ways():
+def test_layout_or_balancer_gives_the_same_layout():
     assert layout_made_by(contiguous, 9, 2) == contiguous(9, 2)
     assert layout_made_by(head_tail(9, 2), 9, 2) == head_tail(9, 2)

@@ -192,7 +192,7 @@ def nothing_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_listed")
-def test_what_is_told_of_stripes_is_three_numbers():
+def test_striped_layout_is_three_numbers_when_sent():
     """Among ranks, to graphs and to other processes. More chunks than any machine could list."""
     layout = striped(2**45 + 3, 64)
     assert layout.lengths == (2**39 + 1,) * 3 + (2**39,) * 61

@@ -67,6 +67,16 @@ def test_each_quoted_text_is_in_the_package_and_names_its_entry(title: str, quot
         assert f'. See "{title}" in' in text, f"this error does not name its entry: {text}"
 
 
+def test_no_error_is_longer_than_four_lines_of_100_columns():
+    """Without the values in it. The entry on the page says more."""
+    paths = sorted((ROOT / "cp_styles").rglob("*.py"))
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    errors = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    errors += [text for node in nodes if isinstance(node, ast.Raise) for text in strings_of(node)]
+    assert len(errors) > 1000
+    assert [text for text in errors if len(text) > 400] == []
+
+
 def test_each_entry_that_an_error_names_is_on_the_page():
     named = set(re.findall(r'\. See "([^"\0]+)" in', "\n".join(texts())))
     assert named == TITLES

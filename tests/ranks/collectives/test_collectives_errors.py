@@ -20,7 +20,7 @@ from cp_styles.collectives import (
     seq_to_heads,
     split,
 )
-from cp_styles.collectives.peers import consult, dim_of, peers_of
+from cp_styles.collectives.peers import compare_calls, dim_of, peers_of
 from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -110,7 +110,9 @@ def test_long_facts_are_compared_by_a_digest():
     """What differs lies far behind what fits into the message."""
 
     def main(rank):
-        consult(peers_of(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True)
+        compare_calls(
+            peers_of(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
+        )
 
     with pytest.raises(RankError, match=r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc"):
         run_ranks(main, 2)

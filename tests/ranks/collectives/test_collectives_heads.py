@@ -136,7 +136,7 @@ def test_backward_of_the_way_back_is_the_adjoint(problem, async_op):
 
 @settings(max_examples=8, deadline=None)
 @given(ranks=st.integers(1, 5), length=st.integers(1, 9), multiple=st.sampled_from([1, 3]), seed=st.integers(0, 9))
-def test_filling_is_dropped_on_the_way_out_and_back_on_the_way_home(ranks, length, multiple, seed):
+def test_padding_is_removed_forward_and_restored_backward(ranks, length, multiple, seed):
     whole = randn((1, 5, length, 2), seed)
     layout = Padded(length, multiple)
     shard = layout.shard_size(ranks)

@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[str, Callable[[int, Any, KVCache, torch.Tensor], Any]]]
     "other tokens": ("decode different tokens", lambda rank, mesh, cache, q: context_decode(q + rank, cache)),
     "another random state": (
         "decode different tokens",
-        lambda rank, mesh, cache, q: decode("decode", q, cache, DecodeCall(Causal(), alike=rank)),
+        lambda rank, mesh, cache, q: decode("decode", q, cache, DecodeCall(Causal(), equal_number=rank)),
     ),
     "a token more on one rank": (
         "disagree on how many positions",

@@ -125,8 +125,8 @@ def test_dropout():
         wrapped(refusals(call(inside))),
         """\
 NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): dropout_p=0.1 is not supported: the
-random numbers of the ranks would have to equal those of one device. Set dropout to 0, or apply it after the
-attention. See "Dropout in the attention" in tutorials/troubleshooting.md""",
+random numbers of the ranks would have to equal the numbers of one device. Set dropout to 0, or apply it after
+the attention. See "Dropout in the attention" in tutorials/troubleshooting.md""",
     )
 
 
@@ -136,8 +136,8 @@ def test_masks_of_the_call():
         wrapped(refusals(call(attention_mask=mask))),
         """\
 NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): got a tensor 'attention_mask' of
-shape (12, 12) beside query, key and value. Only an attn_mask of the whole sequence is supported; apply other
-tensors outside of the module""",
+shape (12, 12) in addition to query, key and value. Only an attn_mask of the whole sequence is supported;
+apply other tensors outside of the module""",
     )
     assert "got a tensor 'bias'" in refusals(call(bias=mask))  # prime-rl#3397: swallowed by **kwargs
 
@@ -448,7 +448,7 @@ def test_what_is_not_there_is_refused_by_name():
     def s_aux(s: Scene):
         parallel(Swallowing(), s.mesh)(*s.leaves()[0], s_aux=torch.zeros(4))
 
-    assert "got a tensor 's_aux' of shape (4,) beside query, key and value" in refusals(s_aux)
+    assert "got a tensor 's_aux' of shape (4,) in addition to query, key and value" in refusals(s_aux)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ class TestAReducerThatAverages:
 
         for found in run_ranks(on, 2, return_errors=True):
             assert isinstance(found, VerificationError)
-            assert "are 2 times those of one process" in str(found)
+            assert "are 2 times the gradients of one process" in str(found)
 
     def test_over_another_axis_is_no_matter(self):
         """FSDP2 over dp averages the losses of replicas: each is the mean over the tokens of one sequence."""

@@ -60,7 +60,7 @@ def test_an_empty_batch(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_is_no_attention_here_says_so(style):
+def test_unequal_value_heads_are_refused(style):
     """One device would repeat the one key head for each value head. Here only key and value heads both of one are."""
     (query, key, value), _ = attention_inputs(length=LENGTH)
     layout = LAYOUTS["uneven"]

@@ -640,7 +640,7 @@ def test_a_mask_of_this_ranks_keys():
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     model = Masks().double()
-    words = r"attn_mask of shape \({0}, {0}\) is made for the {0} keys of one rank's part, .* here of {1} keys"
+    words = r"attn_mask of shape \({0}, {0}\) is made for the {0} keys of one rank's part\. .* here of {1} keys"
     refused(model, X, words=words.format(6, 12))
     refused(model, randn(0, 2, 11, WIDTH), words=words.format(6, 11))  # another mask on the rank of 5 tokens
 

@@ -237,7 +237,7 @@ def test_cross_attention_to_a_padded_text_that_each_rank_has(plan):
 
     if plan is None:
         for each in run_ranks(on, 2, return_errors=True):
-            assert "(a plan for blocks.*.self_attention)" in str(each)
+            assert 'See "A mask of one part"' in str(each)
         return
     outs, grads = zip(*run_ranks(on, 2), strict=True)
     pairs = [(layout.unshard(outs, 1), expected.detach())]

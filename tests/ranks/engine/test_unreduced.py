@@ -384,7 +384,7 @@ def test_no_false_alarm(door: str, case: str):
     assert warned(on) == []
 
 
-def test_looks_grow_rare_and_send_nothing_more():
+def test_check_interval_doubles_without_messages():
     def on(rank: int):
         weight = nn.Parameter(randn(0, 10, 10))
         watch, where = ParameterWatch(), ("nobody", "cp", cp_mesh(2).get_group())
@@ -418,7 +418,7 @@ def test_a_refused_call_leaves_the_looks_in_step():
     raised(on)
 
 
-def test_what_shows_in_the_number():
+def test_checksum_detects_differences():
     """A step of the size of Adam's first, up here and down there; and one bit."""
 
     def on(rank: int):

@@ -15,7 +15,7 @@ import torch.nn.attention.flex_attention as flex_module
 from cp_styles import flex_attention
 from cp_styles.functions import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
-from cp_styles.kernels.base import Where
+from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.layout import contiguous
 from tests.covering import at_night
@@ -124,7 +124,7 @@ def a_tile(mod: Callable[..., Any], causal: bool = False, bias: torch.Tensor | N
     q, k, v = randn(0, 2, 4, 16, 8).float(), randn(1, 2, 2, 16, 8).float(), randn(2, 2, 2, 16, 5).float()
     options: dict[str, Any] = {"causal": causal, "bias": None if bias is None else bias.float(), "scale": 0.3}
     plain, fused = (
-        kernel.forward(q, k, v, **options, where=Where(**TILE))
+        kernel.forward(q, k, v, **options, where=TilePositions(**TILE))
         for kernel in (flex.FlexKernel(mod), CompiledFlexKernel(mod))
     )
     dead = plain[1] == EMPTY_LSE
@@ -151,7 +151,7 @@ def test_one_shape_more_than_torch_compiles(monkeypatch):
         seen = _in_plain_ops(monkeypatch)
         kernel = CompiledFlexKernel(sloped)
         q = randn(3, 1, 2, 12, 8).float()
-        where = Where(torch.arange(12), torch.arange(12), 0)
+        where = TilePositions(torch.arange(12), torch.arange(12), 0)
         out, _ = kernel.forward(q, q, q, causal=False, bias=None, scale=1.0, where=where)
         assert 12 in seen
         wanted, _ = flex.FlexKernel(sloped).forward(q, q, q, causal=False, bias=None, scale=1.0, where=where)

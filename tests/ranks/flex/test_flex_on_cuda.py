@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.kernels import CompiledFlexKernel
-from cp_styles.kernels.base import Where
+from cp_styles.kernels.base import TilePositions
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mask import Full
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
@@ -146,7 +146,7 @@ def test_what_torch_refuses_is_refused_on_every_rank():
 def test_the_stand_in_reads_a_tile_in_its_place():
     """Positions and heads: a mistake in them is none of rounding."""
     q, k, v = randn(0, 2, 4, 16, DIM), randn(1, 2, 2, 16, DIM), randn(2, 2, 2, 16, DIM)
-    where = Where(torch.arange(40, 71, 2), torch.arange(5, 21), 2)
+    where = TilePositions(torch.arange(40, 71, 2), torch.arange(5, 21), 2)
     slopes = torch.tensor([0.5, -0.25, 0.125, 1.0, 2.0, 0.1], dtype=torch.float64)
     kernel = CompiledFlexKernel(lambda score, b, h, q, kv: score - slopes[h] * (q - kv).abs())
     with compiled_flex_on_cpu():

@@ -125,7 +125,7 @@ def test_other_dtensors_are_refused():
             assert words in text
 
 
-def test_heads_that_have_not_their_keys():
+def test_query_heads_on_another_rank_than_key_heads():
     """6 query heads are 3 and 3, their 3 key heads 2 and 1: the second rank would need a key head of the first."""
     cut = Cut(Problem(length=12, heads=6, kv_heads=3))
 

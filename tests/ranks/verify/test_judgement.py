@@ -498,7 +498,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     ),
     "documents that a recurrence is not given": (
         Case(lambda: Model(extra=Packed)),
-        r"blocks.0.extra.scan \(Scan\): documents are not kept apart: .* without cu_seqlens",
+        r"blocks.0.extra.scan \(Scan\): documents are not separated: .* without cu_seqlens",
     ),
     "attention in plain operations": (
         Case(lambda: Model(extra=PlainAttention)),
@@ -522,7 +522,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     ),
     "another gradient on ranks": (
         Case(lambda: Model(extra=Backwards)),
-        rf"are wrong: the first wrong gradient of a backward is that of blocks.1\..*'s output. {UNKNOWN}",
+        rf"are wrong: the first wrong gradient of a backward is at blocks.1\..*'s output. {UNKNOWN}",
     ),
     # Attention.
     "attention that the plan leaves out": (Case(plan={"blocks.0.core": AttentionContextParallel()}), ALONE),
@@ -614,7 +614,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     "gradients that are averaged": (Case(act=but(after=scaled(0.5))), r"are 0.5 times .*averaged over"),
     "gradients with another factor": (
         Case(act=but(after=scaled(3.0))),
-        r"are 3 times .*: that of the loss is 1 times that of one process, and what follows",
+        r"are 3 times .*: the gradient of the loss is 1 times its value on one process, and code",
     ),
     "gradients that are not numbers": (
         Case(act=but(after=scaled(float("nan")))),

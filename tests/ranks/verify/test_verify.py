@@ -278,7 +278,7 @@ def test_fsdp_and_checkpoints():
         mean=lambda losses, labels, cp: global_loss(losses, global_token_count(labels, cp), cp, averaged_over=1),
         reduce=lambda model, cp: None,
     )
-    wrong(llama(), plan, forgotten, words="are 0.5 times those of one process: they are averaged")
+    wrong(llama(), plan, forgotten, words="are 0.5 times the gradients of one process: they are averaged")
 
 
 def test_axes_of_tensor_parallelism():
