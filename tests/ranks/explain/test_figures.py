@@ -23,11 +23,11 @@ Row = tuple[str, ...]
 
 @cache
 def on_page(name: str) -> tuple[Row, ...]:
-    """The rows of the table of the pages that has this name, its head first."""
+    """The rows of the table of the pages, or of the records of GPUs, that has this name, its head first."""
     pattern = rf"<!-- figures: {name} -->\n\n(\|.*?)\n(?!\|)"
     (table,) = (
         found
-        for page in (ROOT / "tutorials").glob("*.md")
+        for page in (*(ROOT / "tutorials").glob("*.md"), ROOT / "tests/records/README.md")
         for found in re.findall(pattern, page.read_text(), re.DOTALL)
     )
     head, _, *rows = (tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines())
@@ -75,7 +75,7 @@ def test_scale(cpu_build):
 _MEASURED = "gpu-exact", "gpu-shares", "gpu-now", "gpu-changes", "gpu-launches", "gpu-host"
 
 
-@pytest.mark.parametrize("names", [_MEASURED, ("gpu-peaks", "gpu-predicted")])
+@pytest.mark.parametrize("names", [_MEASURED, ("gpu-summary", "gpu-peaks", "gpu-predicted")])
 def test_what_a_gpu_has_recorded(names: tuple[str, ...]):
     for name in names:
         assert [tuple(cell.replace("%", " %") for cell in row) for row in figures.TABLES[name]()] == list(on_page(name))
