@@ -121,14 +121,14 @@ def shares(times: Times = FIRST) -> Iterator[Row]:
 
 def summary() -> Iterator[Row]:
     """Of the second run with the constants of the package, what tutorials/gpus.md shows: times, shares and peaks."""
-    yield "setting", "torch, ms", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ": share", ", MiB"))
+    yield "8 ranks", "torch, ms", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ", share", ", MiB"))
     for setting, lines in timed(NOW).items():
         cells = [between(lines.get("torch", []), "ms f+b", ".2f")]
         for name in STRATEGIES:
             found = lines[f"{name} times"]
             cells += [between(found, "ms f+b", ".1f"), between(found, "share of ideal f+b", ".2f")]
             cells += [f"{max(peaks_of(NOW, setting, name)[0]) / 2**20:,.0f}"]
-        yield told(setting), *cells
+        yield told(setting).replace("P=8 rows=", ""), *cells
 
 
 def changes() -> Iterator[Row]:

@@ -81,6 +81,17 @@ def test_what_a_gpu_has_recorded(names: tuple[str, ...]):
         assert [tuple(cell.replace("%", " %") for cell in row) for row in figures.TABLES[name]()] == list(on_page(name))
 
 
+def test_the_errors_that_a_gpu_has_recorded():
+    """The sentence on gpus.md: the largest errors of a strategy, and of torch's kernel, by dtype."""
+    page = " ".join((ROOT / "tutorials/gpus.md").read_text().split())
+    rows = list(figures.TABLES["gpu-exact"]())
+    strategies = [max(cells, key=float) for cells in zip(*(row[2:] for row in rows if " ranks" in row[0]), strict=True)]
+    (kernel,) = (row[2:] for row in rows if row[0] == "torch's kernel")
+    bfloat16, float16, float32 = strategies
+    assert f"was {bfloat16} in bfloat16, {float16} in float16 and {float32} in float32" in page
+    assert "had {}, {} and {}.".format(*kernel) in page
+
+
 def test_the_peaks_that_a_gpu_has_recorded():
     """Of every setting, with cuDNN and without. torch's allocator splits no block for a rest of up to 1 MiB
     (kSmallSize in CUDACachingAllocator.cpp), and at most three of the blocks at a peak had one. A pack is predicted
