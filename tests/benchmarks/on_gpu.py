@@ -121,9 +121,9 @@ def shares(times: Times = FIRST) -> Iterator[Row]:
 
 def summary() -> Iterator[Row]:
     """Of the second run with the constants of the package, what tutorials/gpus.md shows: times, shares and peaks."""
-    yield "8 ranks", "torch, ms", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ", share", ", MiB"))
+    yield "8 ranks", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ", share", ", MiB"))
     for setting, lines in timed(NOW).items():
-        cells = [between(lines.get("torch", []), "ms f+b", ".2f")]
+        cells = []
         for name in STRATEGIES:
             found = lines[f"{name} times"]
             cells += [between(found, "ms f+b", ".1f"), between(found, "share of ideal f+b", ".2f")]
