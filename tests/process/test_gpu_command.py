@@ -1,4 +1,4 @@
-"""tests/gpu.py on a machine without a GPU: its plan, its record, that nothing outlives a case; and the page on it."""
+"""tests/gpu.py on a machine without a GPU: its plan, its record, that nothing outlives a case; and its README."""
 
 from __future__ import annotations
 
