@@ -1,7 +1,7 @@
 """The tests on every torch and Python that this package is for: nox
 
 Each row gets a virtual environment of its own (several gigabytes with CUDA's libraries, minutes the first time; nox -r
-reuses them). The last session prints the table for tutorials/support.md. One row, and its tests of one folder:
+reuses them). The last session prints a table of all rows. One row, and its tests of one folder:
 nox -s "tests(torch='2.11.0', python='3.11')" -- tests/unit. What the tests leave to the night: nox -s nightly.
 Which of the programs that users bring broke with its newest version: nox -s newest, at night.
 """
@@ -80,7 +80,7 @@ def newest(session: nox.Session, client: str | None) -> None:
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """What the last runs of ``tests`` came to, as tutorials/support.md shows it."""
+    """What the last runs of ``tests`` came to; tutorials/support.md has the versions, dates and counts."""
     lines = ["| torch | Python | date | commit | passed | skipped | failed | minutes |", "|---" * 8 + "|"]
     for torch, python in ROWS:
         xml = report(session, torch, python)

@@ -4,7 +4,7 @@ A :class:`Case` says everything about an attention: door, strategy, layout, mask
 ranks that are threads. Where they return results, output and gradients are compared with dense attention in float64.
 Where they raise, all must raise, and each an error of this package: one of LIMITS, if all ranks do the same.
 
-``python -m tests.cases`` prints what the default run covers, for tutorials/support.md.
+``python -m tests.cases`` prints what the default run covers.
 
 :func:`draw` makes the case of a seed, of values in DIMENSIONS. :func:`covering` makes few cases in which any two values
 of any two dimensions meet. In a case with ``odd``, one rank has one thing different. A difference that changes nothing,
@@ -241,7 +241,7 @@ grid = partial(covering, GRID, compiled="no")
 
 
 def coverage() -> str:
-    """What the grid covers, as tutorials/support.md shows it: its values, and how many rows have each."""
+    """What the grid covers: its values, and how many rows have each."""
     lines = [f"{len(grid())} rows:", "", "| dimension | values, and the rows that have each |", "|---|---|"]
     for name in GRID:
         counts = Counter(getattr(case, name) for case in grid())

@@ -5,9 +5,9 @@
     python tests/faults.py --every 7 --places all_to_all     an error at every 7th call of a function of the package
 
 Three ranks repeat one action, a *place*: an attention, a collective and so on. In the third time the middle rank has
-the fault in the middle of it. What must be true then is the page tutorials/faults.md; :func:`broken_promises` is that
-page as code. A row of the table is a place and a fault: the seconds from the fault until the last of the others has
-returned from the action, and what they raise.
+the fault in the middle of it. "When a rank fails" in tutorials/troubleshooting.md says what must be true then;
+:func:`broken_promises` is that section as code. A row of the table is a place and a fault: the seconds from the fault
+until the last of the others has returned from the action, and what they raise.
 
 The ranks are forks of one process, which has imported all that they need. An error that the program does not catch ends
 a rank as it ends any Python process.
@@ -443,7 +443,7 @@ def judged(cell: Cell) -> Verdict:
 
 
 def broken_promises(cell: Cell, outcome: Outcome, fault: dict[str, Any]) -> list[str]:
-    """What is not as tutorials/faults.md says."""
+    """What is not as "When a rank fails" in tutorials/troubleshooting.md says."""
     problems = []
     ranks, lives = outcome.ranks, cell.fault != "kill -9"
     for rank, told in enumerate(ranks):

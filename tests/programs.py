@@ -132,7 +132,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "decodes": (False, False, True),
     "unsummed": (False,) * 12 + (True,),
 }
-# Not another batch, cut by hand: that nobody notices (tutorials/hazards.md).
+# Not another batch, cut by hand: that nobody notices ("What is not detected" in tutorials/troubleshooting.md).
 ODD = ("a layer less", "a backward more", "losses in another order", "its own error", "a step more")
 
 

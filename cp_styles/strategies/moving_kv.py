@@ -543,7 +543,7 @@ class Ring(MovingKV):
     backward: the gradients, three messages, and gradients of three groups of key heads: one is computed, one is sent,
     and one arrives. See [Note: memory] in moving_kv.py.
     In 16 bits gradients are summed in float32; on CPU tiles are computed in float32, from copies of one head.
-    tutorials/costs.md has the bytes.
+    tutorials/performance.md has the bytes.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

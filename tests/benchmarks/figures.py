@@ -1,16 +1,19 @@
 """The exact figures of the pages, as tables: python tests/benchmarks/figures.py [memory plans scale ...].
 
 They are counted, not measured, so every machine prints the same. tests/ranks/explain/test_figures.py compares them with
-the tables of the pages that have ``<!-- figures: NAME -->`` before them.
+the tables of tutorials and tests/records/README.md that have ``<!-- figures: NAME -->`` before them.
 
-    memory     costs.md: the most that a backward holds, in units of one rank's queries, counted in a run
-    plans      costs.md: kernel calls of a rank in a forward, and the imbalance, by layout
-    scale      choosing.md: what a rank sends and holds on 8 to 1,024 ranks; about two minutes
-    longest    choosing.md: the longest sequence whose training step fits
-    published  choosing.md: predictions beside published times of others; see predicting.py
+On performance.md, of plans and scale some rows:
 
-Of tests/records, on gpus.md; see on_gpu.py:
+    memory     the most that a backward holds, in units of one rank's queries, counted in a run
+    plans      kernel calls of a rank in a forward, and the imbalance, by layout
+    scale      what a rank sends and holds on 8 to 1,024 ranks; about two minutes
+    longest    the longest sequence whose training step fits
+    published  predictions and published times of other implementations, in a sentence there; see predicting.py
 
+Of tests/records; gpus.md has the summary, and README.md there has the rest. See on_gpu.py:
+
+    gpu-summary    times, shares of ideal and peaks of the second run
     gpu-exact      errors by dtype
     gpu-shares     times of the device and of the host, and shares of ideal
     gpu-now        the same of the second run
@@ -102,6 +105,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "scale": scale.rows,
     "longest": longest,
     "published": published,
+    "gpu-summary": on_gpu.summary,
     "gpu-exact": on_gpu.exact,
     "gpu-shares": on_gpu.shares,
     "gpu-now": partial(on_gpu.shares, on_gpu.NOW),

@@ -5,6 +5,10 @@ rank all tokens of a part of the heads, and one back. The kernel is transformers
 those that a rank sends in a forward, the same on every machine; a backward sends as many. Times are those of a forward
 and a backward, the least of three. Ranks are threads with one core each, so more ranks than cores show nothing.
 
+Maps of states are composed by doubling: with 32 heads of 128 the busiest of 8 ranks sends 13 MB in 4 rounds. An
+all-gather of maps would send 29 MB, and a ring of states 2 MB in 7 rounds that wait for each other. On 64 ranks these
+are 25, 264 and 2 MB.
+
 At the end, the milliseconds for which the host plans a roll by one over 8 ranks, at the first call and at the second.
 """
 

@@ -1,4 +1,4 @@
-"""What a GPU has recorded, as tables for tutorials/gpus.md: python tests/benchmarks/figures.py gpu-exact ...
+"""What a GPU has recorded, as tables for tests/records/README.md: python tests/benchmarks/figures.py gpu-exact ...
 
 tests/records has a folder for each run, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py. The
 second run has timed everything twice, with the constants of the package and with OF_RECORD (before_*.jsonl). Left out
@@ -117,6 +117,18 @@ def shares(times: Times = FIRST) -> Iterator[Row]:
             cells += [between(found, f"{whose}ms f+b", ".1f") for whose in ("", "host ")]
             cells += [between(found, f"share of ideal {phase}", ".2f") for phase in ("f", "f+b")]
         yield told(setting), *cells
+
+
+def summary() -> Iterator[Row]:
+    """Of the second run with the constants of the package, what tutorials/gpus.md shows: times, shares and peaks."""
+    yield "8 ranks", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ", share", ", MiB"))
+    for setting, lines in timed(NOW).items():
+        cells = []
+        for name in STRATEGIES:
+            found = lines[f"{name} times"]
+            cells += [between(found, "ms f+b", ".1f"), between(found, "share of ideal f+b", ".2f")]
+            cells += [f"{max(peaks_of(NOW, setting, name)[0]) / 2**20:,.0f}"]
+        yield told(setting).replace("P=8 rows=", ""), *cells
 
 
 def changes() -> Iterator[Row]:

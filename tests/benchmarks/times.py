@@ -1,8 +1,8 @@
-"""Measures every table of times in costs.md anew: python tests/benchmarks/times.py [--write] [NAME ...].
+"""Measures the times in performance.md anew: python tests/benchmarks/times.py [--write] [NAME ...].
 
 In some six minutes on a machine with 2 cores on which nothing else runs. It prints each table with its date, machine
-and command; --write puts them into the page, behind ``<!-- times: NAME -->``. Peers are measured where they can be
-imported, see peers.py.
+and command. --write puts the tables that the page shows, attention and plans, there, behind ``<!-- times: NAME -->``.
+Peers are measured where they can be imported, see peers.py.
 
     attention  the strategies and peers over the ideal; see attention.py
     pairs      windows and documents beside dense attention of as many pairs; see same_pairs.py
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "tutorials/costs.md"
+PAGE = FOLDER.parents[1] / "tutorials/performance.md"
 
 # What the heads of columns say, options of attention.py, and rounds.
 COLUMNS = (
@@ -96,7 +96,7 @@ def plans() -> list[str]:
     for line in run("planning.py").splitlines()[1:]:
         what, spent, planned = line[:64].strip(), float(line[64:73]), float(line[73:82])
         times[what] = spent + planned
-    lines = tables_of(PAGE.read_text(), "figures: plans")[1].splitlines()
+    lines = tables_of(PAGE.read_text(), MARKERS["plans"])[1].splitlines()
     for index, line in enumerate(lines[2:], 2):
         cells = line.strip("| ").split(" | ")
         ms = times[f"{cells[0]}, {cells[2].replace(',', '')} ranks, {cells[1]}"]
@@ -111,6 +111,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "agreement": agreement,
     "plans": plans,
 }
+
+
+# Before the tables that the page has.
+MARKERS = {"attention": "times: attention", "plans": "figures: plans"}
 
 
 def tables_of(page: str, marker: str) -> list[str]:
@@ -131,7 +135,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TABLES)} (all)")
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    parser.add_argument("--write", action="store_true", help="put the tables that the page has there")
     options = parser.parse_args()
     for name in options.names or TABLES:
         start = time.perf_counter()
@@ -141,9 +145,8 @@ def main() -> None:
             f"\n{name} ({time.perf_counter() - start:.0f} s, load {load:.1f})\n\n{said}\n\n" + "\n".join(lines),
             flush=True,
         )
-        if options.write:
-            marker = "figures: plans" if name == "plans" else f"times: {name}"
-            before, _, after = tables_of(PAGE.read_text(), marker)
+        if options.write and name in MARKERS:
+            before, _, after = tables_of(PAGE.read_text(), MARKERS[name])
             PAGE.write_text(before + ("" if name == "plans" else said + "\n\n") + "\n".join(lines) + "\n" + after)
 
 

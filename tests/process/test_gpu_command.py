@@ -1,4 +1,4 @@
-"""tests/gpu.py on a machine without a GPU: its plan, its record, that nothing outlives a case; and the page on it."""
+"""tests/gpu.py on a machine without a GPU: its plan, its record, that nothing outlives a case; and its README."""
 
 from __future__ import annotations
 
@@ -211,9 +211,9 @@ def test_cases_of_several_ranks_on_stand_ins(tmp_path):
     assert [line["slices"] > 0 for line in flex] == [True, True]
 
 
-# -- the page --
+# -- tests/records/README.md --
 
-PAGE = (Path(gpu.__file__).parents[1] / "tutorials" / "gpus.md").read_text()
+PAGE = (Path(gpu.__file__).parent / "records" / "README.md").read_text()
 CALLS = re.findall(r"\*\*Call \d: at most (\d+) s\.\*\*.*?```bash\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The formulas of tutorials/costs.md, as they stand on the page, against the bytes that a dry run sends and holds."""
+"""The formulas of tutorials/performance.md, as they stand there, against the bytes that a dry run sends and holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_styles.explain import Explanation, explain
 from cp_styles.strategies import Strategy
 from tests.covering import sampled
 
-PAGE = (Path(__file__).parents[2] / "tutorials/costs.md").read_text()
+PAGE = (Path(__file__).parents[2] / "tutorials/performance.md").read_text()
 LENGTH, DIM = 384, 16
 
 

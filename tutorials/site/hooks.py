@@ -13,7 +13,6 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ TITLES = {
 }
 # What the docstrings take from reStructuredText, where docstrings.py has left it.
 _LEFT = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>|::</p>|={5}")
-_LINK = re.compile(r'\]\((?P<path>[^)#:" ]*)(?P<anchor>#[^)" ]+)?(?: "(?P<test>\w+)")?\)')
+_LINK = re.compile(r'\]\((?P<path>[^)#:" ]*)(?P<anchor>#[^)" ]+)?\)')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -104,7 +103,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def of_the_site(link: re.Match[str], page: Path) -> str:
     """Where ``link``, on the ``page`` of the repository, points to on the site."""
-    path, anchor, test = link["path"], link["anchor"] or "", link["test"]
+    path, anchor = link["path"], link["anchor"] or ""
     if not path:
         return anchor
     target = in_repository(page, path)
@@ -114,7 +113,7 @@ def of_the_site(link: re.Match[str], page: Path) -> str:
         return target.removeprefix("tutorials/").replace(".ipynb", ".md")
     if target.startswith("tutorials/") and not target.endswith(".py"):
         return target.removeprefix("tutorials/") + anchor
-    return f"source/{target}.md" + (f"#{test}" if test else anchor)
+    return f"source/{target}.md{anchor}"
 
 
 def in_repository(page: Path, path: str) -> str:
@@ -129,20 +128,12 @@ def sources_linked(page: Path, text: str) -> Iterator[str]:
 
 
 def source_page(path: str) -> str:
-    """A file of the repository; tests can be linked to by name."""
-    text = (ROOT / path).read_text()
+    """A file of the repository; Markdown as a page, anything else as code."""
+    head, text = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n", (ROOT / path).read_text()
+    if path.endswith(".md"):
+        return head + text
     language = "python" if path.endswith(".py") else "bash"
-    starts = {1: ""}
-    top = ast.parse(text).body if language == "python" else []
-    for node in chain.from_iterable(node.body if isinstance(node, ast.ClassDef) else [node] for node in top):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            starts[min(part.lineno for part in (node, *node.decorator_list))] = f'<a id="{node.name}"></a>\n\n'
-    lines = text.splitlines()
-    blocks = []
-    for start, stop in pairwise([*starts, len(lines) + 1]):
-        code = "\n".join(lines[start - 1 : stop - 1]).rstrip()
-        blocks.append(f'{starts[start]}`````{language} linenums="{start}"\n{code}\n`````\n')
-    return f"---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n# {path}\n\n" + "\n".join(blocks)
+    return f'{head}# {path}\n\n`````{language} linenums="1"\n{text.rstrip()}\n`````\n'
 
 
 def notebooks(*, run: bool) -> Iterator[tuple[Path, Any]]:

@@ -86,8 +86,8 @@ def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expec
     assert inner == expected.strip().splitlines()
 
 
-def test_the_page_on_traces_shows_this_order():
-    page = (Path(__file__).parents[3] / "tutorials/traces.md").read_text()
+def test_the_page_shows_this_order():
+    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
     (shown,) = re.findall(r"<!-- ranges -->\n```text\n(.*?)```", page, re.DOTALL)
     assert RING.strip().startswith(shown)
 
