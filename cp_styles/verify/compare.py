@@ -69,7 +69,7 @@ class ShardLookup:
     rank: int
 
     def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[ExpectedPart]:
-        """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
+        """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens may be flattened with dims around them."""
         if tuple(whole.shape) == tuple(shape):
             yield ExpectedPart(whole, lambda x: x, None)
             return
@@ -86,9 +86,10 @@ class ShardLookup:
                 take = partial(torch.index_select, dim=dim, index=index)
                 yield ExpectedRows(take(whole), take, layout, dim)
                 continue
-            for inner in (dim + 1, dim):
-                sizes = (times, layout.length) if inner > dim else (layout.length, times)
-                take = partial(_flattened_rows, dim=dim, sizes=sizes, inner=inner, index=index)
+            # [B * S], [S * B], or [B * S * H], as in the norm of a gated delta layer: B is not known, so try each.
+            for before in (divisor for divisor in range(1, times + 1) if times % divisor == 0):
+                sizes = before, layout.length, times // before
+                take = partial(_flattened_rows, dim=dim, sizes=sizes, index=index)
                 yield ExpectedPart(take(whole), take, layout)
 
     def part(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> ExpectedPart | None:
@@ -104,10 +105,8 @@ class ShardLookup:
         return None if part is None or local is None else squares(local, part.expected)
 
 
-def _flattened_rows(
-    tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, index: torch.Tensor
-) -> torch.Tensor:
-    return tensor.unflatten(dim, sizes).index_select(inner, index).flatten(dim, dim + 1)
+def _flattened_rows(tensor: torch.Tensor, dim: int, sizes: tuple[int, int, int], index: torch.Tensor) -> torch.Tensor:
+    return tensor.unflatten(dim, sizes).index_select(dim + 1, index).flatten(dim, dim + 2)
 
 
 def squares(actual: torch.Tensor, expected: torch.Tensor) -> Squares:

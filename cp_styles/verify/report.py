@@ -43,7 +43,7 @@ class Report:
         parameters: the error of each parameter's gradient.
         loss: with one rank, and on each rank; empty if the step returned none.
         worst: the largest error of a gradient, or of what the model returns.
-        unused: modules whose outputs differ, although no gradient does: nothing follows from them.
+        unused: modules whose outputs differ although no result of the step does: nothing depends on these outputs.
         same_dropout: the model has dropout, for which the ranks of the sequence would draw the same numbers.
         tolerance: the error above which something is wrong; in low precision more is allowed, see ``rounding``.
         rounding: in low precision, the largest error that changes of the last bits make.
@@ -67,7 +67,8 @@ class Report:
             return f"{self.title}: WRONG"
         forward = "" if self.parameters else " in the forward (the step has made no gradients)"
         rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
-        unused = f" (outputs without consequences differ: {', '.join(self.unused[:3])})" if self.unused else ""
+        unused = ", ".join(self.unused[:3])
+        unused = f". The outputs of {unused} differ, and nothing in the step depends on them" if unused else ""
         dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "

@@ -674,6 +674,17 @@ class FlatTokens(nn.Module):
         return out.view_as(x)
 
 
+class FlatHeads(nn.Module):
+    """Batch, tokens and heads in one dim, as for the norm of a gated delta layer of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(W // 4)
+
+    def forward(self, x):
+        return self.norm(x.view(-1, W // 4)).view_as(x)
+
+
 class TimeFirst(nn.Module):
     """[S, B, W] inside."""
 
@@ -823,6 +834,7 @@ RIGHT: dict[str, Case] = {
     "FSDP": Case(plan=sharded, act=but(mean=averaged, **NOBODY)),
     "DDP": Case(plan=replicated, act=but(mean=averaged, **NOBODY)),
     "experts of flattened tokens": Case(lambda: Model(extra=FlatTokens)),
+    "heads flattened with tokens": Case(lambda: Model(extra=FlatHeads)),
     "time first": Case(lambda: Model(extra=TimeFirst)),
     "a branch that is 0": Case(lambda: Model(extra=Gate)),
     "checkpoints": Case(lambda: Model(extra=Again)),
@@ -853,7 +865,7 @@ SOME_MISTAKES = (
 )
 SOME_RIGHT = (
     *("documents in a scope", "two batches under two scopes", "experts of flattened tokens", "no backward"),
-    *("labels on one rank only", "logits of -inf"),
+    *("heads flattened with tokens", "labels on one rank only", "logits of -inf"),
 )
 
 
@@ -877,3 +889,4 @@ def test_a_right_step(name: str):
     assert not any(isinstance(report, BaseException) for report in reports), reports
     assert ": equal to one device" in str(reports[0]).splitlines()[0]
     assert not reports[0].findings
+    assert not reports[0].unused
