@@ -22,7 +22,7 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agreed_layouts
-from cp_styles.engine.observers import CheckedCall, RankChecks
+from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import (
@@ -278,6 +278,8 @@ class CutSequence:
         state = state_of(self.group)
         state.phase = GroupPhase.TOGETHER if self.checks.agreement else GroupPhase.IDLE
         cut = self._agreed(describe)
+        if (listener := mixer_listener.get()) is not None:
+            listener(self.group, cut.layout)
         with Operation(self.group, state):
             yield cut
         state.phase = GroupPhase.IDLE

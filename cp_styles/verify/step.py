@@ -23,13 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, part_of_group, resolve_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, part_of_group, store_of, tensors_in, without_groups
 from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
-from cp_styles.engine.observers import attention_listener
+from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
@@ -280,20 +280,20 @@ def attentions_noted() -> Iterator[list[Any]]:
     """A list that grows by an entry for each attention in this context: see :class:`StepRun`."""
     noted: list[Any] = []
 
-    def listen(call: Any, attention: Any = None, *tensors: Any) -> None:
-        if attention is None:  # a mixer
-            group = resolve_group(call.cut.peers.name) if call.cut.peers.name else None
-            layouts = call.cut.layout, call.cut.layout
-        else:
-            group, layouts = attention.group, (attention.q_layout, attention.kv_layout)
-        noted.append(AttentionRun(layouts, [] if group is None else dist.get_process_group_ranks(group)))
+    def note(group: dist.ProcessGroup | None, *layouts: SequenceLayout) -> None:
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        noted.append(AttentionRun((layouts[0], layouts[-1]), ranks))
 
-    token = attention_listener.set(listen)
+    def note_attention(strategy: Any, attention: Any, *tensors: Any) -> None:
+        note(attention.group, attention.q_layout, attention.kv_layout)
+
+    tokens = attention_listener.set(note_attention), mixer_listener.set(note)
     try:
         with OutsideOfStyles(noted):
             yield noted
     finally:
-        attention_listener.reset(token)
+        attention_listener.reset(tokens[0])
+        mixer_listener.reset(tokens[1])
 
 
 def run_step(

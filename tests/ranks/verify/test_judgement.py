@@ -685,6 +685,23 @@ class FlatHeads(nn.Module):
         return self.norm(x.view(-1, W // 4)).view_as(x)
 
 
+class RecurrentCore(nn.Module):
+    """A recurrence in place of an attention."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.recur = context_recurrence(chunk_gla, mesh)
+
+    def forward(self, q, k, v):
+        return self.recur(*(x.transpose(1, 2) for x in (q, k, v, -F.softplus(k))))[0].transpose(1, 2)
+
+
+def recurrent(model: Any, mesh: Any) -> nn.Module:
+    for block in model.blocks:
+        block.core = RecurrentCore(mesh)
+    return model
+
+
 class TimeFirst(nn.Module):
     """[S, B, W] inside."""
 
@@ -830,6 +847,7 @@ RIGHT: dict[str, Case] = {
     "a scope without a mask": Case(act=under(None)),
     "masks and a scope": Case(lambda: Model(lambda: Masked(lambda n: torch.ones(n, n).tril().bool())), plan=styled()),
     "two batches under two scopes": Case(act=two_batches),
+    "recurrences alone": Case(plan=recurrent),
     "a block": Case(plan=lambda model, mesh: model, act=in_a_block),
     "FSDP": Case(plan=sharded, act=but(mean=averaged, **NOBODY)),
     "DDP": Case(plan=replicated, act=but(mean=averaged, **NOBODY)),
@@ -865,7 +883,7 @@ SOME_MISTAKES = (
 )
 SOME_RIGHT = (
     *("documents in a scope", "two batches under two scopes", "experts of flattened tokens", "no backward"),
-    *("heads flattened with tokens", "labels on one rank only", "logits of -inf"),
+    *("heads flattened with tokens", "recurrences alone", "labels on one rank only", "logits of -inf"),
 )
 
 
