@@ -477,11 +477,11 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     ),
     "a table sliced by the length": (
         Case(lambda: Counting(lambda model, tokens: model.places.weight[: tokens.shape[1]])),
-        r"the model \(Counting\): what it gives to blocks.0 .* that of the first positions",
+        r"the model \(Counting\): what it gives to blocks.0 .* the result for the first positions",
     ),
     "divided by the length": (
         Case(lambda: Model(within=lambda model, x: x * (10.0 / x.shape[1]))),
-        r"what it gives to blocks.0 on each rank is that for its part alone, .* is not known",
+        r"what it gives to blocks.0 on each rank is the result for its part alone, .* is not known",
     ),
     # Layers.
     "a convolution": (
