@@ -314,14 +314,14 @@ OTHERS = [
     ),
     Mistake(
         "mixers: what came before a fragment does not decay in it",
-        "_KernelCall.after",
+        "_KernelCall.compose",
         "factor @ before",
         "before",
         "ranks/mixers/test_recurrence.py",
     ),
     Mistake(
         "mixers: a map reaches back less far than it is taken to",
-        "rounds_of",
+        "plan_rounds",
         "distance *= 2",
         "distance *= 3",
         "ranks/mixers/test_recurrence.py",
@@ -351,7 +351,7 @@ OTHERS = [
         "mixers: arguments that cannot be understood are passed on",
         "refuse_arguments",
         "if used:",
-        "if not given:",
+        "if False:",
         "ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused",
     ),
     Mistake(
@@ -440,9 +440,9 @@ OTHERS = [
     ),
     Mistake(
         "mixing layers: the layer that a mixer calls is refused",
-        "mixing",
-        "forward_state.mixing = True",
-        "forward_state.mixing = False",
+        "mark_mixing",
+        "state.mixing = True",
+        "state.mixing = False",
         "ranks/doors/test_guards.py -k mixers_call",
     ),
     Mistake(
