@@ -14,9 +14,9 @@ from cp_styles.collectives.autograd import differentiable, gather_exchange, keep
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
 from cp_styles.mixers.fragments import (
+    CallFacts,
     Cut,
     CutSequence,
-    CallFacts,
     bind_arguments,
     refuse_arguments,
     requires_grad_by_name,

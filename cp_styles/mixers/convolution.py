@@ -17,8 +17,8 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import (
-    CutSequence,
     CallFacts,
+    CutSequence,
     Packed,
     RowExchange,
     mark_mixing,

@@ -14,7 +14,7 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers.fragments import Fragment, RowExchange, split_fragments, row_exchange
+from cp_styles.mixers.fragments import Fragment, RowExchange, row_exchange, split_fragments
 
 Needs: TypeAlias = list[list[tuple[int, int, int, int]]]
 """For each rank, the columns that it needs: (rank that holds them, first column, first slot, number of columns)."""

@@ -25,9 +25,9 @@ from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.doubling import plan_exchanges
 from cp_styles.mixers.fragments import (
+    CallFacts,
     Cut,
     CutSequence,
-    CallFacts,
     Fragment,
     Packed,
     RowExchange,

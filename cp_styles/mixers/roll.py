@@ -12,7 +12,7 @@ from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchange_rows
-from cp_styles.mixers.fragments import CutSequence, CallFacts, Packed, RowExchange, row_exchange
+from cp_styles.mixers.fragments import CallFacts, CutSequence, Packed, RowExchange, row_exchange
 
 
 @uncompiled
