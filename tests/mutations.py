@@ -370,7 +370,7 @@ OTHERS = [
     ),
     Mistake(
         "transformers: a mask that is dropped is not missed",
-        "_attention.refuse",
+        "_attend.refuse",
         "attention_mask is None and is_causal and calls.forward_state.made_mask is not None",
         "False",
         "clients/test_transformers.py -k dropped",
