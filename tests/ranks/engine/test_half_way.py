@@ -300,8 +300,8 @@ def test_one_rank_leaves_a_mixer(mixer: Any, when: tuple[int, int, int], runs_ah
     def after(call: Any, *states: torch.Tensor) -> torch.Tensor:
         return Derived.apply(composed(call, *states), call.kernel.between)
 
-    composed = _KernelCall.after
-    monkeypatch.setattr(_KernelCall, "after", after)
+    composed = _KernelCall.compose
+    monkeypatch.setattr(_KernelCall, "compose", after)
     with gpus(nccl_only=True, runs_ahead=True, verified=False) if runs_ahead else contextlib.nullcontext():
         found = run_ranks(on, 4, timeout_seconds=20)
     for rank, (errors, seconds) in enumerate(found):
@@ -352,7 +352,7 @@ OF_TENSORS: dict[str, Callable[[], object]] = {
     ("act", "at"),
     [
         *product(OF_KEYS, ["Operations.tag", "PendingTransfers.wait"]),
-        *product(OF_TENSORS, ["collectives.exchange.arrived"]),
+        *product(OF_TENSORS, ["collectives.exchange.wait_received"]),
     ],
 )
 def test_an_error_of_a_transfer_keeps_no_group(act: str, at: str):
