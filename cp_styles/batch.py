@@ -2,19 +2,19 @@
 
 The functions take and return plain tensors and do not depend on attention. A training step::
 
-    labels = next_token_labels(tokens, document_ids=ids)         # of the whole sequence, before it is cut
-    mine = shard_batch({"tokens": tokens, "labels": labels}, layout, rank, seq_dims={"tokens": 1, "labels": 1})
-    logits = model(mine["tokens"], layout.positions(rank))
-    losses = cross_entropy(logits.flatten(0, 1), mine["labels"].flatten(), reduction="sum")
-    loss = global_loss(losses, global_token_count(mine["labels"], cp), cp)
+    labels = next_token_labels(tokens, document_ids=ids)         # of the whole sequence, before sharding
+    part = shard_batch({"tokens": tokens, "labels": labels}, layout, rank, seq_dims={"tokens": 1, "labels": 1})
+    logits = model(part["tokens"], layout.positions(rank))
+    losses = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
+    loss = global_loss(losses, global_token_count(part["labels"], cp), cp)
     loss.backward()
     sum_gradients(model, cp)
 
-``cp`` is the process group, or the 1-D mesh, over which the sequence is cut. ``rank`` is the rank in it.
+``cp`` is the process group, or the 1-D mesh, over which the sequence is sharded. ``rank`` is the rank in it.
 
-Who sums the gradients? The backward of each rank computes its share, and exactly one reducer must sum the shares. With
-a data-parallel axis too, count tokens and sum loss and gradients over both axes. In the last three lines above, and
-below, use ``both = mesh["dp", "cp"]._flatten("dp_cp")`` instead of ``cp``.
+The backward of each rank computes its share of the gradients, and exactly one reducer must sum the shares. With an
+additional data-parallel axis, count tokens and sum loss and gradients over both axes: use
+``both = mesh["dp", "cp"]._flatten("dp_cp")`` instead of ``cp`` in the last three lines above, and below.
 
 - no other reducer: ``sum_gradients(model, cp)``, as above;
 - FSDP2: ``fully_shard(..., mesh=cp)`` of each layer and the model, ``global_loss(..., cp, averaged_over=cp.size())``;
@@ -24,8 +24,8 @@ below, use ``both = mesh["dp", "cp"]._flatten("dp_cp")`` instead of ``cp``.
 
 FSDP2 and DDP divide by the number of ranks that they reduce over. ``averaged_over`` multiplies the gradient by this
 number first, so ranks may hold any number of tokens. (``FSDPModule.set_gradient_divide_factor(1.0)`` has the same
-effect if the backend supports it; gloo does not in float32.) With accumulation over micro-batches, give each
-:func:`global_loss` the token count of all of them, and sum (or let FSDP2 and DDP synchronize) after the last one.
+effect if the backend supports it; gloo does not in float32.) With accumulation, give each :func:`global_loss` the
+token count of all micro-batches, and sum (or let FSDP2 and DDP synchronize) after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -81,27 +81,27 @@ def next_token_labels(
     seq_dim: int = -1,
     ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
-    """Labels for the *whole* sequence: for each token, the token ``shift`` positions later. Cut them with the tokens.
+    """Labels for the *whole* sequence: for each token, the token ``shift`` positions later. Shard them with the tokens.
 
-    Labels that are shifted after the cut are wrong at every shard boundary: the next token is on another rank.
+    Labels that are shifted after sharding are wrong at every shard boundary: the next token is on another rank.
 
     Args:
         tokens: integers of any dtype, with the whole sequence along ``seq_dim``.
         document_ids: integers that broadcast to ``tokens``; a run of equal ids along ``seq_dim`` is a document. None:
-            the sequence is one document. From lengths:
+            the sequence is one document. Ids from lengths of documents:
             ``torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))``.
         shift: 1 for next-token prediction, 2 and more for multi-token prediction.
         seq_dim: the dim of ``tokens`` that is the sequence.
         ignore_index: the label where the document or the sequence ends before the target.
 
     Returns:
-        Labels in the shape of ``tokens``, and in their dtype; in int64 if that cannot hold ``ignore_index``, as uint8
-        cannot. No communication.
+        Labels in the shape and dtype of ``tokens``; in int64 if the dtype cannot hold ``ignore_index``, such as uint8.
+        No communication.
 
     Raises:
-        TypeError: tokens that are no integers.
-        ValueError: ``shift`` below 1, a ``seq_dim`` that ``tokens`` do not have, or ``document_ids`` that do not
-            broadcast to ``tokens``.
+        TypeError: tokens are not integers.
+        ValueError: ``shift`` is below 1, ``tokens`` have no dim ``seq_dim``, or ``document_ids`` do not broadcast to
+            ``tokens``.
 
     Example::
 
@@ -118,12 +118,12 @@ def next_token_labels(
         )
     tokens = tokens if holds(tokens.dtype, ignore_index) else tokens.long()
     labels = torch.full_like(tokens, ignore_index)
-    length = tokens.shape[seq_dim] - shift  # of the tokens that have one so far ahead
+    length = tokens.shape[seq_dim] - shift  # number of tokens with a target
     if length <= 0:
         return labels
     ahead = tokens.narrow(seq_dim, shift, length)
     if document_ids is not None:
-        starts = _document_starts(_broadcast(document_ids, tokens), seq_dim)
+        starts = _document_starts(_broadcast_ids(document_ids, tokens), seq_dim)
         same = starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length)
         ahead = ahead.where(same, ignore_index)
     labels.narrow(seq_dim, 0, length).copy_(ahead)
@@ -131,12 +131,12 @@ def next_token_labels(
 
 
 def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torch.Tensor:
-    """Positions that restart at 0 in every document, for the *whole* sequence. Cut them with the tokens.
+    """Positions that restart at 0 in every document, for the *whole* sequence. Shard them with the tokens.
 
-    For positions that run through the whole sequence, use ``layout.positions(rank)`` instead.
+    For positions that count through the whole sequence, use ``layout.positions(rank)`` instead.
 
     Args:
-        document_ids: integers; a run of equal ones along ``seq_dim`` is a document.
+        document_ids: integers; a run of equal ids along ``seq_dim`` is a document.
         seq_dim: the dim of ``document_ids`` that is the sequence.
 
     Returns:
@@ -157,31 +157,28 @@ def shard_batch(
     seq_dims: Mapping[str, int | None],
     fill: Mapping[str, float] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The part of ``rank`` of every entry of a batch.
+    """The shard of ``rank`` of every entry of a batch.
 
     Args:
         batch: whole tensors by name.
-        layout: the cut. The attention must use the same layout. If it is longer than the entries, they are padded.
+        layout: the layout of the attention. If it is longer than an entry, the entry is padded.
         rank: the rank within the cp group.
-        seq_dims: for each entry of ``batch`` the dim that is the sequence. None is for an entry that stays whole, such
-            as cu_seqlens or a mask of the whole sequence. Dims are not guessed: position ids of shape [3, B, S] have
-            the sequence at dim 2, and a batch may be as large as its sequence is long. Names that ``batch`` does not
-            have are ignored.
-        fill: for entries that may be shorter than the layout, what they are padded with at the end:
-            ``{"tokens": pad_token_id, "labels": -100, "positions": 0}``. No padding is guessed either. Causal attention
-            does not see padding behind its tokens; other attention needs a mask that hides it, and Documents one more
-            document.
+        seq_dims: the sequence dim of each entry of ``batch``. None: the entry stays whole, such as cu_seqlens or a mask
+            of the whole sequence. Dims are not guessed: position ids of shape [3, B, S] have the sequence at dim 2, and
+            B may equal S. Further names are ignored.
+        fill: for entries that may be shorter than the layout, the value to pad them with at the end:
+            ``{"tokens": pad_token_id, "labels": -100, "positions": 0}``. Causal attention does not attend to padding
+            after its tokens; other attention needs a mask that hides it, and Documents a further document.
 
     Returns:
         A dict with the same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No
-        communication. ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this
-        layout, puts results together again, with the padding at the end.
+        communication. To get whole results again, with the padding at the end, use ``layout.unshard`` with the shards
+        of all ranks, or :func:`cp_styles.collectives.gather` with this layout.
 
     Raises:
-        TypeError: an entry with a dim that is no tensor.
-        ValueError: an entry without a dim in ``seq_dims``; one that is longer at its dim than the layout, or shorter
-            and without a ``fill``; a ``fill`` for an entry that stays whole, or one that its dtype cannot hold; a
-            ``rank`` that the layout does not have.
+        TypeError: an entry with a sequence dim is not a tensor.
+        ValueError: an entry is missing in ``seq_dims``, is longer than the layout, or is shorter and has no ``fill``; a
+            ``fill`` is given for an entry that stays whole, or does not fit its dtype; the layout has no such ``rank``.
 
     Example::
 
@@ -234,7 +231,7 @@ def pad_at_end(name: str, x: torch.Tensor, dim: int, padding: int, fill: float) 
 
 
 def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
+    """Number of tokens of all ranks that have a label: int64, 0-dim, equal on every rank.
 
     With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
 
@@ -244,12 +241,12 @@ def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index:
         ignore_index: the label of a token without a target, which does not count.
 
     Raises:
-        ValueError: on every rank, if a label of one rank is below 0 and not ``ignore_index``, as with labels whose
-            ``ignore_index`` is -1. On a GPU the host waits for this check in the first call over the group alone. In a
-            later call the count is 0 then, so the loss is not finite.
+        ValueError: on every rank, if a label of any rank is below 0 and not ``ignore_index``, as in data that marks
+            missing labels by -1. On a GPU the host waits for this check only in the first call over the group. In later
+            calls the count becomes 0, so the loss is not finite.
 
-    Communication: one all-reduce of two integers. If attention has run over ranks of the group, one all-gather of some
-    integers over these before that.
+    Communication: one all-reduce of two integers. After attention over ranks of the group, first one all-gather of some
+    integers over these ranks.
 
     Example: see :func:`global_loss`.
     """
@@ -263,7 +260,7 @@ def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index:
         numbers = torch.stack((counted.sum(), (counted & (labels < 0)).sum()))
         dist.all_reduce(numbers, group=group)
         count, negative = numbers
-        _refuse(
+        _raise_if_any(
             negative,
             group,
             "global_token_count",
@@ -288,14 +285,14 @@ def chunked_token_losses(
 ) -> torch.Tensor:
     """The sum of the losses of this rank's tokens, for :func:`global_loss`, from hidden states before the last layer.
 
-    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one by one, and
-    once more in the backward (one more product of hidden states and weight). Every token has its own loss, so with
-    :func:`global_loss` the result equals the result of the whole sequence on one device, however it is split. On a rank
-    without tokens the sum is 0, and its backward runs as on the remaining ranks.
+    The logits of all tokens never exist at once: chunks of tokens are projected and reduced in turn, and again in the
+    backward (one more product of hidden states and weight). With :func:`global_loss` the result equals the result of
+    the whole sequence on one device, for any split. On a rank without tokens the sum is 0, and its backward runs as on
+    the remaining ranks.
 
     Args:
         hidden_BLD: hidden states of this rank's tokens; any number of dims before the last.
-        weight_VD: the weight of the last layer, as nn.Linear has it. Its gradient is this rank's share.
+        weight_VD: the weight of the last layer, an nn.Linear. Its gradient is this rank's share.
         labels_BL: this rank's labels, made for the whole sequence and then split.
         bias_V: the bias of the last layer.
         token_weights_BL: a factor for the loss of each token, for example to weight documents. Then divide by the sum
@@ -351,19 +348,19 @@ def global_loss(
 ) -> torch.Tensor:
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
-    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over these ranks
+    Every rank gets the global value. The gradient is this rank's share: the gradients *summed* over these ranks
     (:func:`sum_gradients`) equal the gradients on one device. (A mean of the ranks' means would weight tokens
     differently.)
 
     Args:
         token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
             for ignored tokens; any shape. A DTensor must be replicated.
-        token_count: from :func:`global_token_count`, one number, the same on all ranks. 0 gives nan, as on one device.
+        token_count: from :func:`global_token_count`: one number, equal on all ranks. 0 gives nan, as on one device.
         mesh: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
             by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
-            ranks for FSDP2 and DDP, see the top of this file. None is 1, and an error if FSDP2 or DDP is seen to
-            average the gradients of a model with a style over these ranks.
+            ranks for FSDP2 and DDP, see the top of this file. None: 1, but an error if FSDP2 or DDP averages the
+            gradients of a model with a style over these ranks.
 
     Returns:
         0-dim, in the dtype of ``token_losses``, in float32 or wider.
@@ -373,9 +370,9 @@ def global_loss(
 
     Raises:
         ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``. On a GPU the host waits for
-            this check in the first call over the group alone. In a later call the loss and its gradient are nan then.
-            For a DTensor that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1 or
-            missing. (Reducers are looked for in the calls number 1, 2, 4, 8, ....)
+            this check only in the first call over the group. In later calls the loss and its gradient become nan.
+            Also if a DTensor is not replicated, if ``token_count`` has several numbers, or if ``averaged_over`` is
+            below 1 or missing. (Reducers are searched in the calls number 1, 2, 4, 8, ....)
 
     Example::
 
@@ -412,19 +409,19 @@ def global_loss(
 class Losses:
     """The losses over a group."""
 
-    number: int = 0  # also of counts of tokens and of gathers: a loss may be made of them
-    checked: set[str] = field(default_factory=set)  # functions whose check was read on a device
+    number: int = 0  # includes token counts and gathers, from which a user may compute a loss
+    checked: set[str] = field(default_factory=set)  # functions whose check a host has read from a device
 
 
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     models: list[nn.Module] = []
-    reducers: list[tuple[str, int]] = []  # those that average, and over how many of the ranks
+    reducers: list[tuple[str, int]] = []  # reducers that average, with the number of these ranks
     for other, state in states():
         if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
-                if not proof.losses & (proof.losses - 1):
+                if not proof.losses & (proof.losses - 1):  # a power of 2
                     models += filter(None, [proof.model()])
                     ddp = proof.reducer and proof.reducer()
                     if ddp is not None:
@@ -433,9 +430,9 @@ def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None)
             state.training.clear()
     if averaged_over is not None or not models:
         return
-    trained = [module for model in models for module in model.modules() if any(map(_TRAINED, module.parameters()))]
+    trained = [module for model in models for module in model.modules() if any(map(_NEEDS_GRAD, module.parameters()))]
     meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
-    averaging = [("", 0), *reducers, *(("FSDP2", _common(mesh, ranks)) for mesh in meshes)]
+    averaging = [("", 0), *reducers, *(("FSDP2", _count_common_ranks(mesh, ranks)) for mesh in meshes)]
     reducer, over = max(averaging, key=itemgetter(1))
     if over > 1:
         raise ValueError(
@@ -445,54 +442,53 @@ def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None)
         )
 
 
-_TRAINED = attrgetter("requires_grad")
+_NEEDS_GRAD = attrgetter("requires_grad")
 
 
-def _common(mesh: DeviceMesh, ranks: set[int]) -> int:
-    """How many of ``ranks`` the axes of ``mesh`` through this rank have together."""
+def _count_common_ranks(mesh: DeviceMesh, ranks: set[int]) -> int:
+    """The number of ``ranks`` on the axes of ``mesh`` through this rank."""
     groups = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     return math.prod(max(1, len(ranks.intersection(group))) for group in groups)
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """forward: all-reduce of the ranks' shares. backward: the gradient, scaled, without communication.
+    """forward: all-reduce of the ranks' shares. backward: the scaled gradient, without communication."""
 
-    The sum is one loss, although every rank calls backward on it. So its gradient must not be summed over the ranks.
-    """
+    # The sum is one loss, although every rank calls backward on it: its gradient must not be summed over the ranks.
 
     @staticmethod
     def forward(ctx, share, token_count, group: dist.ProcessGroup, averaged_over: int) -> torch.Tensor:
-        # In float64 on all ranks, whatever dtype their losses have: a rank without tokens may make its zero itself.
-        # Each rank has two places of its own for what must be the same on all.
+        # In float64 on all ranks, because dtypes of losses may differ: a rank without tokens may create a zero itself.
+        # Each rank writes the two numbers that must be equal into elements of its own.
         numbers = share.new_zeros(1 + 2 * group.size(), dtype=torch.float64)
         numbers[0] = share
-        same = numbers[1:].view(2, -1)
-        for place, value in zip(same[:, group.rank()], (token_count, averaged_over), strict=True):
+        by_rank = numbers[1:].view(2, -1)
+        for element, value in zip(by_rank[:, group.rank()], (token_count, averaged_over), strict=True):
             if isinstance(value, torch.Tensor):
-                place.copy_(value.detach().reshape(()), non_blocking=True)
+                element.copy_(value.detach().reshape(()), non_blocking=True)
             else:
-                place.fill_(value)
+                element.fill_(value)
         dist.all_reduce(numbers, group=group)
-        apart = (same != same[:, :1]).any()
-        _refuse(
-            apart,
+        differ = (by_rank != by_rank[:, :1]).any()
+        _raise_if_any(
+            differ,
             group,
             "global_loss",
             f"the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
             f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is of all "
             "ranks together, global_token_count(labels, group), over the same group",
         )
-        ctx.factor = torch.where(apart, torch.nan, float(averaged_over))
-        return numbers[0].where(~apart, torch.nan).to(share.dtype)
+        ctx.factor = torch.where(differ, torch.nan, float(averaged_over))
+        return numbers[0].where(~differ, torch.nan).to(share.dtype)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return grads[0] * ctx.factor.to(grads[0].dtype), None, None, None
 
 
-def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text: str) -> None:
-    """Raise ValueError if ``problem``, the same on all ranks, is not 0. On a GPU only in the first call of a function
-    over the group, where the host waits for it: the caller makes later results nan or infinite."""
+def _raise_if_any(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text: str) -> None:
+    """Raise ValueError if ``problem``, equal on all ranks, is not 0. On a GPU the host waits for it only in the first
+    call of a function over the group: in later calls, the caller makes its result nan or infinite instead."""
     checked = state_of(group).the(Losses).checked
     if problem.device.type != "cpu":
         if function in checked or captures_graph():
@@ -512,37 +508,37 @@ def sum_gradients(
 ) -> None:
     """Sum ``.grad`` over the ranks of ``mesh``, in place. Call it once after the last backward of a step.
 
-    Under context parallelism each rank has the gradients of its own tokens. This makes them the gradients of the whole
-    sequence. It is not for parameters that FSDP2 or DDP already reduce over the same ranks.
+    Under context parallelism each rank has the gradients of its own tokens. The sums are the gradients of the whole
+    sequence. Do not call it for parameters that FSDP2 or DDP already reduce over the same ranks.
 
-    A parameter that has a gradient on some ranks only gets one on all ranks. A parameter without a gradient on all
+    A parameter that has a gradient on any rank gets a gradient on all ranks. A parameter without a gradient on all
     ranks keeps None. For a DTensor parameter the local tensors are summed. If the placements of a gradient differ from
-    the placements of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel
-    norms as partial sums.)
+    the placements of its parameter, the gradient is first redistributed. (torch leaves the gradients of
+    SequenceParallel norms as partial sums.)
 
     Args:
-        parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
+        parameters: a module, or its parameters, in the same order on every rank. Frozen parameters are skipped.
         mesh: the cp ranks: a 1-D mesh, (mesh, axis name), or a process group.
-        bucket_bytes: gradients of one dtype are sent together, as many as take at most this, or one that is larger.
-            The extra memory is one such bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
+        bucket_bytes: size of a bucket. Gradients of one dtype are sent together in buckets; a larger gradient alone.
+            The extra memory is one bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
             dtype; gradients of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), one all-reduce for each bucket, and one
-    of a byte for each parameter if ranks differ in which gradients they have. Where gradients are compared behind a
-    gather, one all-reduce of 16 bytes for each parameter.
+    of a byte for each parameter if ranks have gradients of different parameters. If gradients after a gather are
+    compared, one all-reduce of 16 bytes for each parameter.
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
             ``reduce_dtype``, or if gradients are already reduced over these ranks. The reducer may be DTensor
             (parameters on a mesh over these ranks), this function, the backward of
-            :func:`~cp_styles.collectives.split`, or DDP around a model with a style or in a block. This function and
-            split are known only as long as nothing but a backward has changed the gradient. DDP is not known around
-            models that call functions such as ``context_attention``: there :func:`~cp_styles.verify.verify` finds it.
-            After the steps number 1, 2, 4, ... with the backward of a :func:`~cp_styles.collectives.gather` with
-            ``reduce_gradients=False``, all gradients are compared: behind such a gather they are whole.
+            :func:`~cp_styles.collectives.split`, or DDP around a model with a style or in a block. Sums by this
+            function and by split are found only if nothing but a backward has changed the gradient since. DDP around
+            models that call functions such as ``context_attention`` is found by :func:`~cp_styles.verify.verify` only.
+            In the steps number 1, 2, 4, ... with the backward of a :func:`~cp_styles.collectives.gather` with
+            ``reduce_gradients=False``, all gradients are compared: after such a gather they are already whole.
         NotImplementedError: on every rank, for sparse gradients.
-        TransferError: a rank has ended, or has left this function half way. The gradients are None then.
+        TransferError: a rank has ended, or has left this function before its end. The gradients are then None.
 
     Example: see :func:`global_loss`.
     """
@@ -555,7 +551,7 @@ def sum_gradients(
         _refuse_reduced(trained, group)
         return trained
 
-    summed = _with_gradient_anywhere(check, axis, group, (bucket_bytes, str(reduce_dtype)))
+    summed = _agree_on_gradients(check, axis, group, (bucket_bytes, str(reduce_dtype)))
     earlier = [summed_over(parameter) for parameter in summed]
     try:
         with Operation(group):
@@ -564,9 +560,9 @@ def sum_gradients(
                 _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
             for parameter, before in zip(summed, earlier, strict=True):
                 note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
-                _keep_note_if_more_is_added(parameter)
+                _keep_note_of_later_sums(parameter)
     except BaseException:
-        for parameter in summed:  # some are summed, and others are not: no optimizer may take them for gradients
+        for parameter in summed:  # a part of them is summed: an optimizer must not use these gradients
             parameter.grad = None
         raise
 
@@ -577,7 +573,7 @@ def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> Non
     if not reducers:
         return
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
-    for model in [proof.model() for proof in proofs if not proof.reduces]:  # it may have run without DDP since
+    for model in [proof.model() for proof in proofs if not proof.reduces]:  # later, the model ran without DDP
         ids.difference_update(map(id, model.parameters() if model is not None else ()))
     for ddp in filter(None, reducers):
         reduced = dist.get_process_group_ranks(ddp.process_group)
@@ -620,23 +616,22 @@ def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) ->
 class ReplicatedGathers:
     """The backwards, since the last step, of gathers over a group whose gradient is not reduced.
 
-    All ranks compute the same behind such a gather. So a gradient is whole, and a sum P times too large, if all ranks
-    have the same one and the parameter is not in front of the gather. In front of it equal shares mean nothing: a
-    loss may be as simple as a sum.
-
     Attributes:
         compared: the next :func:`sum_gradients` compares gradients.
-        in_front: the ids of the leaves in front of these gathers.
-        summed: there was a sum since, so the next backward begins a step.
+        in_front: the ids of the leaves before these gathers.
+        summed: gradients were summed, so the next backward begins a step.
     """
+
+    # All ranks compute the same after such a gather: a gradient that is equal on all ranks is whole, and a sum would be
+    # P times too large. Parameters before the gather are left out: for simple losses, such as a sum, the ranks' shares
+    # may be equal.
 
     def __init__(self) -> None:
         self.compared, self.in_front, self.summed = False, set[int](), True
         self._steps = self._backwards = 0
 
     def note(self, leaves: Callable[[], Iterable[torch.Tensor] | None]) -> None:
-        """Note one backward. ``leaves``: those in front of the gather; None if they, or what ranks have equal, are not
-        known."""
+        """Note one backward. ``leaves`` returns the leaves before the gather, or None if they are not known."""
         if self.summed:
             self._steps += 1
             self._backwards = 0
@@ -644,7 +639,8 @@ class ReplicatedGathers:
             self.in_front.clear()
         self._backwards += 1
         if self.compared:
-            found = leaves() if self._backwards < _MOST_BACKWARDS else None  # some programs never call sum_gradients
+            # A limit, because some programs never call sum_gradients.
+            found = leaves() if self._backwards < _MOST_BACKWARDS else None
             self.compared = found is not None
             self.in_front.update(map(id, found or ()))
 
@@ -652,13 +648,13 @@ class ReplicatedGathers:
 _MOST_BACKWARDS = 256
 
 
-def _refuse_whole(parameters: list[torch.Tensor], in_front: set[int], group: dist.ProcessGroup) -> None:
+def _refuse_equal_gradients(parameters: list[torch.Tensor], in_front: set[int], group: dist.ProcessGroup) -> None:
     sums = torch.zeros(2, len(parameters), dtype=torch.int64, device=parameters[0].device)
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None and id(parameter) not in in_front:
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            judged = (gradient != 0).any() & gradient.isfinite().all()
-            sums[:, index] = device_checksum(gradient) // 2 * judged  # half of it: its negative is a number too
+            valid = (gradient != 0).any() & gradient.isfinite().all()
+            sums[:, index] = device_checksum(gradient) // 2 * valid  # halved, so that its negative is an int64 too
     sums[1].neg_()
     with collective(group, "sum_gradients"):
         dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=group)
@@ -674,12 +670,13 @@ def _refuse_whole(parameters: list[torch.Tensor], in_front: set[int], group: dis
 
 
 class Summed(NamedTuple):
-    ranks: tuple[int, ...]  # over which a gradient was summed
-    by: str  # what has summed it, for messages
+    ranks: tuple[int, ...]  # the ranks over which a gradient was summed
+    by: str  # the function that summed it, for messages
 
 
 def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
-    # A note is valid until the gradient changes, or for as long as there is one, if a backward has added to it.
+    """The valid notes on the gradient of ``parameter``."""
+    # A note is valid until the gradient changes. If a backward has added to the gradient, it stays valid.
     if parameter.grad is None:
         return ()
     version, notes = known_about(parameter.grad).get(Summed, (None, ()))
@@ -687,12 +684,12 @@ def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
 
 
 def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
-    """Note on the gradient of ``parameter`` that these sums were taken. Earlier notes are replaced."""
+    """Replace the notes on the gradient of ``parameter``."""
     assert parameter.grad is not None
     known_about(parameter.grad)[Summed] = parameter.grad._version, notes
 
 
-def _keep_note_if_more_is_added(parameter: torch.Tensor) -> None:
+def _keep_note_of_later_sums(parameter: torch.Tensor) -> None:
     weak = ref(parameter)
 
     def keep(_: torch.Tensor) -> None:
@@ -701,13 +698,13 @@ def _keep_note_if_more_is_added(parameter: torch.Tensor) -> None:
         if summed is not None and (notes := summed_over(summed)):
             known_about(summed.grad)[Summed] = None, notes
 
-    handle = parameter.register_hook(keep)  # it runs before the next backward adds to the gradient
+    handle = parameter.register_hook(keep)  # runs before the next backward adds to the gradient
 
 
-def _with_gradient_anywhere(
+def _agree_on_gradients(
     check: Callable[[], list[torch.Tensor]], axis: str, group: dist.ProcessGroup, options: tuple[int, str]
 ) -> list[torch.Tensor]:
-    # Equal on every rank. ``options`` are bucket_bytes and reduce_dtype.
+    """The parameters with a gradient on any rank, equal on every rank. ``options``: bucket_bytes and reduce_dtype."""
     parameters: list[torch.Tensor] = []
     present = b""
 
@@ -729,7 +726,7 @@ def _with_gradient_anywhere(
     rows = agree_on_facts(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     gathers.summed = True
     if parameters and all(rows.columns.numbers[0]):
-        _refuse_whole(parameters, gathers.in_front, group)
+        _refuse_equal_gradients(parameters, gathers.in_front, group)
     if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
         with collective(group, "sum_gradients"):
@@ -743,7 +740,7 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
-        if 0 in parameter.grad.stride():  # elements that share memory, which is no place for a sum
+        if 0 in parameter.grad.stride():  # expanded: elements share memory, so it cannot be summed in place
             parameter.grad = parameter.grad.contiguous()
         return parameter.grad
     if parameter.grad.placements != parameter.placements:
@@ -778,7 +775,7 @@ def _sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: 
         gradient.copy_(piece.view(gradient.shape))
 
 
-def _broadcast(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _broadcast_ids(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     try:
         return document_ids.expand_as(tokens)
     except RuntimeError:
@@ -795,7 +792,7 @@ def _index_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _document_starts(document_ids: torch.Tensor, seq_dim: int) -> torch.Tensor:
-    """The position at which the document of each token begins: int64. Equal numbers are the same document."""
+    """The position at which the document of each token begins: int64."""
     index = _index_along(document_ids, seq_dim)
     if document_ids.shape[seq_dim] < 2:
         return index
