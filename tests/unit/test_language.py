@@ -21,7 +21,7 @@ PATTERNS = [
     r"\b(?:beside|alike|apart)\b",
 ]
 # For 1,000 sentences. The goal is 2.
-LIMITS = {"package": 5, "pages": 37}
+LIMITS = {"package": 5, "pages": 34}
 
 
 def paragraphs_of(source: str) -> Iterator[str]:
