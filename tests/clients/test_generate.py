@@ -225,7 +225,7 @@ def test_states_that_are_not_handed_over_are_refused():
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
+    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(r"<!-- example: generate -->\n```python\n(.*?)```", page, re.DOTALL)
     model, tokens = model_of("mistral"), tokens_of()
     code, new = re.subn(r"max_new_tokens=\d+", "max_new_tokens=8", code)

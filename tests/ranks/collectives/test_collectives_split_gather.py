@@ -26,11 +26,11 @@ from tests.oracle import error
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
-MIGRATION = Path(__file__).parents[3].joinpath("tutorials/migration.md").read_text()
+PAGE = Path(__file__).parents[3].joinpath("tutorials/functions.md").read_text()
 
 
 def example(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", MIGRATION, re.DOTALL)
+    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     return found
 
 

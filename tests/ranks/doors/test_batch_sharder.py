@@ -396,7 +396,7 @@ def test_results_are_put_together_without_the_padding():
 
 
 def test_the_function_for_nemo():
-    page = (Path(__file__).parents[3] / "tutorials/trainers.md").read_text()
+    page = (Path(__file__).parents[3] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(r"<!-- example: nemo -->\n```python\n(.*?)```", page, re.DOTALL)
 
     def on(rank: int) -> dict[str, Any]:
