@@ -280,7 +280,7 @@ OTHERS = [
     Mistake(
         "engine: backwards of all forwards are alike",
         "begin_backward",
-        "place_of(forward, 0)",
+        "pack_call_number(forward, 0)",
         "0",
         "ranks/engine/test_half_way.py -k another_order",
     ),
@@ -335,9 +335,9 @@ OTHERS = [
     ),
     Mistake(
         "mixers: layouts of balancers are not compared",
-        "agreed_layouts",
-        "agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()",
-        "made()",
+        "agree_on_layouts",
+        "agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()",
+        "make_layouts()",
         "ranks/mixers/test_recurrence.py -k balancers",
     ),
     Mistake(
@@ -371,7 +371,7 @@ OTHERS = [
     Mistake(
         "transformers: a mask that is dropped is not missed",
         "_attention.refuse",
-        "attention_mask is None and is_causal and calls.forward_state.made_mask is not None",
+        "attention_mask is None and is_causal and calls.forward_state.layer_mask is not None",
         "False",
         "clients/test_transformers.py -k dropped",
     ),
@@ -399,7 +399,7 @@ OTHERS = [
     Mistake(
         "compiled: a graph's backward remembers no scope",
         "_attention",
-        "_pickled(scope, binding.name)",
+        "_pickle_scope(scope, binding.name)",
         'b""',
         "ranks/compile/test_compile.py -k documents",
     ),

@@ -87,7 +87,7 @@ class StatusRow(NamedTuple):
         status: a :class:`RankStatus`.
         meeting: the :class:`Meeting` of this rank.
         who: a hash of the name of the module or function.
-        place: which module calls and the index of the call in its forward, see :func:`place_of`; in a backward, the
+        place: the module and the index of the call in its forward, see :func:`pack_call_number`; in a backward, the
             number of its forward.
         facts: a hash of what must be the same on all ranks, see :func:`compare`.
         numbers: others, which the caller judges, see :class:`~cp_styles.engine.observers.RankCheck`.
@@ -107,7 +107,7 @@ _OWN = len(StatusRow._fields) - 1
 assert _OWN + len(StatusRow().numbers) == WIDTH  # such rows travel directly
 
 
-def place_of(which: int, index: int) -> int:
+def pack_call_number(which: int, index: int) -> int:
     """``which`` of several equal callers, and an index below _INDICES, as one number. 0 is unknown and matches any."""
     return which * _INDICES + index % _INDICES
 
@@ -330,7 +330,10 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     state.phase = GroupPhase.BACKWARD
     if agrees:
         state.forward_open = False
-        row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
+        row, where = (
+            StatusRow(place=pack_call_number(forward, 0)),
+            (state.operations.user, state.operations.axis, group),
+        )
         state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
 
 

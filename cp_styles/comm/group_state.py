@@ -97,12 +97,12 @@ class StandIn:
     Attributes:
         group: of as many ranks, or of this rank alone.
         mesh: the mesh of the step, with this rank alone on the axis of the sequence; None for a group of as many ranks.
-        made: what other layers have made over ``group``, which ends with it.
+        objects: objects that other layers have made over ``group``. They end with it.
     """
 
     group: dist.ProcessGroup
     mesh: DeviceMesh | None = None
-    made: dict[Any, Any] = field(default_factory=dict)
+    objects: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class GroupState:
         mailbox: the rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and "new"
             before the first one.
         parts: parts of the group, by their ranks. Never the group itself.
-        objects: of other layers, see :meth:`the`.
+        objects: of other layers, see :meth:`get_or_create`.
         stand_in: what takes the place of the group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, in place of the ranks of a sequence, in such a run.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
@@ -155,7 +155,7 @@ class GroupState:
         yield
         self.phase = GroupPhase.IDLE
 
-    def the(self, kind: Callable[[], T]) -> T:
+    def get_or_create(self, kind: Callable[[], T]) -> T:
         """The group's only object of a class of another layer, made at its first use."""
         if kind not in self.objects:
             self.objects[kind] = kind()
@@ -170,7 +170,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     return _states.setdefault(group, GroupState()) if state is None else state
 
 
-def note_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+def register_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """Let ``part`` share the operations of ``group``. (It must not have the whole state, which holds the part.)"""
     _states[part] = GroupState(state_of(group).operations)
 

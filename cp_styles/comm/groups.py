@@ -80,7 +80,7 @@ def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return stand_in.group
 
 
-def group_behind(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
+def group_if_simple(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
     """The group of a call's argument without a look at the order of its ranks. None: ask :func:`axis_and_group`."""
     if isinstance(mesh, DeviceMesh):
         return acting(_group_on(mesh, "attention")) if mesh.ndim == 1 else None

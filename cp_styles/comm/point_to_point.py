@@ -38,7 +38,7 @@ from cp_styles._compat import (
     texts_of_ranks,
     without_torch_func,
 )
-from cp_styles.comm.group_state import GroupState, Operations, note_part, state_of
+from cp_styles.comm.group_state import GroupState, Operations, register_part, state_of
 from cp_styles.troubleshooting import see
 
 
@@ -618,5 +618,5 @@ def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int], nam
     parts = state_of(group).parts
     if tuple(ranks) not in parts:
         part = parts[tuple(ranks)] = part_of_group(group, ranks, name)
-        note_part(part, group)
+        register_part(part, group)
     return parts[tuple(ranks)]

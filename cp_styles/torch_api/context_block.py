@@ -258,7 +258,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.observers = binding.group_state.the(_Observers)
+        self.observers = binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
     def inside(self, *, again: bool = False) -> Iterator[None]:
@@ -347,13 +347,13 @@ class _BlockCalls(AttentionCalls):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
-            if not self.is_around():
+            if not self.encloses_call():
                 return func(*args, **(kwargs or {}))
             if not self._entry.parts.keys().isdisjoint(map(id, args)):
-                self.remember()
+                self.wrap_checkpoints()
         return super().__torch_function__(func, types, args, kwargs)
 
-    def is_around(self) -> bool:
+    def encloses_call(self) -> bool:
         open_here = _open.get()
         if self._again or open_here == (self._entry,):
             return True
@@ -362,7 +362,7 @@ class _BlockCalls(AttentionCalls):
             entry = entry.outer
         return entry is not None
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
+    def enter_again(self) -> contextlib.AbstractContextManager[Any]:
         return self._entry.inside(again=True)
 
 

@@ -146,7 +146,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
 
     No communication.
     """
-    one = state_of(world_group()).the(_GroupOfOne).group
+    one = state_of(world_group()).get_or_create(_GroupOfOne).group
     if mesh.ndim == 1:
         alone = DeviceMesh.from_group(one, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
     else:
