@@ -260,7 +260,7 @@ FUZZED = [
     ),
     Mistake(
         "agreement: ranks at different places go on",
-        "_apart",
+        "_are_at_different_calls",
         "len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1",
         "False",
         "ranks/engine/test_disagreement.py",
@@ -385,7 +385,7 @@ OTHERS = [
     Mistake(
         "agreement: an interrupted rank leaves messages out",
         "Mailbox.start",
-        "self._post(number - 1, before)",
+        "self._post(number - 1, previous)",
         "pass",
         "ranks/engine/test_mailbox.py",
     ),

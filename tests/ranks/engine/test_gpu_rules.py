@@ -119,7 +119,7 @@ def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch)
         return gloo
 
     monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
-    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._arrived"]
+    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._read_rows"]
     options = {"mask": Causal(), "kernel": ON_GPU, "strategy": Ring()}
     with pytest.warns(UserWarning, match="GLOO_SOCKET_IFNAME") as warned:
         worst, gpu = on_gpus(problem, 3, steps=2, nccl_only=True, waits=reads, **options)
