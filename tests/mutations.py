@@ -109,8 +109,8 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: sinks of the first heads",
-        "_Levels.of_heads",
-        "self._own",
+        "_Levels.select_heads",
+        "self._local_heads",
         ": self._heads",
         "ranks/test_random.py -k attentions",
     ),
@@ -123,7 +123,7 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: key heads counted from the first rank's",
-        "_geometry",
+        "_make_geometry",
         "share - kv_start",
         "share",
         "ranks/engine/test_parity_grid.py",
@@ -246,7 +246,7 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: of several queries' gradients for a key head, one",
-        "_Levels.unpaired",
+        "_Levels.unpair_gradients",
         "index_add_",
         "index_copy_",
         "ranks/engine/test_parity_grid.py",

@@ -242,7 +242,7 @@ def test_out_and_its_gradient_are_copied_once_by_groups_of_heads(most: int, copi
     """Flash copies tensors that are not dense, [B, L, H, D]. Each of 4 ranks has 8 tiles of one head and two of all.
     Without the copies by groups, flash copies out at the former and the gradient, here [B, H, L, D], at the latter."""
     monkeypatch.setattr("cp_styles.strategies.schedule._LEAST_BLOCKS", 1)
-    monkeypatch.setattr("cp_styles.strategies.moving_kv._COPIES", most)
+    monkeypatch.setattr("cp_styles.strategies.moving_kv._MAX_COPY_BYTES", most)
     length = 4 * 48
     sees_all = allowed(sees("full"), length, length)
     problem = Problem(length=length, batch=1, heads=4, kv_heads=4, mask=sees_all)
