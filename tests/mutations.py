@@ -92,12 +92,12 @@ FUZZED = [
         "positions + self._to_row[chunk]",
         "unit/test_plan.py",
     ),
-    Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
+    Mistake("merge: rows that are begun are overwritten", "_overlaps", "place % 2 == 1 or", "", "unit/test_merge.py"),
     Mistake(
         "merge: a sink's share and the rest exchanged",
-        "beside_sink",
-        "lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL)",
-        "_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
+        "apply_sink",
+        "lse_BHL - _sink_logit(sink_H, lse_BHL.dtype, level_BHL)",
+        "_sink_logit(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
         "ranks/test_random.py -k attentions",
     ),
     Mistake(
@@ -130,7 +130,7 @@ FUZZED = [
     ),
     Mistake(
         "doors: in float32, autocast is forgotten",
-        "as_attended",
+        "cast_for_attention",
         "() and not any_autocast",
         "",
         "ranks/engine/test_precision.py",

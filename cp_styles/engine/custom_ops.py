@@ -45,7 +45,7 @@ from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_gr
 from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import FlexKernel
-from cp_styles.kernels.autocast import as_attended, attended_dtypes
+from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import SequenceLayout, is_deterministic
 from cp_styles.mask import Dense, Full
@@ -144,7 +144,7 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
             )
     equal = q.device == k.device == v.device and (
-        q.dtype == k.dtype == v.dtype or len(set(attended_dtypes(tensors))) == 1
+        q.dtype == k.dtype == v.dtype or len(set(attention_dtypes(tensors))) == 1
     )
     if not (equal and q.is_floating_point()):
         raise ValueError(
@@ -216,7 +216,7 @@ def attend(
                 source, tensors_learned = bind()
             learned = flatten(tensors_learned, tensors[0].device) if tensors_learned else None
         elif isinstance(source, ConfigInGraph) or any_autocast():
-            tensors = as_attended(tensors)
+            tensors = cast_for_attention(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
             Dense(attn_mask)  # raises. The op cannot check it, because requires_grad and subclasses are lost there
     except Exception as error:  # of any kind: the other ranks must raise too

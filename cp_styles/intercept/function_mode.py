@@ -49,7 +49,7 @@ from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse
 from cp_styles.introspect import names_of_inputs
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
-from cp_styles.kernels.merge import beside_sink
+from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cuts_of
 from cp_styles.mask import Dense, Mask, PerRow
@@ -317,7 +317,7 @@ class AttentionCalls(TorchFunctionMode):
         results = [flex_attend(*each, call, check) for each in calls]
         out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:
-            out = beside_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
+            out = apply_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
         return out
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:

@@ -110,7 +110,7 @@ class MovingKV(Strategy):
         setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        q = q_BHLD if setup.levels is None else setup.levels.zeroed(q_BHLD)
+        q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
         shape = *q.shape[:3], v_BGME.shape[3]
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
@@ -128,7 +128,7 @@ class MovingKV(Strategy):
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         kernel, levels, q = attention.kernel, setup.levels, q_BHLD
         if levels is not None and levels.drowned is not None:
-            kernel, q = SplitQueries(kernel), levels.split(q_BHLD)
+            kernel, q = SplitQueries(kernel), levels.split_queries(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
         queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
@@ -192,7 +192,7 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
         key = None if torch.is_inference_mode_enabled() else (*content, keys, wide, kernel.positional)
         # No row is drowned with a score_mod, which may change the logits of a query of zeros.
         read = partial(_read_once, key)
-        levels = RowLevels.of(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
+        levels = RowLevels.find(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
@@ -423,7 +423,7 @@ class _PlanRun:
         first = 0 if attention.heads is None else attention.heads[0]
         heads = first + q_heads[0], first + q_heads[1]
         bias = _masked_bias(attention.mask, heads, dtype, *self._positions(keys, tile))
-        return (bias if levels is None else levels.subtracted(bias, q_heads, tile.q)).to(dtype)
+        return (bias if levels is None else levels.subtract(bias, q_heads, tile.q)).to(dtype)
 
 
 def _masked_bias(
