@@ -84,7 +84,7 @@ FUZZED = [
         "unit/test_flex_mask.py",
     ),
     Mistake("layout: chunks of a rank in reverse", "rows_in", "(parts,", "(parts[::-1],", "unit/test_layout.py"),
-    Mistake("plan: a causal tile without its mask", "_of_one", ".CAUSAL", ".FULL", "unit/test_plan.py"),
+    Mistake("plan: a causal tile without its mask", "_tile_run", ".CAUSAL", ".FULL", "unit/test_plan.py"),
     Mistake(
         "plan: a source's first chunk has no rows before its positions",
         "Chunks.rows",

@@ -216,7 +216,7 @@ _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | 
 class _PlanRun:
     """One rank's run of its schedule: sends messages in order, and computes with received keys.
 
-    The constructor starts the first transfers. Call :meth:`arrived` for each of ``steps``, in order.
+    The constructor starts the first transfers. Call :meth:`wait_for_keys` for each of ``steps``, in order.
     """
 
     def __init__(
