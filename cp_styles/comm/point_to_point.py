@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import (
+    connect_gloo,
     cpu_backend_of,
     dispatch_modes_entered,
-    gloo_beside,
+    exchange_texts,
     let_profilers_record,
-    part_of_group,
+    make_part_of_group,
     resolve_group,
-    texts_of_ranks,
     without_torch_func,
 )
 from cp_styles.comm.group_state import GroupState, Operations, register_part, state_of
@@ -491,7 +491,7 @@ def _start_gather(
     ``patience`` limits the time to open connections.
     """
     if state.mailbox == "new":
-        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _connect_gloo(group, state, patience)
+        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _connect_host_gloo(group, state, patience)
         state.mailbox = Mailbox(gloo) if gloo else None
     if state.mailbox is not None and row.numel() == WIDTH:
         number, rows = state.mailbox.start(row)
@@ -507,22 +507,22 @@ def _start_gather(
     return rows, host.allgather([parts], [row])
 
 
-def _connect_gloo(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
+def _connect_host_gloo(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
     """Gloo for a group without a CPU backend. False, with a warning on every rank, if it does not connect all ranks."""
     if not dist.is_gloo_available():
         return False
     try:
         # Ranks may arrive minutes after each other. Once all have arrived, they connect at once or never. The first
         # connection is a trial with a short timeout, because gloo uses the timeout of a connection for its messages.
-        texts_of_ranks(group, "cp_styles/arrival", "", patience)
+        exchange_texts(group, "cp_styles/arrival", "", patience)
         trial, failure = None, ""
         try:
-            trial = gloo_beside(group, "cp_styles/trial", _TO_CONNECT)
+            trial = connect_gloo(group, "cp_styles/trial", _TO_CONNECT)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        failures = [text for text in texts_of_ranks(group, "cp_styles/trials", failure, patience) if text]
+        failures = [text for text in exchange_texts(group, "cp_styles/trials", failure, patience) if text]
         del trial  # not earlier, because other ranks were connecting to it
-        state.host = not failures and gloo_beside(group, "cp_styles", patience)
+        state.host = not failures and connect_gloo(group, "cp_styles", patience)
     except RuntimeError as error:
         raise transfer_error(error, range(group.size()), group) from error
     if failures:
@@ -612,6 +612,6 @@ def _make_part(ranks: list[int], group: dist.ProcessGroup, members: list[int], n
         return group
     parts = state_of(group).parts
     if tuple(ranks) not in parts:
-        part = parts[tuple(ranks)] = part_of_group(group, ranks, name)
+        part = parts[tuple(ranks)] = make_part_of_group(group, ranks, name)
         register_part(part, group)
     return parts[tuple(ranks)]

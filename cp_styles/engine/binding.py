@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, uncompiled, when_destroyed
+from cp_styles._compat import call_when_destroyed, graph_task_id, uncompiled
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
@@ -37,7 +37,7 @@ from cp_styles.layout import (
     Balancer,
     SequenceLayout,
     cuts_of,
-    fact_of,
+    describe_cut,
     is_deterministic,
     layout_made_by,
     layout_of_one,
@@ -289,7 +289,7 @@ class Binding:
         contents = self.mask.content, 0 if self.kernel is None else self.kernel.content
         return {
             "strategy": self.strategy,
-            "layout": fact_of(self.layout),
+            "layout": describe_cut(self.layout),
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
@@ -525,7 +525,7 @@ def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
     bindings = objects.get(LatestBindings)
     if bindings is None:
         bindings = objects[LatestBindings] = LatestBindings(64)
-        when_destroyed(group, bindings.clear)
+        call_when_destroyed(group, bindings.clear)
     return bindings
 
 

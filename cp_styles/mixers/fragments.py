@@ -30,7 +30,7 @@ from cp_styles.layout import (
     Chunk,
     SequenceLayout,
     cuts_of,
-    fact_of,
+    describe_cut,
     head_tail,
     layout_made_by,
     layout_of_one,
@@ -319,7 +319,7 @@ class CutSequence:
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
                 **requires_grad_by_name(tensors),
-                "layout": fact_of(layout),
+                "layout": describe_cut(layout),
                 "documents": documents,
             }
             asked.tensors = tensors

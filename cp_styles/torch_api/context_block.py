@@ -36,7 +36,7 @@ from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, inne
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
@@ -218,7 +218,7 @@ class context_parallel(contextlib.ContextDecorator):
         return facts if self._layout is not None else [*facts, self._default.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
-        cut, rank = cut_with(buffer), self._group.rank()
+        cut, rank = find_cut(buffer), self._group.rank()
         if cut is not None and cut[0].ranks > 1 and buffer.shape[dim] == cut[0].lengths[rank % cut[0].ranks]:
             raise ValueError(
                 f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: it was cut by a block that "

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import gloo_beside
+from cp_styles._compat import connect_gloo
 from cp_styles.comm import point_to_point
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
@@ -113,12 +113,12 @@ def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch)
     """All ranks agree on the device, and say so once, if gloo fails on one of them."""
 
     def fails(group: dist.ProcessGroup, name: str, *args):
-        gloo = gloo_beside(group, name, *args)
+        gloo = connect_gloo(group, name, *args)
         if group.rank() in unconnected:
             raise RuntimeError("Connection refused")
         return gloo
 
-    monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
+    monkeypatch.setattr("cp_styles.comm.point_to_point.connect_gloo", fails)
     problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._read_rows"]
     options = {"mask": Causal(), "kernel": ON_GPU, "strategy": Ring()}
     with pytest.warns(UserWarning, match="GLOO_SOCKET_IFNAME") as warned:
