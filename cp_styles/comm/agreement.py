@@ -1,16 +1,4 @@
-"""The agreement of ranks before an operation: they exchange a row of numbers, and all raise if the rows do not fit.
-
-[Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`). All
-rows have the same width, and each has the number of its operation (meeting). So ranks at different operations, for
-example because a loop is longer on one rank, read each other's rows, instead of waiting or mixing up messages. Ranks
-meet before every attention, and before its backward, with the number of the forward. A different number or order of
-calls is therefore an error at the next attention over the group, forward or backward, or at a function of
-:mod:`cp_styles.batch`. If a rank makes no further such call, its peers wait for the timeout of the group.
-
-[Note: agreement without waiting] A rank with a known length starts the meeting and goes on: it makes its plan, packs
-its messages, or computes with its own keys. It reads the rows before its first message, and at the latest before the
-attention returns. So an error on one rank is still an error on every rank, and every sent message has a receiver.
-"""
+"""The agreement of ranks before an operation: they exchange a row of numbers, and all raise if the rows do not fit."""
 
 from __future__ import annotations
 
@@ -132,6 +120,16 @@ class StatusRows(list[StatusRow]):
         self.equal = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
 
 
+# [Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`).
+# All rows have the same width, and each has the number of its operation (meeting). So ranks at different operations,
+# for example because a loop is longer on one rank, read each other's rows, instead of waiting or mixing up messages.
+# Ranks meet before every attention, and before its backward, with the number of the forward. A different number or
+# order of calls is therefore an error at the next attention over the group, forward or backward, or at a function of
+# :mod:`cp_styles.batch`. If a rank makes no further such call, its peers wait for the timeout of the group.
+#
+# [Note: agreement without waiting] A rank with a known length starts the meeting and goes on: it makes its plan, packs
+# its messages, or computes with its own keys. It reads the rows before its first message, and at the latest before the
+# attention returns. So an error on one rank is still an error on every rank, and every sent message has a receiver.
 def start_status(
     build: Callable[[], StatusRow],
     meeting: Meeting,

@@ -1,14 +1,4 @@
-"""The state of a process group on this rank: its user, the agreements of its ranks, and whether they can go on.
-
-[Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
-before its first message, and then each rank sends and receives the messages of its plan. A rank that leaves it by an
-error owes its peers messages. Peers would wait for these, or match later messages with them, as NCCL matches by order.
-So such a rank ends its connections over gloo. Every rank that waits for it gets an error at once, leaves its own
-operation, and ends its own connections. The remaining ranks get the error at their next meeting, which is over gloo
-too. From then on every call over the group raises.
-
-The number of the operation is the tag of its messages. So gloo never mixes up messages of two operations.
-"""
+"""The state of a process group on this rank: its user, the agreements of its ranks, and whether they can go on."""
 
 from __future__ import annotations
 
@@ -28,6 +18,14 @@ from cp_styles.bounded_cache import LatestEntries
 T = TypeVar("T")
 
 
+# [Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
+# before its first message, and then each rank sends and receives the messages of its plan. A rank that leaves it by an
+# error owes its peers messages. Peers would wait for these, or match later messages with them, as NCCL matches by
+# order. So such a rank ends its connections over gloo. Every rank that waits for it gets an error at once, leaves its
+# own operation, and ends its own connections. The remaining ranks get the error at their next meeting, which is over
+# gloo too. From then on every call over the group raises.
+#
+# The number of the operation is the tag of its messages. So gloo never mixes up messages of two operations.
 @dataclass(eq=False, slots=True)
 class Operations:
     """State that a group and its parts share: their operations. Only ``check`` may hold the group.

@@ -1,15 +1,4 @@
-"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group.
-
-[Note: direct messages] Gloo runs an all-gather in its own thread, in 2 (P - 1) messages, one after the other. Direct
-messages are posted by the calling thread, all at once. They take 0.10 ms instead of 0.23 ms on 2 ranks, 0.8 instead of
-3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, if the ranks share 2 processor cores. A gather also posts
-the receives of the next gather. So a row arrives before its receiver waits for it, and the last rank does not wait.
-
-[Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number is in
-the tag of each message, so an unread row is never mixed up with a row of a later gather. Two ranks exchange messages in
-the order of posting. So when a gather is complete, all earlier gathers are. Their buffers are kept until then: gloo
-stops reading from a rank whose message has lost its buffer.
-"""
+"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group."""
 
 from __future__ import annotations
 
@@ -315,6 +304,16 @@ class _Gather(NamedTuple):
     receives: dict[int, Posted]
 
 
+# [Note: direct messages] Gloo runs an all-gather in its own thread, in 2 (P - 1) messages, one after the other. Direct
+# messages are posted by the calling thread, all at once. They take 0.10 ms instead of 0.23 ms on 2 ranks, 0.8 instead
+# of 3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, if the ranks share 2 processor cores. A gather also
+# posts the receives of the next gather. So a row arrives before its receiver waits for it, and the last rank does not
+# wait.
+#
+# [Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number is
+# in the tag of each message, so an unread row is never mixed up with a row of a later gather. Two ranks exchange
+# messages in the order of posting. So when a gather is complete, all earlier gathers are. Their buffers are kept until
+# then: gloo stops reading from a rank whose message has lost its buffer.
 class Mailbox:
     """Runs the gathers of a group. ``gloo`` is a backend between its ranks."""
 

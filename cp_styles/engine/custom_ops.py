@@ -1,12 +1,6 @@
 """Attention as two custom ops, forward and backward. They are opaque to torch.compile and visible to checkpoint
 policies.
 
-[Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
-eager call passes a binding, the live object. A compiled graph has an AttentionConfig, a value. So graphs, and caches
-keyed by graphs, depend on the configuration: another layout or mask recompiles, other lengths or documents in a scope
-do not. Lengths and the open SequenceScope are known only when the graph runs. The forward returns both in ``call``, a
-small tensor of bytes on the host, which the backward reads.
-
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
 
@@ -236,6 +230,12 @@ def attend(
     return out, lse, call
 
 
+# [Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
+# eager call passes a binding, the live object. A compiled graph has an AttentionConfig, a value. So graphs, and caches
+# keyed by graphs, depend on the configuration: another layout or mask recompiles, other lengths or documents in a scope
+# do not. Lengths and the open SequenceScope are known only when the graph runs. The forward returns both in ``call``, a
+# small tensor of bytes on the host, which the backward reads.
+
 # -- forward --
 
 torch.library.define(
@@ -380,8 +380,8 @@ def _attention_backward(
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}
     *grads, dsink, shares = run_backward(resolved.binding, attention, grad, q, k, v, *after, **options)
     if in_graph:
-        declared = (_empty_rows_first(x.to("meta")) for x in (q, k, v))
-        grads = [_copy_to_strides(x, like) for x, like in zip(grads, declared, strict=True)]
+        pairs = zip(grads, (q, k, v), strict=True)
+        grads = [_copy_to_strides(grad, _empty_rows_first(x.to("meta"))) for grad, x in pairs]
     empty = q.new_empty(0)
     return *grads, empty if dsink is None else dsink, flatten(shares, q.device) if shares else empty.clone()
 

@@ -1,9 +1,4 @@
-"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``.
-
-[Note: openings] Several scopes or blocks may be open, and may end in any order. A generator may be suspended inside a
-``with``, and resume after other scopes were opened, or be closed by another thread. So each ``with`` is an Opening, and
-a call looks for the Opening that encloses it.
-"""
+"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``."""
 
 from __future__ import annotations
 
@@ -129,6 +124,9 @@ class SequenceScope:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
 
 
+# [Note: openings] Several scopes or blocks may be open, and may end in any order. A generator may be suspended inside a
+# ``with``, and resume after other scopes were opened, or be closed by another thread. So each ``with`` is an Opening,
+# and a call looks for the Opening that encloses it.
 class Opening:
     """One ``with`` of a scope or a block, from its beginning to its end."""
 

@@ -1,9 +1,4 @@
-"""The function mode that intercepts attention calls on plain tensors and runs them on the engine.
-
-[Note: reruns] An activation checkpoint inside of a module or block may recompute after the module's forward, or in the
-backward of another module. There the mode is not entered. So the first attention call inside a checkpoint wraps the
-function of the checkpoint: the wrapper enters the mode.
-"""
+"""The function mode that intercepts attention calls on plain tensors and runs them on the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -300,7 +295,8 @@ class AttentionCalls(TorchFunctionMode):
             if refuse is not None:
                 refuse()
             self.check_call()
-            self._refuse_joint()
+            if self._joint is not None:
+                self._refuse_joint()
 
         binding = self._scoped.resolve()[0]
         if score_mod is None:
@@ -340,7 +336,8 @@ class AttentionCalls(TorchFunctionMode):
 
         def refuse() -> None:
             self.check_call()
-            self._refuse_joint()
+            if self._joint is not None:
+                self._refuse_joint()
 
         return run(refuse)
 
@@ -351,19 +348,19 @@ class AttentionCalls(TorchFunctionMode):
 
     def _refuse_joint_and_sinks(self) -> None:
         self.check_call()
-        self._refuse_joint()
+        if self._joint is not None:
+            self._refuse_joint()
         if self._sink is not None:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
             )
 
-    def _refuse_joint(self) -> None:
-        if self._joint is not None:
-            raise NotImplementedError(
-                f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
-                "them, or cut all tokens"
-            )
+    def _refuse_joint(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
+            "them, or cut all tokens"
+        )
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
@@ -453,6 +450,9 @@ class AttentionCalls(TorchFunctionMode):
             )
 
 
+# [Note: reruns] An activation checkpoint inside of a module or block may recompute after the module's forward, or in
+# the backward of another module. There the mode is not entered. So the first attention call inside a checkpoint wraps
+# the function of the checkpoint: the wrapper enters the mode.
 @dataclass(frozen=True)
 class _Recomputed:
     """A function that a checkpoint recomputes. It enters ``modes``, which have their depths, outermost first."""

@@ -122,7 +122,9 @@ class ByTile(Kernel):
             bias = _make_band_bias(extra["window"], *tensors[:2])
         biased = bias is not None
         kernels = self.masked if biased else self.plain
-        kernel = next((x for x in kernels if x.takes(*tensors, causal=causal, biased=biased)), kernels[-1])
+        for kernel in kernels:
+            if kernel.takes(*tensors, causal=causal, biased=biased):
+                break
         return kernel, {"causal": causal, "bias": bias}
 
     def _call_each_kernel(

@@ -66,11 +66,11 @@ class FlexKernel(Kernel):
         self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: TilePositions
     ):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
-        grad, out, lse = (x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL))
+        grad, out, lse = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
         dq, dk, dv = [], torch.zeros_like(tile.k), torch.zeros_like(tile.v)
         with context_of_user_code(q_BHLD.device):
             for rows in tile.chunks():
-                dlogits, p, dvalues = tile.backward(rows, *(x[:, :, rows] for x in (grad, out, lse)))
+                dlogits, p, dvalues = tile.backward(rows, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
                 for share, dvalue in zip(self.shares, dvalues, strict=True):
                     share += dvalue
                 dq.append(matmul(dlogits, tile.k))

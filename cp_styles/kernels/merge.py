@@ -151,8 +151,11 @@ class OnlineSoftmax:
 
         The tensors may be kept and changed in place.
         """
-        filled = (edges for (start, stop), edges in self._filled.items() if start < heads[1] and heads[0] < stop)
-        fresh = not any(_overlaps(edges, rows) for edges in filled)
+        fresh = not any(
+            _overlaps(edges, rows)
+            for (start, stop), edges in self._filled.items()
+            if start < heads[1] and heads[0] < stop
+        )
         edges = self._filled.setdefault(heads, [])
         first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
         edges[first:last] = [row for row, place in zip(rows, (first, last), strict=True) if place % 2 == 0]

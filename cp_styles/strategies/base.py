@@ -3,10 +3,6 @@
 A strategy is a pair of functions of local tensors, forward and backward.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
-
-[Note: residual] A backward reads query, key, value, out, and *one* flat tensor of bytes, the residual: the logsumexp,
-and received data that the strategy keeps instead of sending it again. Autograd saves a single tensor, checkpointing
-drops and recomputes it, and save_on_cpu moves it.
 """
 
 from __future__ import annotations
@@ -158,6 +154,10 @@ class Strategy(ABC):
         """
 
 
+# [Note: residual] A backward reads query, key, value, out, and *one* flat tensor of bytes, the residual: the logsumexp,
+# and received data that the strategy keeps instead of sending it again. Autograd saves a single tensor, checkpointing
+# drops and recomputes it, and save_on_cpu moves it.
+#
 # Tensors in the residual start at multiples of this number of bytes, for vector loads.
 _ALIGNMENT = 64
 

@@ -8,19 +8,6 @@ it sends their gradients directly to the owner. So the bytes are the bytes of th
 message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it is the only copy
 residual   lse [B, H, L] in the accumulation dtype, then the kept messages
 gradients  one message of dk and one message of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
-
-[Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
-messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
-rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
-needs one merge: see _PAIRED in schedule.py. A forward without a backward computes one range of heads after another:
-messages of a range take at most 16 MiB, or have one key head.
-
-While three messages are alive, a backward computes by groups of key heads and sends the gradients of each group, which
-take at most half the bytes of queries. Kept keys come first, and are computed at once, as the last keys are. Own keys
-come last, with all heads: their results become the sums. Until then sums have the rows of received gradients alone. In
-16 bits, where sums are wider than keys, a backward always computes by groups. On a GPU, a group fills the device
-(_LEAST_BLOCKS in schedule.py), and the output and its gradient are copied once by the heads of groups
-(_MAX_COPY_BYTES). A tile in float32 of inputs in 16 bits has copies of one query head at a time.
 """
 
 from __future__ import annotations
@@ -213,6 +200,18 @@ def _read_once(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
 _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
 
 
+# [Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
+# messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
+# rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
+# needs one merge: see _PAIRED in schedule.py. A forward without a backward computes one range of heads after another:
+# messages of a range take at most 16 MiB, or have one key head.
+#
+# While three messages are alive, a backward computes by groups of key heads and sends the gradients of each group,
+# which take at most half the bytes of queries. Kept keys come first, and are computed at once, as the last keys are.
+# Own keys come last, with all heads: their results become the sums. Until then sums have the rows of received gradients
+# alone. In 16 bits, where sums are wider than keys, a backward always computes by groups. On a GPU, a group fills the
+# device (_LEAST_BLOCKS in schedule.py), and the output and its gradient are copied once by the heads of groups
+# (_MAX_COPY_BYTES). A tile in float32 of inputs in 16 bits has copies of one query head at a time.
 class _PlanRun:
     """One rank's run of its schedule: sends messages in order, and computes with received keys.
 

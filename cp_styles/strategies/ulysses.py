@@ -1,9 +1,4 @@
-"""Ulysses attention: every rank gets the whole sequence of some heads. And its hybrid with an inner strategy.
-
-[Note: two levels] There are P = U x R ranks. U neighbouring ranks exchange sequence for heads. Then each rank holds all
-positions of these U ranks, for 1/U of the heads. The inner strategy runs among the R ranks that hold the same heads.
-R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
-"""
+"""Ulysses attention: every rank gets the whole sequence of some heads. And its hybrid with an inner strategy."""
 
 from __future__ import annotations
 
@@ -193,6 +188,9 @@ def _make_geometry(
     return _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
 
 
+# [Note: two levels] There are P = U x R ranks. U neighbouring ranks exchange sequence for heads. Then each rank holds
+# all positions of these U ranks, for 1/U of the heads. The inner strategy runs among the R ranks that hold the same
+# heads. R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 class _Levels:
     """Both levels of calls of one shape: the exchange of heads, and the attention of this rank's heads.
 

@@ -1,13 +1,4 @@
-"""SequenceBoundary: converts the tensors of a module's caller to DTensors with Shard on the sequence, and back.
-
-[Note: boundary] Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed
-mesh, such as tp. Inside the module they are DTensors on a private 1-D mesh of the sequence. Other axes come off at the
-boundary: attention mixes neither heads nor rows of the batch, so the module gets this rank's heads and rows, and the
-key heads that these query heads need. Outputs get the form of the query again.
-
-Under torch.compile the lengths of the shards are not known, and the boundary uses DTensor's own, slower functions. Each
-rank then declares that all ranks hold as many tokens as it does. No local result depends on this.
-"""
+"""SequenceBoundary: converts the tensors of a module's caller to DTensors with Shard on the sequence, and back."""
 
 from __future__ import annotations
 
@@ -101,6 +92,13 @@ class InputForm(NamedTuple):
         return placed(share, self.mesh, partial, share.shape).redistribute(placements=reduced).to_local()
 
 
+# [Note: boundary] Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed
+# mesh, such as tp. Inside the module they are DTensors on a private 1-D mesh of the sequence. Other axes come off at
+# the boundary: attention mixes neither heads nor rows of the batch, so the module gets this rank's heads and rows, and
+# the key heads that these query heads need. Outputs get the form of the query again.
+#
+# Under torch.compile the lengths of the shards are not known, and the boundary uses DTensor's own, slower functions.
+# Each rank then declares that all ranks hold as many tokens as it does. No local result depends on this.
 class SequenceBoundary:
     """Converts the inputs and outputs of a module.
 

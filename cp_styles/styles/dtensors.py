@@ -1,9 +1,4 @@
-"""DTensors without communication: local tensors as DTensors and back, and the private mesh inside a module.
-
-[Note: private mesh] A module's inputs are DTensors on a private view of the user's axis, over which nothing
-communicates. A function mode (attention.py) intercepts attention on these DTensors before it becomes an operator. An
-operator that reaches DTensor's dispatcher would attend to this rank's shard only. So our handlers there raise.
-"""
+"""DTensors without communication: local tensors as DTensors and back, and the private mesh inside a module."""
 
 from __future__ import annotations
 
@@ -38,6 +33,9 @@ _PREFIX = "cp_styles:"
 NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
 
 
+# [Note: private mesh] A module's inputs are DTensors on a private view of the user's axis, over which nothing
+# communicates. A function mode (attention.py) intercepts attention on these DTensors before it becomes an operator. An
+# operator that reaches DTensor's dispatcher would attend to this rank's shard only. So our handlers there raise.
 def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The private 1-D mesh over a group. No communication."""
     # One mesh for each group and device type, because DTensor's caches keep every mesh for ever.
