@@ -84,7 +84,7 @@ FUZZED = [
         "unit/test_flex_mask.py",
     ),
     Mistake("layout: chunks of a rank in reverse", "rows_in", "(parts,", "(parts[::-1],", "unit/test_layout.py"),
-    Mistake("plan: a causal tile without its mask", "_of_one", ".CAUSAL", ".FULL", "unit/test_plan.py"),
+    Mistake("plan: a causal tile without its mask", "_tile_run", ".CAUSAL", ".FULL", "unit/test_plan.py"),
     Mistake(
         "plan: a source's first chunk has no rows before its positions",
         "Chunks.rows",
@@ -92,12 +92,12 @@ FUZZED = [
         "positions + self._to_row[chunk]",
         "unit/test_plan.py",
     ),
-    Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
+    Mistake("merge: rows that are begun are overwritten", "_overlaps", "place % 2 == 1 or", "", "unit/test_merge.py"),
     Mistake(
         "merge: a sink's share and the rest exchanged",
-        "beside_sink",
-        "lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL)",
-        "_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
+        "apply_sink",
+        "lse_BHL - _sink_logit(sink_H, lse_BHL.dtype, level_BHL)",
+        "_sink_logit(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
         "ranks/test_random.py -k attentions",
     ),
     Mistake(
@@ -109,8 +109,8 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: sinks of the first heads",
-        "_Levels.of_heads",
-        "self._own",
+        "_Levels.select_heads",
+        "self._local_heads",
         ": self._heads",
         "ranks/test_random.py -k attentions",
     ),
@@ -123,14 +123,14 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: key heads counted from the first rank's",
-        "_geometry",
+        "_make_geometry",
         "share - kv_start",
         "share",
         "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "doors: in float32, autocast is forgotten",
-        "as_attended",
+        "cast_for_attention",
         "() and not any_autocast",
         "",
         "ranks/engine/test_precision.py",
@@ -246,7 +246,7 @@ FUZZED = [
     ),
     Mistake(
         "Ulysses: of several queries' gradients for a key head, one",
-        "_Levels.unpaired",
+        "_Levels.unpair_gradients",
         "index_add_",
         "index_copy_",
         "ranks/engine/test_parity_grid.py",
@@ -260,7 +260,7 @@ FUZZED = [
     ),
     Mistake(
         "agreement: ranks at different places go on",
-        "_apart",
+        "_are_at_different_calls",
         "len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1",
         "False",
         "ranks/engine/test_disagreement.py",
@@ -280,7 +280,7 @@ OTHERS = [
     Mistake(
         "engine: backwards of all forwards are alike",
         "begin_backward",
-        "place_of(forward, 0)",
+        "pack_call_number(forward, 0)",
         "0",
         "ranks/engine/test_half_way.py -k another_order",
     ),
@@ -335,9 +335,9 @@ OTHERS = [
     ),
     Mistake(
         "mixers: layouts of balancers are not compared",
-        "agreed_layouts",
-        "agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()",
-        "made()",
+        "agree_on_layouts",
+        "agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()",
+        "make_layouts()",
         "ranks/mixers/test_recurrence.py -k balancers",
     ),
     Mistake(
@@ -371,7 +371,7 @@ OTHERS = [
     Mistake(
         "transformers: a mask that is dropped is not missed",
         "_attention.refuse",
-        "attention_mask is None and is_causal and calls.forward_state.made_mask is not None",
+        "attention_mask is None and is_causal and calls.forward_state.layer_mask is not None",
         "False",
         "clients/test_transformers.py -k dropped",
     ),
@@ -385,7 +385,7 @@ OTHERS = [
     Mistake(
         "agreement: an interrupted rank leaves messages out",
         "Mailbox.start",
-        "self._post(number - 1, before)",
+        "self._post(number - 1, previous)",
         "pass",
         "ranks/engine/test_mailbox.py",
     ),
@@ -399,7 +399,7 @@ OTHERS = [
     Mistake(
         "compiled: a graph's backward remembers no scope",
         "_attention",
-        "_pickled(scope, binding.name)",
+        "_pickle_scope(scope, binding.name)",
         'b""',
         "ranks/compile/test_compile.py -k documents",
     ),

@@ -129,7 +129,7 @@ class ParameterWatch(RankCheck):
             return 0
         self._count = self._counts_of.setdefault(self if model is None else model, _Count())
         if self._news is None:
-            self._news = state_of(world_group()).the(_News)
+            self._news = state_of(world_group()).get_or_create(_News)
         if self._count.parameters != self._news.parameters:
             self._count.parameters, self._count.attentions = self._news.parameters, 0
         # A power of two has no bit in common with the number below it.
@@ -346,7 +346,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.number += 1
     if here is not None and (everyone := here()) is not None:
         stepped = {id(x) for part in optimizer.param_groups for x in part["params"] if x.grad is not None}
-        state_of(everyone).the(_News).parameters += len(stepped - steps.stepped)
+        state_of(everyone).get_or_create(_News).parameters += len(stepped - steps.stepped)
         steps.stepped |= stepped
     package = sys.modules.get("torch.distributed.optim")  # slow to import, and who has such an optimizer has done it
     zero = package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_styles.engine.config import AttentionConfig, built, parts_of
+from cp_styles.engine.config import AttentionConfig, parts_of, rebuild
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
@@ -52,7 +52,7 @@ VALUES = [
 def test_there_and_back(value):
     tensors: list[torch.Tensor] = []
     parts = parts_of(value, tensors)
-    found = built(parts)
+    found = rebuild(parts)
     assert list(map(type, found)) == list(map(type, value))
     assert parts_of(found, tensors) == parts  # partials are not equal to their likes
     assert hash(parts) == hash(parts_of(found, tensors))
@@ -61,7 +61,7 @@ def test_there_and_back(value):
 
 def test_a_tensor_goes_beside_the_parts():
     mask, tensors = Dense(torch.ones(4, 4, dtype=torch.bool)), []
-    assert built(parts_of((mask & Causal(),), tensors), mask.tensor) == (mask & Causal(),)
+    assert rebuild(parts_of((mask & Causal(),), tensors), mask.tensor) == (mask & Causal(),)
     assert tensors == [mask.tensor]
 
 
@@ -96,9 +96,9 @@ def test_in_another_process():
     config = config_of(parts_of(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
     code, _ = config.__fx_repr__()
     program = f"""
-from cp_styles.engine.config import AttentionConfig, built, parts_of
+from cp_styles.engine.config import AttentionConfig, parts_of, rebuild
 config = {code}
-assert parts_of(built(config.parts), []) == config.parts
+assert parts_of(rebuild(config.parts), []) == config.parts
 from tests.unit.test_config import VALUES, config_of
 assert config == config_of(parts_of(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
 """

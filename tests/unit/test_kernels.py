@@ -297,7 +297,7 @@ def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
     assert [chosen(found, tensors, biased) for biased in (False, True)] == [plain, CUDA_EFFICIENT]
     if plain == CUDA_CUDNN_PREFERRED:  # has no windows and takes no packs
         for what in ({"window": (7, 0)}, {"pack": object()}):
-            assert found.for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
+            assert found.choose_for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
         assert (found.small_tiles, found.windows) == (True, True)
 
 
@@ -390,7 +390,7 @@ def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
 
 def chosen(line: ByTile, tensors: Any, biased: bool) -> Any:
     """The kernel of a tile."""
-    return line.for_tile(tensors, causal=False, bias=0 if biased else None)[0]
+    return line.choose_for_tile(tensors, causal=False, bias=0 if biased else None)[0]
 
 
 def kernel_of(kernel: Kernel) -> Any:

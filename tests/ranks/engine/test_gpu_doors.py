@@ -72,7 +72,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 SEEDS = count(100)  # what a mask holds is new to the caches
 TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.checks.gradient_watch.on_host"
-DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._on_host"
+DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._read_on_host"
 
 
 class Masked(Core):

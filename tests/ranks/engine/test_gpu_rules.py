@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import gloo_beside
+from cp_styles._compat import connect_gloo
 from cp_styles.comm import point_to_point
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
@@ -113,13 +113,13 @@ def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch)
     """All ranks agree on the device, and say so once, if gloo fails on one of them."""
 
     def fails(group: dist.ProcessGroup, name: str, *args):
-        gloo = gloo_beside(group, name, *args)
+        gloo = connect_gloo(group, name, *args)
         if group.rank() in unconnected:
             raise RuntimeError("Connection refused")
         return gloo
 
-    monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
-    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._arrived"]
+    monkeypatch.setattr("cp_styles.comm.point_to_point.connect_gloo", fails)
+    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._read_rows"]
     options = {"mask": Causal(), "kernel": ON_GPU, "strategy": Ring()}
     with pytest.warns(UserWarning, match="GLOO_SOCKET_IFNAME") as warned:
         worst, gpu = on_gpus(problem, 3, steps=2, nccl_only=True, waits=reads, **options)
@@ -242,7 +242,7 @@ def test_out_and_its_gradient_are_copied_once_by_groups_of_heads(most: int, copi
     """Flash copies tensors that are not dense, [B, L, H, D]. Each of 4 ranks has 8 tiles of one head and two of all.
     Without the copies by groups, flash copies out at the former and the gradient, here [B, H, L, D], at the latter."""
     monkeypatch.setattr("cp_styles.strategies.schedule._LEAST_BLOCKS", 1)
-    monkeypatch.setattr("cp_styles.strategies.moving_kv._COPIES", most)
+    monkeypatch.setattr("cp_styles.strategies.moving_kv._MAX_COPY_BYTES", most)
     length = 4 * 48
     sees_all = allowed(sees("full"), length, length)
     problem = Problem(length=length, batch=1, heads=4, kv_heads=4, mask=sees_all)
@@ -508,7 +508,7 @@ def test_products_in_all_digits_where_tf32_is_allowed():
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
             assert worst() < 1e-6
-            patch.setattr("cp_styles.kernels.reference.product", torch.matmul)
+            patch.setattr("cp_styles.kernels.reference.matmul", torch.matmul)
             assert worst() > 1e-4
         finally:
             torch.backends.cuda.matmul.fp32_precision = before

@@ -169,7 +169,7 @@ def test_a_forward_without_a_backward_attends_by_turns(
     """Two key heads' messages of 4 ranks at once, and one's. Each has rows of 2 x 64 numbers of 4 bytes."""
     for at_once, size in zip((2, 1), sizes, strict=True):
         together = 3 if isinstance(strategy, AllGather) else 1
-        monkeypatch.setattr(moving_kv, "_LONG", at_once * together * ROWS * 2 * DIM * 4)
+        monkeypatch.setattr(moving_kv, "_MAX_ARRIVAL_BYTES", at_once * together * ROWS * 2 * DIM * 4)
         assert of_ranks(4, strategy=strategy, kv_heads=kv_heads, mask=Causal())[0] == size
 
 

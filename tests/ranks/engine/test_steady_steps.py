@@ -26,7 +26,7 @@ from cp_styles.mixers import Recurrence, context_causal_conv1d, context_recurren
 from cp_styles.mixers.convolution import last_rows
 from cp_styles.mixers.fragments import CutSequence
 from cp_styles.mixers.roll import roll_exchange
-from cp_styles.styles.mesh_axes import paired
+from cp_styles.styles.mesh_axes import select_key_heads
 from cp_styles.testing import run_ranks
 from tests.gpu_tensors import DEVICE, device_ops, gpus, put, read
 from tests.oracle import dense_attention, error, randn
@@ -69,7 +69,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def share_of_heads(x: torch.Tensor) -> torch.Tensor:
-    return paired(x[:, None].expand(-1, 3, -1, -1), (0, 0, 1), 1)
+    return select_key_heads(x[:, None].expand(-1, 3, -1, -1), (0, 0, 1), 1)
 
 
 def masked(documents: Documents, x: torch.Tensor) -> torch.Tensor:

@@ -36,12 +36,12 @@ LAYOUT = contiguous(LENGTH, RANKS)  # few shapes of tiles, of which each is comp
 def _afresh():
     torch.compiler.reset()
     yield
-    flex_compiled._compiled.cache_clear()
+    flex_compiled._compile_variant.cache_clear()
 
 
 def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_compiled, "_compile", partial(torch.compile, fullgraph=True, backend=backend))
-    flex_compiled._compiled.cache_clear()
+    flex_compiled._compile_variant.cache_clear()
 
 
 def _in_plain_ops(monkeypatch: pytest.MonkeyPatch) -> list[int]:

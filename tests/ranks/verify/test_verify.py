@@ -365,9 +365,9 @@ def test_nothing_is_left_behind(fails: bool):
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(module._forward_hooks and "_after" in str(module._forward_hooks) for module in [counted])
         state = state_of(mesh.get_group())
-        assert (state.stand_in, state.the(Losses).number, state.operations.forwards) == (None, 0, 0)
+        assert (state.stand_in, state.get_or_create(Losses).number, state.operations.forwards) == (None, 0, 0)
         loss = step(model, {"tokens": TOKENS}, mesh)  # over the user's own group
-        return loss.item(), state.the(Losses).number
+        return loss.item(), state.get_or_create(Losses).number
 
     whole = llama()
     whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Counted())
