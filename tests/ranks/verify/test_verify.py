@@ -1,4 +1,4 @@
-"""verify on a whole model: its report, and the command. test_judgement.py has the mistakes that it names."""
+"""verify on a whole model: its report, and the command. test_wrong_programs.py has the mistakes that it names."""
 
 from __future__ import annotations
 
@@ -622,6 +622,8 @@ def test_a_step_that_takes_another_sample_on_each_rank():
         return step(model, {"tokens": batch["tokens"].roll(dist.get_rank(), 0)[:1]}, mesh)
 
     wrong(llama(), act=by_rank, words="has another loss on each rank .* the sample differs between ranks")
+    other = lambda rank: {"tokens": TOKENS.roll(rank, 0)}  # noqa: E731
+    wrong(llama(), batch=other, words=r"the sample differs between ranks \(batch\['tokens'\]\)")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float16)])
