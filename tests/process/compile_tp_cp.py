@@ -200,8 +200,8 @@ def held(attend: Callable[..., torch.Tensor]) -> list[float]:
 
 
 def training_error(cp: DeviceMesh) -> tuple[float, int]:
-    """Of a training step with FSDP2 over cp, and checkpoints that keep the attention of compiled layers: of the loss and
-    all gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
+    """Of a training step with FSDP2, and checkpoints that keep the attention of compiled layers: of the loss and all
+    gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
     counters.clear()
     model = parallelize_module(composition.new_model(), cp, composition.cp_plan(2))
     for index, layer in enumerate(model.layers):

@@ -32,7 +32,6 @@ from tests.ranks.composition import (
     by_fsdp_over_cp_with_tp,
     by_fsdp_over_dp_cp,
     by_pipeline,
-    by_sum_gradients,
 )
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often

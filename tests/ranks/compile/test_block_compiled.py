@@ -20,7 +20,7 @@ from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
 pytestmark = cannot_compile_on_threads
 
-BATCH = Batch(layers=2)
+BATCH = Batch(layers=1)
 
 
 def check(model, out: torch.Tensor, mesh) -> None:

@@ -159,7 +159,9 @@ class Breaking(Grouped):
         return out * 1.0
 
 
-@sampled(1, name=["style", "module"], broken=["before", "after"], around=["a model", "the attention"])
+@pytest.mark.parametrize("around", ["a model", *at_night("the attention")])
+@pytest.mark.parametrize("broken", ["after", *at_night("before")])
+@pytest.mark.parametrize("name", ["module", *at_night("style")])
 def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     """Between graphs everything is as right as in them."""
 
@@ -439,7 +441,7 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
         (q, k, v), cotangent = PROBLEMS[16].shard(head_tail, rank, RANKS)
         q, k, v, cotangent = q.detach(), k.detach(), v.detach()[..., :value_dim], cotangent[..., :value_dim]
         forward, backward = torch.ops.cp_styles.attention, torch.ops.cp_styles.attention_backward
-        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 3, 0, 1)):
+        for order in ((0, 2, 1, 3), (2, 3, 0, 1)):  # heads inside, as projections leave them, and no usual one
             given = [laid_out(x, order) for x in (q, k, v)]
             results = forward(*given, None, None, None, config, False, None, True, "")
             after = (*given, *results[:2], None, None, None, results[2], config, False, None)

@@ -192,7 +192,7 @@ class WithConvolution(nn.Module):
 @pytest.mark.parametrize(
     ("reached", "fullgraph", "local"),
     [
-        pytest.param(False, True, (), id="not called"),
+        pytest.param(False, True, (), id="not called", marks=pytest.mark.nightly),
         pytest.param(True, False, (), id="called"),
         pytest.param(True, True, (), id="called, one graph"),
         pytest.param(True, True, ("conv",), id="local", marks=pytest.mark.nightly),

@@ -113,6 +113,7 @@ def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     steps_of(model, compiled(model, "model"), steps=4, reduce=lambda: sum_gradients(shared, mesh))
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_a_compiled_optimizer(mesh, rank: int):
     """Nobody sees which parameters it steps; those of the graph are compared all the same."""

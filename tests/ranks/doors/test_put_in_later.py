@@ -15,6 +15,7 @@ from cp_styles import AttentionContextParallel, ModuleContextParallel, head_tail
 from cp_styles.comm.checks import Checks
 from cp_styles.testing import run_ranks
 from cp_styles.verify import VerificationError, verify
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
@@ -124,19 +125,18 @@ def step(model: nn.Module, batch: torch.Tensor, mesh) -> None:
     sum_gradients(model, mesh)
 
 
-@pytest.mark.parametrize(
-    ("change", "path"),
-    [
-        (replace_attention, "layers.1.attention"),
-        (replace_core, "layers.1.attention.core"),
-        (replace_layer, "layers.2.attention"),
-        (append_layer, "layers.3.attention"),
-        (append_wrapped_layer, "layers.3.module.attention"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.parametrize("door", PLANS)
-def test_verify_finds_what_is_put_in_later_and_the_remedy_is_exact(door: str, change, path: str):
+PUT_IN = {
+    replace_attention: "layers.1.attention",
+    replace_core: "layers.1.attention.core",
+    replace_layer: "layers.2.attention",
+    append_layer: "layers.3.attention",
+    append_wrapped_layer: "layers.3.module.attention",
+}
+
+
+@sampled(1, change=list(PUT_IN), door=list(PLANS))
+def test_verify_finds_what_is_put_in_later_and_the_remedy_is_exact(door: str, change):
+    path = PUT_IN[change]
     (style,) = PLANS[door].values()
 
     def on(rank: int) -> None:

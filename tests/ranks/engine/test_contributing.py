@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cp_styles.mask import Full
 from tests import cases
 from tests.cases import Case, judge, sensible
-from tests.covering import in_parts
+from tests.covering import at_night, in_parts
 from tests.layouts import layouts
 from tests.oracle import MASKS, MaskValue, allowed, attention_inputs, error, expected_attention, mask_cases, randn
 from tests.seeds import shown
@@ -74,7 +74,7 @@ def wrong_rows(rows: list[Case]) -> list[str]:
 
 
 @in_parts(8)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, *at_night(1, 4)])
 @pytest.mark.parametrize("what", ["mask", "balancer", "strategy", "kernel"])
 def test_the_rows_of_the_grid(what: str, ranks: int, part: int, enter):
     """Out and gradients, with every other dimension of the grid: other rows for each number of ranks."""
