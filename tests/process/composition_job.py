@@ -30,7 +30,6 @@ from tests.ranks.composition import (
     batch_of,
     by_ddp_over_cp,
     by_fsdp_over_cp_with_tp,
-    by_fsdp_over_dp_cp,
     by_pipeline,
 )
 
@@ -76,7 +75,7 @@ def hidden_shift(model: nn.Module) -> Iterator[None]:
 
 
 PROVED = (by_ddp_over_cp, by_pipeline)
-BY_DAY = (by_fsdp_over_dp_cp, by_fsdp_over_cp_with_tp, *PROVED)
+BY_DAY = (by_fsdp_over_cp_with_tp, *PROVED)
 AT_NIGHT = tuple(make for make in COMPOSITIONS if make not in PROVED)
 
 Makers = Sequence[Callable[[], Training]]

@@ -33,11 +33,6 @@ def test_compositions_are_the_training_of_one_process(on_processes):
     assert_expected_inline(
         sent(on_processes["compositions"], 2),
         """\
-by_fsdp_over_dp_cp
-    all_gather: 11 calls, 201840 bytes
-    all_reduce: 2 calls, 132 bytes
-    reduce_scatter: 3 calls, 108480 bytes
-    send: 30720 bytes
 by_fsdp_over_cp_with_tp
     all_gather: 22 calls, 217904 bytes
     all_reduce: 7 calls, 1336 bytes

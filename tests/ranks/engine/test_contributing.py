@@ -100,14 +100,14 @@ def test_all_of_them_together(ranks: int, enter):
     assert wrong_rows(rows) == []
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(layouts())
 def test_every_attended_pair_once_under_the_mask(layout):
     for mask, sees in example("mask").values():
         check_plans(layout, layout, mask, allowed(sees, layout.length, layout.length))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.integers(5, 40), st.integers(1, 6), st.data())
 def test_every_attended_pair_once_in_the_layout(length: int, ranks: int, data: st.DataObject):
     cases = mask_cases(length)
