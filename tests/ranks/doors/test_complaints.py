@@ -32,6 +32,7 @@ from tests.first_hours import nanogpt
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 from tests.ranks.doors import test_module_sinks
+from tests.tiny_lm import LanguageModel
 
 PROBLEM = Problem(length=13)
 HELD = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -272,22 +273,11 @@ def test_keys_that_are_concatenated_and_no_passes(dim: int):
     assert max(run_ranks(on, 2)) < EXACT
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.qkv, self.head = nn.Embedding(7, 16), nn.Linear(16, 48), nn.Linear(16, 7)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
 def test_an_evaluation_over_other_ranks():
     """Training over two ranks beside a data parallel axis, and an evaluation over all four, by a second model on the
     same memory, as the error of a second style says."""
     torch.manual_seed(0)
-    whole, training, held_out = Small().double(), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
+    whole, training, held_out = LanguageModel(7).double(), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
 
     def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -295,7 +285,7 @@ def test_an_evaluation_over_other_ranks():
     def on(rank: int) -> list[float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         everyone = mesh["dp", "cp"]._flatten("all")
-        model, evaluated, found = copy.deepcopy(whole), Small().double(), []
+        model, evaluated, found = copy.deepcopy(whole), LanguageModel(7).double(), []
         parallelize_module(model, mesh["cp"], ModuleContextParallel(verified=True))
         with pytest.raises(ValueError, match=r"second model on the same memory, .*assign=True\), and apply it to that"):
             parallelize_module(model, everyone, ModuleContextParallel())

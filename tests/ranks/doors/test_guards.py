@@ -32,18 +32,9 @@ from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 from tests.ranks.doors.test_readme import example
+from tests.tiny_lm import SelfAttention
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Norm(nn.Module):
@@ -77,7 +68,7 @@ class Model(nn.Module):
 
     def __init__(self, *layers: nn.Module, checkpointed: bool = False) -> None:
         super().__init__()
-        self.norm, self.attention = Norm(), Attention()
+        self.norm, self.attention = Norm(), SelfAttention(WIDTH)
         self.layers = nn.ModuleList(layers)
         self.checkpointed = checkpointed
 
