@@ -2,20 +2,15 @@
 
 ``PROGRAMS`` is a table: one row is a small model, and the step that trains it on a mesh of any size. A wrong program
 gives another loss or another gradient on several ranks than on one rank. A right program does not.
-
-Run ``python -m tests.wrong_programs`` to count how many of them :func:`cp_styles.verify.verify` notices.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import sys
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -1810,7 +1805,7 @@ PROGRAMS: tuple[Program, ...] = (
 """All programs. No two have the same kind and name."""
 
 
-# The proof of a program, and the command.
+# The proof of a program.
 
 
 TOLERANCE = 1e-9  # of float64: rounding gives 1e-15 view, and the smallest mistake of the table 1e-2
@@ -1843,65 +1838,9 @@ def proved(program: Program, door: Door) -> BaseException | None:
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def runs(kind: str = "", doors: Iterable[str] = DOORS, dtypes: Iterable[str] = DTYPES) -> Iterator[tuple[Program, str]]:
+def runs(doors: Iterable[str] = DOORS, dtypes: Iterable[str] = DTYPES) -> Iterator[tuple[Program, str]]:
     """All that can be run: programs in each dtype, with the name of the door."""
     for program, door, dtype in product(PROGRAMS, doors, dtypes):
         each = program.in_dtype(DTYPES[dtype])
-        if kind in each.kind and not DOORS[door].missing(each):
+        if not DOORS[door].missing(each):
             yield each, door
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Verify the programs, print how many were noticed, and name those that were judged wrongly."""
-    parser = argparse.ArgumentParser(prog="python -m tests.wrong_programs", description=main.__doc__)
-    parser.add_argument("--kind", default="", help="only kinds whose name has this text")
-    parser.add_argument("--door", choices=DOORS, action="append", help="default: all")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
-    options = parser.parse_args(arguments)
-    doors, dtypes = options.door or list(DOORS), options.dtype or list(DTYPES)
-    todo = list(runs(options.kind, doors, dtypes))
-    columns = [(door, dtype) for door in doors for dtype in dtypes]
-    found: dict[str, Counter[Any]] = {each.kind: Counter() for each, _ in todo}
-    misjudged: list[str] = []
-    for index, (each, door) in enumerate(todo):
-        if sys.stderr.isatty():
-            done = "#" * (30 * index // len(todo))
-            print(f"\r[{done:30}] {index}/{len(todo)} {each.kind[:40]:40}", end="", file=sys.stderr, flush=True)
-        error, dtype = proved(each, DOORS[door]), str(each.dtype).removeprefix("torch.")
-        found[each.kind][each.right, door, dtype] += 1
-        if error is not None:
-            found[each.kind][each.right, door, dtype, "noticed"] += 1
-        if each.right != (error is None) or isinstance(error, RankTimeout):
-            words = "was not noticed" if error is None else f"raised {type(error).__name__}: {error}"
-            misjudged.append(f"{each} ({door}, {dtype}) is {'right' if each.right else 'wrong'} and {words}")
-    if sys.stderr.isatty():
-        print(f"\r{'':90}\r", end="", file=sys.stderr)
-    for line in _table(found, columns):
-        print(line)
-    print(*misjudged, sep="\n")
-    return bool(misjudged)
-
-
-def _table(found: Mapping[str, Counter[Any]], columns: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line for each kind, and one for all. A cell is "noticed/run"."""
-    titles = [f"{door} {dtype}" for door, dtype in columns]
-    rows = [["kind", "wrong", *titles, "right", *titles]]
-
-    def row(name: str, programs: Sequence[Program], counts: Counter[Any]) -> list[str]:
-        cells = [name]
-        for right in (False, True):
-            cells.append(str(sum(each.right == right for each in programs)))
-            cells += [f"{counts[right, *column, 'noticed']}/{counts[right, *column]}" for column in columns]
-        return cells
-
-    for name, counts in found.items():
-        rows.append(row(name, [each for each in PROGRAMS if each.kind == name], counts))
-    rows.append(row("all", [each for each in PROGRAMS if each.kind in found], sum(found.values(), Counter())))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        name, *numbers = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        yield "  ".join((name, *numbers)).rstrip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

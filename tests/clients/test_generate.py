@@ -142,8 +142,7 @@ def test_generate(model_type: str, ranks: int, padded: bool, balancer: Balancer)
     compare(found, on_one(model, tokens, generate))
 
 
-@pytest.mark.parametrize("length", [PRETRAINED + 1, 2 * PRETRAINED])
-@pytest.mark.parametrize("kind", ROPES)
+@sampled(1, length=[PRETRAINED + 1, 2 * PRETRAINED], kind=list(ROPES))
 def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, length: int):
     """One token more than in pretraining: the prefill leaves out that token, and its frequencies count it."""
     model, tokens = with_rope(kind).eval(), tokens_of(length)

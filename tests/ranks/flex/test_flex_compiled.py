@@ -87,7 +87,8 @@ def never(graph, example_inputs):
     raise AssertionError("torch.compile made a graph of an attention")
 
 
-@sampled(1, asked=["return_lse", "return_aux"], door=DOORS)
+@pytest.mark.parametrize("door", ["module", *at_night("block")])
+@pytest.mark.parametrize("asked", ["return_aux", *at_night("return_lse")])
 def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     """As its users have it at the top of a file: the engine runs, and nothing is compiled (in float64)."""
     compiled = torch.compile(flex_attention, backend=never)
@@ -183,9 +184,8 @@ def test_a_compiled_model(rank: int, door: str, how: str):
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("door", "how"), [WAYS[1], *(pytest.param(*way, marks=pytest.mark.nightly) for way in (WAYS[0], *WAYS[2:]))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("door", "how"), WAYS)
 @on_every_rank(1)
 def test_its_graphs_stay_the_same(rank: int, door: str, how: str):
     """From step to step. On one rank: threads share what is compiled of a function, and how many graphs one of them

@@ -18,7 +18,6 @@ from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.layout import contiguous
-from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
@@ -134,7 +133,8 @@ def a_tile(mod: Callable[..., Any], causal: bool = False, bias: torch.Tensor | N
     return all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4) for mine, theirs in zip(fused, plain, strict=True))
 
 
-@pytest.mark.parametrize("bias", ["a row of the batch", *at_night("none", "one for all", "of the keys", "a head")])
+@pytest.mark.nightly  # by day on a stand-in of the kernel: test_flex_on_cuda.py
+@pytest.mark.parametrize("bias", BIASES)
 def test_a_tile_in_its_place(bias: str, monkeypatch):
     """Positions, heads and masks of a tile; traced only, so that it is quick."""
     compile_with("eager", monkeypatch)

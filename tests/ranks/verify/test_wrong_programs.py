@@ -12,7 +12,7 @@ import torch
 from cp_styles.testing import RankTimeout
 from cp_styles.verify import VerificationError
 from tests import wrong_programs
-from tests.wrong_programs import DOORS, DTYPES, Program, main, proved, runs
+from tests.wrong_programs import DOORS, DTYPES, Program, proved, runs
 
 MIXES = "carries values from token to token, and no attention"
 UNKNOWN = "The cause is not known"
@@ -144,10 +144,3 @@ def test_the_table():
     assert CAUSES.keys() <= names.keys()
     everything = [(door, dtype, right) for door in DOORS for dtype in DTYPES.values() for right in (False, True)]
     assert {(door, each.dtype, each.right) for each, door in runs()} == set(everything)
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]):
-    assert main(["--kind", "around split", "--dtype", "float64", "--door", "style"]) == 0
-    titles, *lines = [line.split() for line in capsys.readouterr().out.strip().splitlines()]
-    assert titles == ["kind", "wrong", "style", "float64", "right", "style", "float64"]
-    assert [line[-4:] for line in lines] == [["1", "1/1", "2", "0/2"]] * 2
