@@ -148,6 +148,7 @@ def test_without_one_process_to_compare_with(tmp_path, monkeypatch, capsys):
         port = str(free.getsockname()[1])
     job = alone_here(monkeypatch, WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
     monkeypatch.setattr(job.torch, "set_num_threads", lambda threads: None)  # of all tests of this process
+    monkeypatch.setattr(job, "CONFIG", dataclasses.replace(job.CONFIG, layers=1))
     options = ["--cp", "1", "--tp", "1", "--steps", "1", "--seq-len", "64", "--no-compare"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options, "--out", str(tmp_path / "run.png")])
     assert job.main() == 0

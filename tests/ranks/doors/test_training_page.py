@@ -22,6 +22,7 @@ from cp_styles.batch import next_token_labels
 from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.verify import VerificationError, verify
+from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.tiny_lm import LanguageModel
@@ -172,7 +173,7 @@ def test_windows_of_a_video():
     assert max(run_ranks(on, 3)) < EXACT
 
 
-@pytest.mark.parametrize("layout", [contiguous(120, 2), contiguous], ids=["a layout", "a balancer"])
+@pytest.mark.parametrize("layout", [contiguous(120, 2), *at_night(contiguous)], ids=["a layout", "a balancer"])
 def test_windows_of_a_part(layout: Any):
     """An error with a layout object; else verify finds them."""
     model = clip("by windows")

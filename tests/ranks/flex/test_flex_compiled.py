@@ -22,7 +22,7 @@ from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
-from tests.covering import at_night, sampled
+from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -108,7 +108,12 @@ def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     run_ranks(on, RANKS)
 
 
-@sampled(1, name=["masked", "plain"], place=[("module", "whole"), ("block", "itself"), ("module", "its caller")])
+# By itself, and not as one graph, it is refused as without a compiler: test_flex.py.
+PLACES = [("module", "whole"), ("module", "its caller"), *at_night(("block", "itself"))]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", ["masked", *at_night("plain")])
 def test_torchs_own_function_is_refused(name: str, place: tuple[str, str]):
     """Compiled as one graph, with its errors while it is traced; by itself; and with its caller."""
     attend, (door, how) = torch.nn.attention.flex_attention.flex_attention, place
@@ -235,6 +240,7 @@ def test_varlen_in_a_compiled_model(rank: int, door: str):
     dist.barrier()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("documents", [CU, *at_night([0, 20, 21, 30, LENGTH])], ids=["a tensor", "a list"])
 @on_every_rank(RANKS)
 def test_the_functions_in_a_compiled_caller(mesh, rank: int, documents):

@@ -76,7 +76,7 @@ def biased_softcap(learned, score, b, h, q, kv):
     [
         pytest.param(case.causal, biased_softcap, marks=pytest.mark.nightly),
         pytest.param(case.sinks_and_window, case.own_mask, marks=pytest.mark.nightly),
-        (case.of_documents((31, 65)), case.learned_softcap),
+        pytest.param(case.of_documents((31, 65)), case.learned_softcap, marks=pytest.mark.nightly),
     ],
     ids=["biased", "own mask", "learned"],
 )

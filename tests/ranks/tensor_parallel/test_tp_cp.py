@@ -39,7 +39,6 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.tensor_parallel.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
@@ -373,7 +372,8 @@ def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
 
 
-@pytest.mark.parametrize("names", [("cp", "dp", "tp"), *at_night(("tp", "cp"), ("dp", "cp", "tp"))], ids=str)
+@pytest.mark.nightly  # by day an attention: test_tp_attention.py
+@pytest.mark.parametrize("names", [("cp", "dp", "tp"), ("tp", "cp"), ("dp", "cp", "tp")], ids=str)
 def test_other_meshes(names):
     sizes = tuple({"dp": 1}.get(name, 2) for name in names)
     plan = dtensor_plan(AttentionContextParallel())
