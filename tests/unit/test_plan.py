@@ -98,7 +98,7 @@ def check_tiles(
             assert plans[source].sends[rank] == expected, "what one receives is what the other sends"
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts(), st.data())
 def test_every_attended_pair_once(layout: SequenceLayout, data: st.DataObject):
     length = layout.length
@@ -107,14 +107,14 @@ def test_every_attended_pair_once(layout: SequenceLayout, data: st.DataObject):
     check_plans(layout, layout, case.mask, allowed(case.sees, length, length))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 4), st.integers(0, 20), st.integers(0, 20))
 def test_queries_and_keys_of_different_lengths(data, ranks: int, queries: int, keys: int):
     q_layout, kv_layout = data.draw(layouts(queries, ranks)), data.draw(layouts(keys, ranks))
     check_plans(q_layout, kv_layout, Full(), torch.ones(queries, keys, dtype=torch.bool))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     st.integers(2, 9),
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 2, 3, 6])), min_size=2, max_size=2),
@@ -131,7 +131,7 @@ def test_stripes(ranks: int, cuts: list[tuple[int, int]], name: str):
     check_plans(*layouts, case.mask, allowed(case.sees, queries, keys))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=6),
     st.sampled_from([contiguous, head_tail, striped, partial(striped, block=3), partial(striped, block=33)]),
@@ -160,7 +160,7 @@ class Between(Mask):
         return torch.tensor(self.los)[q_positions_L], torch.tensor(self.his)[q_positions_L]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts(), st.data())
 @example(contiguous(6, 2), None)
 @example(head_tail(6, 1), None)

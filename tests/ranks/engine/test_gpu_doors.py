@@ -178,8 +178,8 @@ LOSS = "cp_styles.batch.on_host"
 
 
 def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
-    """The model of the main job, with the parallel plan of the main job."""
-    model = new_model()
+    """A layer of the model of the main job, with the parallel plan of the main job."""
+    model = new_model(layers=1)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(put(parameter.detach())))
@@ -233,7 +233,7 @@ def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
 
     with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS, WATCH, LOSS]) as gpu:
         found = run_ranks(on, cp * tp)
-    single = alone(1)
+    single = alone(1, layers=1)
     for loss, gradients in found:
         assert loss == pytest.approx(single.losses[0], abs=EXACT)
         assert max(error(gradients[name], single.gradients[name]) for name in gradients) < EXACT

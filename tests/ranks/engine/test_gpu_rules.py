@@ -308,7 +308,7 @@ def test_long_documents_of_few_heads_are_packed(strategy, batch: int, kv_heads: 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=plain)
 def test_the_ops_of_messages_do_not_grow_with_their_ranges_of_rows(strategy):
     """In stripes a rank sends of each document all rows but one. Views count too."""
-    few, many = (ops_over_documents((60,) * count, striped, strategy) for count in (16, 48))
+    few, many = (ops_over_documents((60,) * count, striped, strategy) for count in (8, 24))
     assert few == many
 
 
@@ -319,7 +319,7 @@ def test_the_calls_of_a_window():
     masks = window, Documents((length // 2,) * 2) & window
     for layout, mask, strategy in product((contiguous, head_tail), masks, (Ring(), AllGather(), Ulysses())):
         given = strategy, (layout(length, 8),) * 2, mask, kernel_of(shapes, None), shapes
-        for run in (dry_run(*given, rank) for rank in range(8)):
+        for run in (dry_run(*given, rank) for rank in (0, 3, 7)):
             assert len(run.forward.calls) <= 4
             assert len(run.backward.calls) <= 6  # some by halves of the heads
             # Tiles without an edge go to cuDNN where torch is built with it.
