@@ -31,7 +31,7 @@ CAUSES = {
         rf"layer.layer \(CausalConvolution\): it {MIXES} .* first 2 tokens .* context_causal_conv1d.*width=3"
     ),
     f"{ON_CORE}: documents that a recurrence is not given": (
-        r"scan \(Scan\): documents are not kept apart: .* without cu_seqlens"
+        r"scan \(Scan\): documents are not separated: .* without cu_seqlens"
     ),
     f"{ON_CORE}: attention in plain operations": rf"layer \(PlainAttention\): it {MIXES}",
     f"{ON_CORE}: the mean over tokens in the model": rf"the model \(Model\): it {MIXES}",
@@ -44,7 +44,7 @@ CAUSES = {
     "two attentions: one without a style": rf"second.core \(Core\): {ALONE}",
     "two attentions: two layouts": r"second.core \(Core\): layout mismatch: its inputs are cut with",
     "a backward that mixes: a gradient by the number of ranks": (
-        rf"are wrong: the first wrong gradient of a backward is that of .*'s output. {UNKNOWN}"
+        rf"are wrong: the first wrong gradient of a backward is at .*'s output. {UNKNOWN}"
     ),
     "pooled from this rank's tokens: the mean": r"the model \(Model\): its output .* pooled from this rank's part",
     "configurations: a kernel whose logsumexp is wrong": "gradients are not finite",
@@ -63,7 +63,7 @@ CAUSES = {
     "gradients: summed in part": r"partly reduced: .* \(table\)",
     "gradients: summed twice": "are 2 times .*: they are reduced twice",
     "gradients: averaged": "are 0.5 times .*averaged over",
-    "gradients: scaled": "are 3 times .*: that of the loss is 1 times that of one process, and what follows",
+    "gradients: scaled": "are 3 times .*: the gradient of the loss is 1 times its value on one process, and code",
     "gradients: no numbers": rf"gradients of 8 of 8 parameters .* are not finite on the ranks.* {UNKNOWN}",
     "gradients: clipped before the sum": "between the backward and their sum.* Sum gradients first",
     "gradients: no backward on several ranks": rf"are wrong.* {UNKNOWN}",
