@@ -35,7 +35,7 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         if mesh.ndim != 1:
             raise ValueError(f'{name} needs a 1-D mesh, got axes {mesh.mesh_dim_names}: pass mesh["cp"]')
         axis = (mesh.mesh_dim_names or ("cp",))[0]
-        if is_traced():  # torch.compile does not know the contents of a mesh
+        if is_traced():  # torch.compile cannot read the contents of a mesh
             return axis, mesh.get_group()
         group = _group_on(mesh, name)
         state = state_of(group)
@@ -48,15 +48,15 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         return "group", acting(mesh)
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # dist.new_group returns it on ranks outside of the group
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
-    whole, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
-    if not (isinstance(whole, DeviceMesh) and isinstance(axis, str)):
+    composed, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
+    if not (isinstance(composed, DeviceMesh) and isinstance(axis, str)):
         got = type(mesh).__name__
         raise TypeError(f"{name} needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got {got}")
-    if axis not in (whole.mesh_dim_names or ()):
-        raise ValueError(f"{name}: the mesh has the axes {whole.mesh_dim_names}, not {axis!r}: name one of them")
+    if axis not in (composed.mesh_dim_names or ()):
+        raise ValueError(f"{name}: the mesh has the axes {composed.mesh_dim_names}, not {axis!r}: name one of them")
     if is_traced():  # torch.compile cannot slice a mesh
-        return axis, whole.get_group(axis)
-    return axis_and_group(name, whole[axis], ordered=ordered)
+        return axis, composed.get_group(axis)
+    return axis_and_group(name, composed[axis], ordered=ordered)
 
 
 def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:

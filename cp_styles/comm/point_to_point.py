@@ -141,7 +141,7 @@ def transfer_error(
         f"{operations.name_of(user or operations.user)}: on rank {dist.get_rank()}, a transfer with rank "
         f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
-        f"{see('A rank that has ended')}. The transport says: {error}"
+        f"{see('A rank that has ended')}. Error of the transport: {error}"
     )
 
 
@@ -265,7 +265,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     Communication: one all-reduce of one number, the first time.
     """
     # NCCL sets up a group in its first operation, in which all ranks must take part. A rank whose plan has no messages
-    # takes no part in a batch, so its peers would wait for ever.
+    # takes no part in a batch, so its peers would wait forever.
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
         return
     with collective(group, state_of(group).operations.user):

@@ -94,8 +94,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    the messages of the strategy. A balancer that is no function of this package costs one all-gather more: its results
-    are compared.
+    the messages of the strategy. If the layout is a balancer that is not a function of this package, one more
+    all-gather compares its results.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -474,10 +474,10 @@ class CoreCalls(AttentionCalls):
 
     def refuse_inside(self) -> None:
         """Raise inside a module or block that intercepts all attention."""
-        around = self.current()
-        if around is not None and not isinstance(around, CoreCalls):
+        outer = self.current()
+        if outer is not None and not isinstance(outer, CoreCalls):
             raise ValueError(
-                f"{around._name}: a module inside has AttentionContextParallel, and this style takes all attention "
+                f"{outer._name}: a module inside has AttentionContextParallel, and this style takes all attention "
                 "inside: apply one of the two"
             )
 
