@@ -293,7 +293,7 @@ OTHERS = [
     ),
     Mistake(
         "plan: stripes of keys like those of queries",
-        "holders_of",
+        "make_holders",
         "all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))",
         "isinstance(q_layout.held, Stripes) and q_layout.held.block == 1",
         "unit/test_plan.py",
@@ -307,7 +307,7 @@ OTHERS = [
     ),
     Mistake(
         "kernels: bands of other widths in one pack",
-        "calls_of",
+        "make_calls",
         "(tile.cover, tile.window), ",
         "tile.cover, ",
         "ranks/flex/test_varlen_kernel.py",
@@ -378,7 +378,7 @@ OTHERS = [
     Mistake(
         "agreement: messages leave before the rows of the others are read",
         "exchange",
-        "operations.settle() tag",
+        "operations.run_deferred_check() tag",
         "tag",
         "ranks/engine/test_agreement.py -k no_message_is_left",
     ),

@@ -43,9 +43,9 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         if ordered and mesh not in state.in_order:
             refuse_other_order(mesh, group)
             state.in_order.add(mesh)  # once, because reading the ranks takes as long as a small tile
-        return axis, acting(group)
+        return axis, resolve_stand_in(group)
     if isinstance(mesh, dist.ProcessGroup):
-        return "group", acting(mesh)
+        return "group", resolve_stand_in(mesh)
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # dist.new_group returns it on ranks outside of the group
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
     composed, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
@@ -71,7 +71,7 @@ def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
         ) from None
 
 
-def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def resolve_stand_in(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """``group``, or the group that takes its place while :func:`cp_styles.verify.verify` runs a step."""
     stand_in = state_of(group).stand_in
     if stand_in is None:
@@ -83,8 +83,8 @@ def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def group_if_simple(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
     """The group of a 1-D mesh or group, without a check of its order. None: :func:`axis_and_group` finds the group."""
     if isinstance(mesh, DeviceMesh):
-        return acting(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
-    return acting(mesh) if isinstance(mesh, dist.ProcessGroup) else None
+        return resolve_stand_in(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
+    return resolve_stand_in(mesh) if isinstance(mesh, dist.ProcessGroup) else None
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

@@ -133,15 +133,15 @@ class SinglePositions:
 Holders: TypeAlias = Chunks | SinglePositions
 
 
-def holders_of(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
+def make_holders(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
     """The holders of queries and of keys. Tables of chunks are cached."""
     if all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout)):
         return SinglePositions(q_layout), SinglePositions(kv_layout)
-    return chunks_of(q_layout), chunks_of(kv_layout)
+    return get_chunks(q_layout), get_chunks(kv_layout)
 
 
 @remembered(64)  # shared by layers with different masks
-def chunks_of(layout: SequenceLayout) -> Chunks:
+def get_chunks(layout: SequenceLayout) -> Chunks:
     return Chunks(layout)
 
 

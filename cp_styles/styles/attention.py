@@ -38,7 +38,7 @@ from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_ca
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cuts_of
+from cp_styles.layout import Balancer, SequenceLayout, find_cuts
 from cp_styles.mask import Mask
 from cp_styles.mask.dense import causal_bias
 from cp_styles.strategies import Strategy
@@ -269,7 +269,7 @@ class CoreState:
             check_local(binding.name, inputs)
             if not only_inputs:
                 self._refuse_other_tensors(args, kwargs)
-            if cut := cuts_of(inputs):
+            if cut := find_cuts(inputs):
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
             if self._holds_parameters and torch.is_grad_enabled():
