@@ -192,12 +192,12 @@ def connect_gloo(group: dist.ProcessGroup, name: str, timeout: timedelta | None 
     return gloo(_store_of(group, name), group.rank(), group.size(), timeout or _timeout_of(group))
 
 
-def exchange_texts(group: dist.ProcessGroup, name: str, mine: str, timeout: timedelta | None = None) -> list[str]:
+def exchange_texts(group: dist.ProcessGroup, name: str, text: str, timeout: timedelta | None = None) -> list[str]:
     """The texts of all ranks of a group, through its store. All ranks must call it equally often."""
     store = _store_of(group, name)
     call = (store.add("calls", 1) - 1) // group.size()
     keys = [f"{call}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], mine)
+    store.set(keys[group.rank()], text)
     store.wait(keys, timeout or _timeout_of(group))
     return [store.get(key).decode() for key in keys]
 

@@ -247,7 +247,7 @@ def find_cut(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
     return getattr(tensor, _CUT, None)
 
 
-def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
+def find_cuts(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with its layout."""
     pairs = []
     for value in values:  # not a comprehension, so that torch.compile can trace it
@@ -262,7 +262,7 @@ def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, 
 
     ``shown`` is the text of ``layout`` in the message.
     """
-    for tensor, cut in cuts_of(tensors):
+    for tensor, cut in find_cuts(tensors):
         if cut != layout and (cut.length, cut.ranks) == (layout.length, layout.ranks):
             raise ValueError(
                 f"{name}: an input of shape {tuple(tensor.shape)} was cut with another layout than this call uses "

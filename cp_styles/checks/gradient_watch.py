@@ -53,7 +53,7 @@ from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
-from cp_styles.comm.point_to_point import gather_numbers, largest_over
+from cp_styles.comm.point_to_point import gather_numbers, reduce_max
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
@@ -237,7 +237,7 @@ class ParameterWatch(RankCheck):
             return None
         few = differing[:: -(-len(differing) // _MOST_COMPARED)]
         values = [_sampled(entry.part).double() for entry in few]
-        spread = largest_over([x for value in values for x in (value, -value)], group)
+        spread = reduce_max([x for value in values for x in (value, -value)], group)
         tolerance = _ROUNDING * math.sqrt(self._attentions)
         beyond = False
         for most, least in zip(spread[::2], spread[1::2], strict=True):

@@ -267,15 +267,12 @@ _PATIENCE_SECONDS = 30.0
 
 
 def _raise_if_refused(rows: StatusRows, name: str, axis: str, reasons: str) -> None:
-    for status, what in (
-        (RankStatus.BAD_INPUTS, "their inputs"),
-        (RankStatus.NO_CALL, "the attention inside"),
-    ):
+    for status, subject in ((RankStatus.BAD_INPUTS, "their inputs"), (RankStatus.NO_CALL, "the attention inside")):
         refused = [rank for rank, row in enumerate(rows) if row.status == status]
         if refused:
             raise ValueError(
-                f"{name}: ranks {refused} of mesh axis {axis!r} refused {what} (their own error says why); this rank "
-                f"stops with them{see('Another rank has refused')}{reasons}"
+                f"{name}: ranks {refused} of mesh axis {axis!r} refused {subject} (their errors have the reason); this "
+                f"rank stops with them{see('Another rank has refused')}{reasons}"
             )
 
 

@@ -33,7 +33,7 @@ class Operations:
     Attributes:
         user: the module or function that uses the group, for messages.
         axis: the name of the mesh axis of its ranks, for messages; "group" if only the group is known.
-        check: is called once, before the next message over the group or a part of it, or at the next :meth:`settle`.
+        check: a deferred check. It runs once, at the latest before the next message over the group or a part of it.
             If it raises, no message of the operation was sent. See [Note: agreement without waiting] in agreement.py.
         agreed: the ranks have agreed on the running operation, so peers wait for messages of this rank.
         forwards: the number of attention forwards on which the ranks have agreed. A backward has the number of its
@@ -56,7 +56,7 @@ class Operations:
         """The name of a module or function that uses the group, with the axis."""
         return user if "mesh axis" in user else f"{user} (mesh axis {self.axis!r})"
 
-    def settle(self) -> None:
+    def run_deferred_check(self) -> None:
         """Run :attr:`check` now, if there is one."""
         while self.check is not None:  # a check may set another one
             check, self.check = self.check, None

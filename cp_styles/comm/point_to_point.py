@@ -92,12 +92,12 @@ class Operation:
         operations = self._operations
         if error is None:
             if operations.check is not None:
-                operations.settle()
+                operations.run_deferred_check()
             return
         interrupted = not isinstance(error, Exception)
         if interrupted:
             operations.check = None  # the check holds the group, whose connections must end
-        operations.settle()  # raises if the ranks disagree, which may be the cause
+        operations.run_deferred_check()  # raises if the ranks disagree, which may be the cause
         if interrupted or (operations.agreed and not isinstance(error, self._common)):
             abort_group(self._group, error)
 
@@ -141,7 +141,7 @@ def transfer_error(
         f"{operations.name_of(user or operations.user)}: on rank {dist.get_rank()}, a transfer with rank "
         f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
-        f"{see('A rank that has ended')}. The transport says: {error}"
+        f"{see('A rank that has ended')}. Error of the transport: {error}"
     )
 
 
@@ -155,7 +155,7 @@ def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) ->
     Raises:
         TransferError: for an error of the transport.
     """
-    check_not_aborted(group, user).operations.settle()
+    check_not_aborted(group, user).operations.run_deferred_check()
     try:
         yield
     except common:
@@ -183,7 +183,7 @@ def exchange(
     if group is not None:
         operations = state_of(group).operations
         if operations.check is not None:
-            operations.settle()
+            operations.run_deferred_check()
         tag = operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
@@ -265,7 +265,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     Communication: one all-reduce of one number, the first time.
     """
     # NCCL sets up a group in its first operation, in which all ranks must take part. A rank whose plan has no messages
-    # takes no part in a batch, so its peers would wait for ever.
+    # takes no part in a batch, so its peers would wait forever.
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
         return
     with collective(group, state_of(group).operations.user):
@@ -456,7 +456,7 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
             started.wait(patience)
 
 
-def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def reduce_max(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """The maximum over ranks of each element, in flat tensors on a device for which the group has a backend.
 
     Communication: one all-reduce of all elements together.
@@ -595,7 +595,7 @@ def split_group(
         return None, None
     rank = group.rank()
     first = rank - rank % size
-    state_of(group).operations.settle()  # agree before the ranks set up parts
+    state_of(group).operations.run_deferred_check()  # agree before the ranks set up parts
     members = dist.get_process_group_ranks(group)
     name = f"{group.group_name}.cp_styles.{size}"
     return (

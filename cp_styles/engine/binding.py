@@ -36,8 +36,8 @@ from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
-    cuts_of,
     describe_cut,
+    find_cuts,
     is_deterministic,
     layout_made_by,
     layout_of_one,
@@ -97,8 +97,8 @@ class Binding:
         checks: what the ranks check of each other.
         model: observes the model that has the attention; None for functions.
         site: the number of the module among the modules of its style, whose names may be equal; 0 for functions.
-        in_graphs: the results of :func:`~cp_styles.engine.custom_ops.config_of`, by whether the user gave a layout,
-            each with the binding that runs in graphs.
+        in_graphs: the results of :func:`~cp_styles.engine.custom_ops.make_graph_config`, by whether the user gave a
+            layout, each with the binding that runs in graphs.
     """
 
     name: str
@@ -353,7 +353,8 @@ class ResolvedCall:
             try:
                 attention = self._attentions.put(key, self._attention(tensors, None, is_causal, scale))
             except Exception:
-                self.binding.group_state.operations.settle()  # raises first if ranks disagree, which may be the cause
+                # Ranks that disagree may be the cause. The deferred check then raises their error first.
+                self.binding.group_state.operations.run_deferred_check()
                 raise
         return attention
 
@@ -406,7 +407,7 @@ class _AttentionAgreement(CheckedCall):
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         forward_state = binding.forward_state
         binding.mask.check_unchanged()
-        if cut_tensors := cuts_of(self.tensors):
+        if cut_tensors := find_cuts(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
@@ -520,7 +521,7 @@ class LatestBindings(LatestEntries[Any, Any]):
     """
 
 
-def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
+def get_bindings(group: dist.ProcessGroup) -> LatestBindings:
     objects = state_of(group).objects
     bindings = objects.get(LatestBindings)
     if bindings is None:

@@ -33,7 +33,7 @@ class AttentionConfig(OpaqueValue):
     """The configuration of the calls of one style or function in a compiled graph, without tensors.
 
     Attributes:
-        parts: strategy, layout, mask and kernel, as :func:`parts_of` returns them.
+        parts: strategy, layout, mask and kernel, as :func:`take_apart` returns them.
         has_layout: the user has given a layout. The open SequenceScope applies to a function's call without a layout.
         has_owner: a style or block holds the binding. If the owner is gone, the op raises.
         problem: the reason why there are no parts. The op raises it on every rank.
@@ -104,7 +104,7 @@ def config_in_graph(
         TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
-    parts = parts_of((strategy, layout, mask, kernel), tensors)
+    parts = take_apart((strategy, layout, mask, kernel), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
     config = _make_config(name, axis, group_name, parts, checks.agreement, checks.only_warn, has_layout, has_owner)
@@ -114,7 +114,7 @@ def config_in_graph(
 _make_config = constant_under_compile(AttentionConfig)
 
 
-def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
+def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Take ``value`` apart for :func:`rebuild`. The tensors of ``Dense`` masks are appended to ``tensors``.
 
     Raises:
@@ -126,15 +126,15 @@ def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
         # The length of a range is a guarded constant under torch.compile. The number itself could become a symbol.
         return len(range(value)) if value >= 0 else -len(range(-value))
     if isinstance(value, tuple):
-        return tuple, *[parts_of(item, tensors) for item in value]
+        return tuple, *[take_apart(item, tensors) for item in value]
     if isinstance(value, Dense):
         if not (tensors and tensors[-1] is value.tensor):  # a balancer and the mask may share a tensor
             tensors.append(value.tensor)
         return Dense, len(tensors) - 1
     if isinstance(value, functools.partial):
-        keywords = [(tuple, key, parts_of(item, tensors)) for key, item in value.keywords.items()]
-        positional = parts_of(tuple(value.args), tensors)
-        return functools.partial, parts_of(value.func, tensors), positional, (tuple, *keywords)
+        keywords = [(tuple, key, take_apart(item, tensors)) for key, item in value.keywords.items()]
+        positional = take_apart(tuple(value.args), tensors)
+        return functools.partial, take_apart(value.func, tensors), positional, (tuple, *keywords)
     if isinstance(value, (types.FunctionType, torch.dtype)):
         if not _is_found_by_name(value):
             raise TypeError(
@@ -148,11 +148,11 @@ def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
             f"a {type(value).__name__} cannot be rebuilt by compiled code: make its class a frozen dataclass at the "
             "top level of a module, all of whose fields are numbers, strings, tuples or such objects"
         )
-    return type(value), *[parts_of(getattr(value, field), tensors) for field in fields]
+    return type(value), *[take_apart(getattr(value, field), tensors) for field in fields]
 
 
 def rebuild(parts: Any, dense: torch.Tensor | None = None) -> Any:
-    """The object that :func:`parts_of` took apart; ``dense`` is the tensor of its ``Dense`` masks."""
+    """The object that :func:`take_apart` took apart; ``dense`` is the tensor of its ``Dense`` masks."""
     if not isinstance(parts, tuple):
         return parts
     cls, *fields = parts

@@ -33,9 +33,9 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
-from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindings_of
+from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, get_bindings
 from cp_styles.engine.checkpoint import results_are_kept
-from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph, parts_of, rebuild
+from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph, rebuild, take_apart
 from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import FlexKernel
@@ -70,7 +70,7 @@ class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
     # They are in the state of the group, so that a graph never finds a new group with the name of a destroyed one.
 
 
-def config_of(scoped: ScopedBinding) -> ConfigInGraph:
+def make_graph_config(scoped: ScopedBinding) -> ConfigInGraph:
     """The configuration for the calls of a style or block in a graph. If it has no value, the op raises the error."""
     binding, has_layout = scoped.unscoped, scoped.layout is not None
     if has_layout not in binding.in_graphs:
@@ -94,7 +94,7 @@ def find_source(config: AttentionConfig, dense: torch.Tensor | None = None) -> S
     if config.problem:
         raise TypeError(config.problem)
     group = group_of_name(config.group_name)
-    bindings = bindings_of(group)
+    bindings = get_bindings(group)
     source = bindings.pop(config, None)
     if config.has_owner:
         source = source or state_of(group).get_or_create(BindingsInGraphs).get(config)
@@ -120,7 +120,7 @@ def _pickle_scope(scope: SequenceScope, name: str) -> bytes:
             "cannot hold tensors: pass it as the call's attn_mask, or give it to the style"
             f"{see('Tensors in the mask of a scope')}"
         )
-    parts_of((scope.layout, scope.mask), [])  # raises for functions that are not found by name
+    take_apart((scope.layout, scope.mask), [])  # raises for functions that are not found by name
     return pickle.dumps((scope.layout, scope.mask))
 
 

@@ -35,7 +35,7 @@ from cp_styles._compat import (
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import attend, check_plain, config_of, modes_entered
+from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.multi_head_attention import multi_head_attention
@@ -46,7 +46,7 @@ from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import cuts_of
+from cp_styles.layout import find_cuts
 from cp_styles.mask import Dense, Mask, PerRow
 from cp_styles.mask.dense import causal_bias
 from cp_styles.troubleshooting import see
@@ -105,7 +105,7 @@ class AttentionCalls(TorchFunctionMode):
         self._sink = sink
         # The state of the binding by default, so that ranks can compare the number of their calls.
         self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
-        self._in_graph = config_of(scoped)
+        self._in_graph = make_graph_config(scoped)
         self._entries: list[_ModeEntry] = []
         # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None
@@ -412,7 +412,7 @@ class AttentionCalls(TorchFunctionMode):
                 self.refuse_tracer(tracer)
             self.forward_state.module_call, self.forward_state.inputs = (module, args, kwargs), None
             # Only tensors that a layout has returned show their layout. Computed inputs of attention do not.
-            self.forward_state.cuts = cuts_of((*args, *kwargs.values()))
+            self.forward_state.cuts = find_cuts((*args, *kwargs.values()))
             if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
                 binding = self._scoped.resolve()[0]
                 try:

@@ -255,7 +255,7 @@ def _analyze(mask: BlockMask) -> _Analysis:
     rows, columns = mask.BLOCK_SIZE
     states = _read_states(mask)
     blocks = states.flatten(0, 1)
-    device, (many, q_blocks, kv_blocks) = blocks.device, blocks.shape
+    device, (masks, q_blocks, kv_blocks) = blocks.device, blocks.shape
     heights = (queries - torch.arange(q_blocks, device=device) * rows).clamp(0, rows)
     widths = (keys - torch.arange(kv_blocks, device=device) * columns).clamp(0, columns)
 
@@ -289,15 +289,15 @@ def _analyze(mask: BlockMask) -> _Analysis:
         grid = None if band else BlockGrid((rows, columns), cover)
         return BlockPattern(low, high, (count.sum(0) + count.shape[0] - 1) // count.shape[0], grid, keys)
 
-    whole = pattern(slice(0, many))
-    rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
+    joint = pattern(slice(0, masks))
+    rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if joint.grid and batch > 1 else []
     bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
     read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
-    if not whole.grid or not bits_of_groups:
+    if not joint.grid or not bits_of_groups:
         bits_of_groups = [torch.zeros(1, rows, columns, dtype=torch.bool, device=device)]
     bits = torch.cat(bits_of_groups)
     content = hash((checksum(bits), checksum(states)))  # places follow from states
-    return _Analysis(whole, bands, states, places.view(states.shape), bits, read, content)
+    return _Analysis(joint, bands, states, places.view(states.shape), bits, read, content)
 
 
 def _dims_of(mask: BlockMask) -> tuple[int, int, int, int]:

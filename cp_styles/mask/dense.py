@@ -85,7 +85,7 @@ class Dense(Mask):
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         sizes = tuple(self.tensor.shape)
-        if any(size not in (1, whole) for size, whole in zip(sizes, shape[-len(sizes) :], strict=True)):
+        if any(size not in (1, expected) for size, expected in zip(sizes, shape[-len(sizes) :], strict=True)):
             raise ValueError(
                 f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}: give the mask "
                 "of the whole sequence, rows and columns in the order of positions"
@@ -143,7 +143,7 @@ def check_plain_mask(tensor: torch.Tensor) -> None:
     if isinstance(tensor, CausalBias):
         raise TypeError(
             f"an attn_mask {tensor.variant.name} for {tensor.seq_len_q} queries and {tensor.seq_len_kv} keys is not a "
-            "tensor of values: for a causal mask pass is_causal=True, or Causal() where a mask object is asked for; "
+            "tensor of values: for a causal mask pass is_causal=True, or Causal() where a mask object is expected; "
             "for another one the boolean mask of the whole sequence"
         )
     if type(tensor) not in (torch.Tensor, nn.Parameter):

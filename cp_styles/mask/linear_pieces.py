@@ -88,7 +88,7 @@ class Pieces(NamedTuple):
         return uncut.part(start - uncut.start, torch.minimum(stop, torch.cat((start[1:], stop[-1:]))) - start)
 
 
-def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
+def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
     """The pieces of the band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
     return _make_pieces(mask.pattern, queries, keys).cut(cuts)
 
@@ -142,7 +142,7 @@ def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torc
         positions = torch.arange(queries, device="cpu")
         work = mask.work(positions, keys)
     else:
-        pieces = pieces_of(mask, queries, keys, starts)
+        pieces = cut_into_pieces(mask, queries, keys, starts)
         positions, work = pieces.start, pieces.work
     return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
 

@@ -29,8 +29,8 @@ from cp_styles.layout import (
     Balancer,
     Chunk,
     SequenceLayout,
-    cuts_of,
     describe_cut,
+    find_cuts,
     head_tail,
     layout_made_by,
     layout_of_one,
@@ -304,7 +304,7 @@ class CutSequence:
             length = tensors[0].shape[dim]
             if any(x.shape[dim] != length for x in tensors):
                 raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
-            for x, cut in cuts_of(tensors):
+            for x, cut in find_cuts(tensors):
                 if cut.ranks == peers.size:
                     refuse_other_cut(name, (x,), layout_for(cut.length), plain(layout))
             of_rank = None if fixed is None else (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1])

@@ -133,15 +133,15 @@ class SinglePositions:
 Holders: TypeAlias = Chunks | SinglePositions
 
 
-def holders_of(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
+def make_holders(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
     """The holders of queries and of keys. Tables of chunks are cached."""
     if all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout)):
         return SinglePositions(q_layout), SinglePositions(kv_layout)
-    return chunks_of(q_layout), chunks_of(kv_layout)
+    return get_chunks(q_layout), get_chunks(kv_layout)
 
 
 @remembered(64)  # shared by layers with different masks
-def chunks_of(layout: SequenceLayout) -> Chunks:
+def get_chunks(layout: SequenceLayout) -> Chunks:
     return Chunks(layout)
 
 
@@ -193,9 +193,9 @@ def convert_to_rows(pieces: Pieces, rank: int, queries: Holders, keys: Holders, 
     crossed = crossed % max(number, 1)
     # The sources of a piece are the holders of the chunks that it reaches, or all ranks if there are fewer ranks.
     first, last = first[0], last[1] + 1
-    many = last - first >= keys.ranks
-    index, chunk = _expand_ranges(torch.where(many, 0, first), torch.where(many, len(firsts), last))
-    source = torch.where(many[index], firsts[chunk % len(firsts)], keys.holder(chunk))
+    reaches_all = last - first >= keys.ranks
+    index, chunk = _expand_ranges(torch.where(reaches_all, 0, first), torch.where(reaches_all, len(firsts), last))
+    source = torch.where(reaches_all[index], firsts[chunk % len(firsts)], keys.holder(chunk))
     source = firsts[torch.searchsorted(firsts, source, right=True) - 1]
     # The interval of a source's rows may change its slope at the first query of a piece, and at a query where an end
     # reaches another chunk.

@@ -1,12 +1,11 @@
 """The plan of a rank: its tiles, and the rows that it receives and sends. Derived from layouts and mask.
 
 A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
-each end of the interval is constant or grows by one with each position
-(:func:`~cp_styles.mask.linear_pieces.pieces_of`). The same holds for the interval of a source's local rows to which a
-local query row attends: it changes its slope only where an end of the interval reaches another chunk. A rank cuts its
-own pieces at these chunks, in a few tensor operations, and each source's part into tiles (:mod:`cp_styles.plan.tiles`).
-From the pieces of other ranks it computes which of its own rows they need: these are the rows that it sends. No rank
-makes the plan of another rank.
+each end of the interval is constant or grows by one with each position: see ``cut_into_pieces`` in linear_pieces.py.
+The same holds for the interval of a source's local rows to which a local query row attends: it changes its slope only
+where an end of the interval reaches another chunk. A rank cuts its own pieces at these chunks, in a few tensor
+operations, and each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes
+the own rows that they need, which it sends. No rank makes the plan of another rank.
 
 In :class:`~cp_styles.layout.Stripes` of one position, pieces are not cut at chunks (:mod:`cp_styles.plan.linear`): from
 a row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
@@ -28,18 +27,18 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
-from cp_styles.mask.linear_pieces import has_own_work, pieces_of, refuse_shorter
+from cp_styles.mask.linear_pieces import cut_into_pieces, has_own_work, refuse_shorter
 from cp_styles.plan.blocks import block_tiles, needed_rows
 from cp_styles.plan.linear import (
     RowRanges,
     convert_to_rows,
     find_rows_to_send,
     first_equal_sources,
-    holders_of,
     join_runs,
+    make_holders,
     number_sent_rows,
 )
-from cp_styles.plan.tiles import Tile, tiles_of
+from cp_styles.plan.tiles import Tile, make_tiles
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,14 @@ def _make_plan(
         parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
         sends = {peer: needed_rows(*layouts, mask, peer, rank) for peer in range(q_layout.ranks) if peer != rank}
     else:
-        queries, keys = holders_of(q_layout, kv_layout)
-        pieces = queries.by_rank(pieces_of(mask, q_layout.length, kv_layout.length, queries.starts))
+        queries, keys = make_holders(q_layout, kv_layout)
+        pieces = queries.by_rank(cut_into_pieces(mask, q_layout.length, kv_layout.length, queries.starts))
         sends = find_rows_to_send(pieces, keys, rank)
         pieces = pieces.where(pieces.rank == rank)
         firsts = first_equal_sources(queries, keys, pieces)
         pieces, rows = number_sent_rows(convert_to_rows(pieces, rank, queries, keys, firsts), keys.length)
         options = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
-        tiles = tiles_of(join_runs(pieces), keys.ranks, **options)
+        tiles = make_tiles(join_runs(pieces), keys.ranks, **options)
         parts = [
             SourcePart(source, rows.get(first, ()), tiles[first])
             for first, stop in pairwise((*firsts.tolist(), keys.ranks))
@@ -155,11 +154,11 @@ def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
     refuse_shorter(mask, layout.length)
     if isinstance(mask, PerRow):
         return torch.stack([_work(layout, keys, row) for row in mask.masks]).sum(0)
-    queries, _ = holders_of(layout, layout)
+    queries, _ = make_holders(layout, layout)
     if has_own_work(mask):
         positions = torch.arange(layout.length, device="cpu")
         holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
     else:
-        pieces = queries.by_rank(pieces_of(mask, layout.length, keys, queries.starts))
+        pieces = queries.by_rank(cut_into_pieces(mask, layout.length, keys, queries.starts))
         holder, work = pieces.rank, pieces.work
     return torch.zeros(layout.ranks, dtype=torch.int64, device="cpu").index_add_(0, holder, work)

@@ -71,7 +71,7 @@ class Run(NamedTuple):
         return self.lo + self.lo_step * (first - self.start), self.end - self.hi_step * (self.stop - stop)
 
 
-def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windows: bool) -> list[tuple[Tile, ...]]:
+def make_tiles(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windows: bool) -> list[tuple[Tile, ...]]:
     """For each source, tiles that cover each attended pair once.
 
     Args:

@@ -51,7 +51,7 @@ Call: TypeAlias = Tile | PackedTiles
 """The work of a kernel in one call."""
 
 
-def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
+def make_calls(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
     """The kernel calls for the ``tiles`` of one source, in order. Tiles with an explicit mask come last.
 
     ``shapes`` are the shapes of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.

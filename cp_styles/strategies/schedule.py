@@ -21,7 +21,7 @@ from cp_styles.mask import Mask
 from cp_styles.plan import make_plan
 from cp_styles.plan.plan import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
-from cp_styles.strategies.packs import Call, Shape, calls_of
+from cp_styles.strategies.packs import Call, Shape, make_calls
 
 Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
@@ -228,7 +228,7 @@ def make_schedule(
     def calls_with(keys: int) -> tuple[Call, ...]:
         tiles = plan.parts[keys].tiles if prod(q_shape) else ()
         if id(tiles) not in all_calls:
-            all_calls[id(tiles)] = calls_of(tiles, (q_shape, k_shape, v_shape), small_tiles=small_tiles)
+            all_calls[id(tiles)] = make_calls(tiles, (q_shape, k_shape, v_shape), small_tiles=small_tiles)
         return all_calls[id(tiles)]
 
     def blocks(rows: RowRanges, spans: Sequence[Span]) -> list[Block]:

@@ -94,16 +94,16 @@ class Ulysses(Strategy):
         # The output in the residual is sent, so that the memory of ``out`` is free for the result.
         heads = [out if kept_out is None else kept_out]
         del out
-        _, back = levels.exchange_like_queries(v_BGME.shape[3])
-        return levels.exchange("output", back, heads)[0]
+        _, to_sequence = levels.exchange_like_queries(v_BGME.shape[3])
+        return levels.exchange("output", to_sequence, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         buffers, out, inner_residual = levels.split_residual(residual)
         assert out is not None  # a backward has a residual
         assert inner_residual is not None
-        there, _ = levels.exchange_like_queries(grad_BHLE.shape[3])
-        (grad,) = levels.exchange("gradient of output", there, [grad_BHLE])
+        to_heads, _ = levels.exchange_like_queries(grad_BHLE.shape[3])
+        (grad,) = levels.exchange("gradient of output", to_heads, [grad_BHLE])
         q, k, v = levels.received_heads(buffers)
         with named_range("gradients"):
             k, v = levels.pair_keys(k, v)
@@ -128,8 +128,8 @@ class Ulysses(Strategy):
         q, k, v = levels.received_heads(buffers)
         assert inner_residual is not None
         lse = self.inner.logsumexp(levels.inner, q, *levels.pair_keys(k, v), inner_residual)
-        _, back = levels.exchange_like_queries(1)
-        return levels.exchange("logsumexp", back, [lse.unsqueeze(-1)])[0].squeeze(-1)
+        _, to_sequence = levels.exchange_like_queries(1)
+        return levels.exchange("logsumexp", to_sequence, [lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -213,7 +213,7 @@ class _Levels:
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
         self._group = ref(group)  # weak, because this object is cached, and must not keep a group alive
-        ways = [*zip(geometry.exchanges, (shapes[which] for which in self._messages), strict=True)]
+        ways = [*zip(geometry.exchanges, (shapes[members] for members in self._messages), strict=True)]
         self.ways = [Blocks(way, of_way) for way, of_way in ways]
         back = [(way.adjoint(), of_way) for way, of_way in ways]
         # Gradients of 2 MiB or more on a rank are sent one by one, without packing. Each is freed before the next one.
@@ -278,8 +278,8 @@ class _Levels:
         # Loops and not comprehensions: an error's traceback would keep captured objects, and with them the groups.
         started, results = [], []
         with named_range("start heads"):
-            for way, buffer, which in zip(self.ways, buffers or [None] * len(self.ways), self._messages, strict=True):
-                started.append(way.post(list(tensors[which]), self._live_group(), buffer))
+            for way, buffer, members in zip(self.ways, buffers or [None] * len(self.ways), self._messages, strict=True):
+                started.append(way.post(list(tensors[members]), self._live_group(), buffer))
         with named_range("wait for heads"):
             for way in self.ways:
                 results += way.finish(started.pop(0))

@@ -38,7 +38,7 @@ from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_ca
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cuts_of
+from cp_styles.layout import Balancer, SequenceLayout, find_cuts
 from cp_styles.mask import Mask
 from cp_styles.mask.dense import causal_bias
 from cp_styles.strategies import Strategy
@@ -94,8 +94,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    the messages of the strategy. A balancer that is no function of this package costs one all-gather more: its results
-    are compared.
+    the messages of the strategy. If the layout is a balancer that is not a function of this package, one more
+    all-gather compares its results.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -269,7 +269,7 @@ class CoreState:
             check_local(binding.name, inputs)
             if not only_inputs:
                 self._refuse_other_tensors(args, kwargs)
-            if cut := cuts_of(inputs):
+            if cut := find_cuts(inputs):
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
             if self._holds_parameters and torch.is_grad_enabled():
@@ -474,10 +474,10 @@ class CoreCalls(AttentionCalls):
 
     def refuse_inside(self) -> None:
         """Raise inside a module or block that intercepts all attention."""
-        around = self.current()
-        if around is not None and not isinstance(around, CoreCalls):
+        outer = self.current()
+        if outer is not None and not isinstance(outer, CoreCalls):
             raise ValueError(
-                f"{around._name}: a module inside has AttentionContextParallel, and this style takes all attention "
+                f"{outer._name}: a module inside has AttentionContextParallel, and this style takes all attention "
                 "inside: apply one of the two"
             )
 

@@ -38,7 +38,7 @@ NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-paral
 # operator that reaches DTensor's dispatcher would attend to this rank's shard only. So our handlers there raise.
 def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The private 1-D mesh over a group. No communication."""
-    # One mesh for each group and device type, because DTensor's caches keep every mesh for ever.
+    # One mesh for each group and device type, because DTensor's caches keep every mesh forever.
     meshes = state_of(group).meshes
     if device_type not in meshes:
         refuse_destroyed(group)
@@ -137,9 +137,9 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, specs, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.specs, made = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
-        ctx.mark_non_differentiable(*itertools.compress(made, map(operator.not_, ctx.needs_input_grad[1:])))
-        return made
+        ctx.specs, dtensors = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.mark_non_differentiable(*itertools.compress(dtensors, map(operator.not_, ctx.needs_input_grad[1:])))
+        return dtensors
 
     @staticmethod
     def backward(ctx, *grads):

@@ -112,12 +112,12 @@ def find_local_heads(
         raise ValueError(
             f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads{see('Heads that do not fit')}"
         )
-    here = tuple(mesh.get_coordinate() or ())
+    coordinates = tuple(mesh.get_coordinate() or ())
     cut = [axis for axis, placement in enumerate(query) if placement == Shard(head_dim)]
     local: tuple[tuple[int, int], tuple[int, ...]] = (0, 0), ()
     # Every rank computes the heads of all ranks, so that all of them raise.
     for place in itertools.product(
-        *(range(mesh.size(axis)) if axis in cut else (here[axis],) for axis in range(mesh.ndim))
+        *(range(mesh.size(axis)) if axis in cut else (coordinates[axis],) for axis in range(mesh.ndim))
     ):
         ranges = []
         for placements, (start, stop) in ((query, (0, q_heads)), (key, (0, kv_heads))):
@@ -135,7 +135,7 @@ def find_local_heads(
                 f"gets query heads {start} to {stop - 1} and key heads {first} to {last - 1}, which do not belong "
                 "together. Replicate key and value over these axes, or use sizes that divide"
             )
-        if place == here:
+        if place == coordinates:
             local = (start, stop), pairs
     return local
 

@@ -72,7 +72,7 @@ class ModuleContextParallel(ContextParallelStyle):
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
     Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's. If
-    the layout is a balancer that is no function of this package, one more all-gather compares its results.
+    the layout is a balancer that is not a function of this package, one more all-gather compares its results.
     Applying the style sends nothing.
 
     Raises:

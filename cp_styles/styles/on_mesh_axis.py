@@ -41,7 +41,7 @@ def take_axis(device_mesh: DeviceMesh, axis: str, who: str) -> DeviceMesh:
         axes = f"axes {names}" if names else f"{device_mesh.ndim} axes without names"
         raise ValueError(
             f'{who} works on the mesh axis "{axis}", but the mesh has {axes}: name one of them "{axis}", '
-            'say which one is meant with mesh_axis="...", or pass the 1-D mesh of that axis'
+            'name another axis with mesh_axis="...", or pass the 1-D mesh of that axis'
             f"{see('A mesh without this axis')}"
         )
     return device_mesh[axis]
@@ -109,7 +109,7 @@ class OnMeshAxis(ParallelStyle):
         problem = ValueError(
             f"{type(self).__name__} on {where}: the size {axis.size()} of mesh axis {self.mesh_axis!r} "
             f"does not divide the {shape[dim]} rows that this rank has of the sequence (dim {dim} of {tuple(shape)}), "
-            f"and plain parts do not tell how many there are: pad the sequence to a length whose part on each rank "
+            f"and plain tensors do not show the global number: pad the sequence to a length whose part on each rank "
             f"{axis.size()} divides, or leave out sequence parallelism, Shard({dim})"
             f"{see('A part that tensor parallelism does not divide')}"
         )

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.engine.config import parts_of, rebuild
+from cp_styles.engine.config import rebuild, take_apart
 from cp_styles.layout import (
     SequenceLayout,
     Stripes,
@@ -197,9 +197,9 @@ def test_striped_layout_is_three_numbers_when_sent():
     layout = striped(2**45 + 3, 64)
     assert layout.lengths == (2**39 + 1,) * 3 + (2**39,) * 61
     assert layout == SequenceLayout(Stripes(2**45 + 3, 64, 1)) != striped(2**45 + 3, 64, block=2)
-    assert pickle.loads(pickle.dumps(layout)) == layout == rebuild(parts_of(layout, []))
+    assert pickle.loads(pickle.dumps(layout)) == layout == rebuild(take_apart(layout, []))
     assert len(pickle.dumps(layout)) < 2000
-    assert len(repr(parts_of(layout, []))) < 200
+    assert len(repr(take_apart(layout, []))) < 200
     assert len(repr(layout)) < 2000
     assert join_neighbours(layout, 8) == striped(2**45 + 3, 8, block=8)
     assert _renumber_neighbours(layout, 0, 8) == striped(2**42 + 3, 8)

@@ -26,7 +26,7 @@ from cp_styles.layout import (
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
-from cp_styles.plan.linear import chunks_of
+from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import RowRanges, SourcePart
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies import AllGather, Ring
@@ -297,12 +297,12 @@ def test_what_does_not_depend_on_the_rank_is_made_once():
     of the rows of a batch."""
     mask = Asked(Causal())
     layout = by_work(96, 4, mask=mask)
-    asked, tables = sum(mask.positions), chunks_of.cache_info().misses
+    asked, tables = sum(mask.positions), get_chunks.cache_info().misses
     for rank in range(4):
         make_plan(layout, layout, mask, rank)
         make_plan(layout, layout, Causal(), rank)
     assert sum(mask.positions) == asked
-    assert chunks_of.cache_info().misses == tables + 1
+    assert get_chunks.cache_info().misses == tables + 1
 
 
 class Operations(TorchDispatchMode):
@@ -357,13 +357,13 @@ def test_stripes_at_64_ranks_list_neither_positions_nor_chunks(
     planned. Others are attended to like one of them, and share its tiles."""
     monkeypatch.setattr(Stripes, "chunks", None)
     monkeypatch.setattr(bounded_cache, "as_constants", nullcontext)  # it switches modes off, the one here too
-    tables = chunks_of.cache_info().misses
+    tables = get_chunks.cache_info().misses
     with another_cache(), Operations() as operations:
         layout = striped(length, 64)
         plan = make_plan(layout, layout, mask, 40)
     assert operations.largest == largest
     assert operations.count <= 520
-    assert chunks_of.cache_info().misses == tables
+    assert get_chunks.cache_info().misses == tables
     assert sum(len(part.tiles) for part in plan.parts) == tiles
     assert len({id(part.tiles) for part in plan.parts if part.tiles}) == planned
 
