@@ -189,19 +189,19 @@ merge: what rows of a pack had before keeps its weight | unit/test_merge.py rank
     TorchMerge.__call__ | out_BHLE.mul_(weight.unsqueeze(-1))
     becomes | pass
 plan: stripes of keys like those of queries | unit/test_plan.py
-    holders_of | all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))
+    make_holders | all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))
     becomes | isinstance(q_layout.held, Stripes) and q_layout.held.block == 1
 kernels: a window that no kernel is told of | unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py
     _run | window or
     becomes | None or
 kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
-    calls_of | (tile.cover, tile.window),
+    make_calls | (tile.cover, tile.window),
     becomes | tile.cover,
 mixers: what came before a fragment does not decay in it | ranks/mixers/test_recurrence.py
-    _KernelCall.after | factor @ before
+    _KernelCall.compose | factor @ before
     becomes | before
 mixers: a map reaches back less far than it is taken to | ranks/mixers/test_recurrence.py
-    rounds_of | distance *= 2
+    plan_rounds | distance *= 2
     becomes | distance *= 3
 mixers: a recomputation may end before its last exchange | ranks/test_random.py -k mixers
     _Tied.forward | ctx.save_for_backward(x.new_empty(0))
@@ -213,10 +213,10 @@ mixers: ranks that wait for a kernel's state do not hear of its error
         | ranks/mixers/test_recurrence.py -k error_in_a_kernel
     CutSequence.compared_call | with Operation(self.group, state):
     becomes | if True:
-mixers: arguments that cannot be understood are passed on | ranks/mixers/test_by_name.py
-        ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused
+mixers: arguments that cannot be understood are passed on
+        | ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused
     refuse_arguments | if used:
-    becomes | if not given:
+    becomes | if False:
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
@@ -224,11 +224,10 @@ trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": _content(x) for name, x in whole.items()}
     becomes | {}
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
-    _attention.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
+    _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
     becomes | False
-agreement: messages leave before the rows of the others are read | ranks/engine/test_agreement.py -k
-        no_message_is_left
-    exchange | operations.settle() tag
+agreement: messages leave before the rows of the others are read | ranks/engine/test_agreement.py -k no_message_is_left
+    exchange | operations.run_deferred_check() tag
     becomes | tag
 agreement: an interrupted rank leaves messages out | ranks/engine/test_mailbox.py
     Mailbox.start | self._post(number - 1, previous)
@@ -255,8 +254,8 @@ mixing layers: a recurrence is called on a part | ranks/doors/test_guards.py -k 
     refuse_mixing_layers | isinstance(layer, _MIXING) and
     becomes | False and
 mixing layers: the layer that a mixer calls is refused | ranks/doors/test_guards.py -k mixers_call
-    mixing | forward_state.mixing = True
-    becomes | forward_state.mixing = False
+    mark_mixing | state.mixing = True
+    becomes | state.mixing = False
 tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/test_tp_refusals.py
     OnMeshAxis._refuse_uneven | % axis.size() ==
     becomes | >

@@ -75,6 +75,9 @@ RANK_CHECKS: list[Callable[[], RankCheck]] = []
 attention_listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
 """Called with the arguments of each strategy's forward in this context: see ``cp_styles.explain.explain_calls``."""
 
+mixer_listener: ContextVar[Callable[..., Any] | None] = ContextVar("mixer_listener", default=None)
+"""Called with the group and the layout of each mixer's call in this context: see ``cp_styles.verify``."""
+
 
 class RankChecks(list[RankCheck]):
     """The RankChecks of one group, in the order of their numbers in a row."""

@@ -1,9 +1,9 @@
 """Batches under context parallelism for trainers of other libraries: transformers, TRL, accelerate, Lightning.
 
-Trainers give every rank its own samples, and make labels and count tokens as if each rank had whole sequences.
+Trainers give every rank its own samples, and compute labels and token counts as if each rank had whole sequences.
 :class:`ContextParallelTrainer` corrects this for a Trainer of transformers or TRL, :func:`share_batches` for loaders of
-accelerate. The layout is the layout of the style, and positions that restart at 0 show which documents are packed:
-nothing has to be opened around forward, backward, or an evaluation.
+accelerate. The layout is the layout of the style, and positions that restart at 0 mark packed documents: forward,
+backward and evaluation need no scope.
 
 This file imports no other library. Shapes: B batch, L tokens of this rank, S tokens of the whole sequence.
 """
@@ -31,7 +31,7 @@ from cp_styles.verify import verify
 
 
 def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
-    """Give different batches to data-parallel ranks only, and not to all ranks.
+    """Let a loader distribute batches over data-parallel ranks only, instead of over all ranks.
 
     accelerate distributes the batches of a data set over all processes. The ranks of one sequence need the same batch::
 
@@ -46,12 +46,12 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
     No communication.
 
     Raises:
-        ValueError: ``dataloader`` is none of accelerate's, or is shared in another way: batches that one process
-            distributes (``dispatch_batches``), a sampler of its own for each rank.
+        ValueError: accelerate did not prepare ``dataloader``, or it distributes batches in another way: from one
+            process (``dispatch_batches``), or with a separate sampler for each rank.
     """
     world = dist.get_world_size()
     sharded = next((x for x in (dataloader.batch_sampler, dataloader.dataset) if hasattr(x, "process_index")), None)
-    dispatched = hasattr(dataloader, "split_batches")  # of accelerate's DataLoaderDispatcher alone
+    dispatched = hasattr(dataloader, "split_batches")  # an attribute of accelerate's DataLoaderDispatcher alone
     if dispatched or sharded is None or sharded.num_processes not in (world, num_replicas):
         raise ValueError(
             f"share_batches: a {type(dataloader).__name__} is not a loader that accelerate shares among {world} "
@@ -61,36 +61,36 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
         )
     sharded.num_processes, sharded.process_index = num_replicas, rank
     if num_replicas == 1:
-        sharded.even_batches = False  # there is one replica, so no other one could have fewer batches
+        sharded.even_batches = False  # a single replica needs no equal numbers of batches
     return dataloader
 
 
 class ContextParallelTrainer:
     """A mixin before a Trainer of transformers or TRL: ``class LongTrainer(ContextParallelTrainer, Trainer): ...``
 
-    The model must have a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are
-    cut. Everything else is as in the Trainer. A step has ``per_device_train_batch_size`` samples for each group of
-    ranks that share a sequence. DDP or FSDP2, over all ranks, sum the gradients: do not call sum_gradients.
+    The model must have a :class:`~cp_styles.ModuleContextParallel`, whose ranks and layout apply. Everything else is as
+    in the Trainer. A step has ``per_device_train_batch_size`` samples for each group of ranks that share a sequence.
+    DDP or FSDP2, over all ranks, sum the gradients: do not call sum_gradients.
 
     - Data loaders give the ranks of one sequence the same batches. (The ranks compare them.)
-    - ``compute_loss`` cuts the batch by :meth:`context_parallel_collator`, and the loss is each rank's share.
-    - The first batch is proved, cut to at most 2,048 tokens, before the first step: :func:`~cp_styles.verify.verify`. A
-      subclass turns that off by ``verify = False``. (Not with DeepSpeed, whose backward is its optimizer's too.)
-    - Evaluation returns the loss of the whole sequence, and predictions of whole sequences, for ``compute_metrics``,
-      once for each sample.
+    - ``compute_loss`` shards the batch with :meth:`context_parallel_collator`, and returns each rank's share.
+    - Before the first step, :func:`~cp_styles.verify.verify` proves a step with at most 2,048 tokens of the first
+      batch. Set ``verify = False`` in a subclass to skip it. (DeepSpeed is always skipped: its backward also updates
+      its optimizer.)
+    - Evaluation returns the loss of the whole sequence, and predictions of whole sequences, once for each sample, for
+      ``compute_metrics``.
 
-    Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
-    part of the labels; ``neftune_noise_alpha``, whose noise depends on the length of a part; predictions for batches
-    without labels.
+    Refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's shard of the labels;
+    ``neftune_noise_alpha``, whose noise depends on the length of a shard; predictions for batches without labels.
     """
 
     verify = True
 
     def context_parallel_collator(self) -> BatchSharder:
-        """The sharder that cuts the batches. Override this method for other entries, or for padding.
+        """The sharder of the batches. Override this method for other entries, or for padding.
 
         Raises:
-            ValueError: the model has no ModuleContextParallel, or accelerate cuts the batches too (``cp_size``).
+            ValueError: the model has no ModuleContextParallel, or accelerate also shards the batches (``cp_size``).
         """
         model = self._trainer.model
         parallelism = getattr(self._trainer.accelerator, "parallelism_config", None)
@@ -110,12 +110,12 @@ class ContextParallelTrainer:
         return BatchSharder(binding.group, layout=binding.layout, positions=positions)
 
     @cached_property
-    def _cut(self) -> BatchSharder:
+    def _sharder(self) -> BatchSharder:
         return self.context_parallel_collator()
 
     @property
     def _trainer(self) -> Any:
-        """This object. (The attributes of the Trainer are not known to type checkers.)"""
+        """This object, with the attributes of the Trainer, for type checkers."""
         return self
 
     @property
@@ -124,47 +124,47 @@ class ContextParallelTrainer:
         return super()
 
     @cached_property
-    def _lines(self) -> list[list[int]]:
-        """The ranks that share a sequence, of each sequence. Communication, once: an all-gather."""
+    def _groups(self) -> list[list[int]]:
+        """For each sequence, the ranks that share it. Communication, once: an all-gather."""
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, dist.get_process_group_ranks(self._cut._group))
+        dist.all_gather_object(ranks, dist.get_process_group_ranks(self._sharder._group))
         return sorted(map(list, set(map(tuple, ranks))))
 
     @property
-    def _firsts(self) -> list[int]:
-        return [line[0] for line in self._lines]
+    def _first_ranks(self) -> list[int]:
+        return [ranks[0] for ranks in self._groups]
 
-    def _shared(self, dataloader: Any) -> Any:
-        index = self._lines.index(dist.get_process_group_ranks(self._cut._group))
-        return share_batches(dataloader, num_replicas=len(self._lines), rank=index)
+    def _share(self, dataloader: Any) -> Any:
+        index = self._groups.index(dist.get_process_group_ranks(self._sharder._group))
+        return share_batches(dataloader, num_replicas=len(self._groups), rank=index)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's loader, with the same batches for the ranks of one sequence."""
-        return self._shared(self._parent.get_train_dataloader())
+        return self._share(self._parent.get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The Trainer's loader of ``eval_dataset``, with the same batches for the ranks of one sequence."""
-        return self._shared(self._parent.get_eval_dataloader(eval_dataset))
+        return self._share(self._parent.get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The Trainer's loader of ``test_dataset``, with the same batches for the ranks of one sequence."""
-        return self._shared(self._parent.get_test_dataloader(test_dataset))
+        return self._share(self._parent.get_test_dataloader(test_dataset))
 
     def get_cp_size(self) -> int:
-        """The number by which the Trainer divides its count of tokens, because each rank counts the whole batch."""
-        return self._cut._group.size()
+        """The number of ranks of a sequence, each of which counts all its tokens. The Trainer divides by it."""
+        return self._sharder._group.size()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The Trainer's (batches, number of labels), for ``epoch_iterator``, ``num_batches`` and ``device`` as in the
-        Trainer. The first batch is proved.
+        Trainer. Verifies a step of the first batch.
 
         Raises:
             VerificationError: on every rank, if a step of all ranks differs from the step of one device.
         """
         samples = self._parent.get_batch_samples(epoch_iterator, num_batches, device)
         batches, trainer = samples[0], self._trainer
-        if self.verify and batches and not hasattr(trainer.model_wrapped, "backward"):  # of DeepSpeed's engine
-            self.verify = False  # of this object
+        if self.verify and batches and not hasattr(trainer.model_wrapped, "backward"):  # DeepSpeed's engine has one
+            self.verify = False  # once per trainer
             binding = binding_of(trainer.model)
             if binding is not None and isinstance(binding.model, Proof) and not binding.model.verified:
                 self._prove(batches[0])
@@ -172,7 +172,7 @@ class ContextParallelTrainer:
 
     def _prove(self, batch: Any) -> None:
         trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
-        group = self._cut._group
+        group = self._sharder._group
 
         def step(model: Any, batch: Any, mesh: DeviceMesh) -> None:
             model.train()
@@ -180,34 +180,32 @@ class ContextParallelTrainer:
                 loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
             trainer.accelerator.backward(loss)
 
-        lines = [line for line in self._lines if dist.get_rank() in line]
         cp = DeviceMesh.from_group(group, trainer.args.device.type, mesh_dim_names=("cp",))
-        if len(self._lines) > 1:
-            ranks = torch.tensor(self._lines, device="cpu")
-            column = ranks[:, lines[0].index(dist.get_rank())].tolist()
-            across = dist.new_group(column, use_local_synchronization=True)
-            groups = [across, group]
+        if len(self._groups) > 1:
+            ranks = torch.tensor(self._groups, device="cpu")
+            column = ranks[:, group.rank()].tolist()
+            groups = [dist.new_group(column, use_local_synchronization=True), group]
             cp = DeviceMesh.from_group(groups, trainer.args.device.type, mesh=ranks, mesh_dim_names=("dp", "cp"))
         try:
-            verify(trainer.model_wrapped, cp, _first_tokens(batch), step)
+            verify(trainer.model_wrapped, cp, _take_first_tokens(batch), step)
         finally:
-            if metrics is not None:  # of TRL, which adds to them at each loss
+            if metrics is not None:  # TRL adds to its metrics at each loss
                 self._metrics = metrics
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss of this rank's part of ``inputs``, which are a whole batch: this rank's share of the mean.
+        """The Trainer's loss for this rank's shard of ``inputs``, a whole batch: this rank's share of the mean.
 
-        ``model``, ``return_outputs`` and ``num_items_in_batch`` are as in the Trainer. Communication: as the
-        collator and of the model.
+        ``model``, ``return_outputs`` and ``num_items_in_batch`` are as in the Trainer. Communication: as the collator
+        and the model.
 
         Raises:
-            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``; for
-                batches without labels.
+            NotImplementedError: ``label_smoothing_factor``, ``compute_loss_func`` or ``neftune_noise_alpha`` is set, or
+                the batch has no labels.
         """
         trainer = self._trainer
-        if self._cut._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        if self._sharder._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
                 "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO, GRPO), "
@@ -226,40 +224,37 @@ class ContextParallelTrainer:
                 f"{type(self).__name__}: NEFTune (neftune_noise_alpha) adds noise to the embeddings, with random "
                 "numbers of each rank's own, and of a size that follows from this rank's number of tokens: leave it out"
             )
-        part = self._cut(inputs)
+        part = self._sharder(inputs)
         if num_items_in_batch is None and "shift_labels" in part:
-            num_items_in_batch = self._count(inputs)
+            num_items_in_batch = self._count_labels(inputs)
         if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
             part["num_items_in_batch"] = num_items_in_batch
         return self._parent.compute_loss(
             model, part, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
 
-    def _count(self, inputs: Any) -> float:
-        """The divisor of a rank's loss if the Trainer has not counted the labels, as in TRL's evaluations.
-
-        With it, the mean over the ranks of a sequence is the mean over the labels of the sequence.
-        """
+    def _count_labels(self, inputs: Any) -> float:
+        """The divisor of a rank's loss if the Trainer has not counted the labels, as in TRL's evaluations: it makes the
+        mean over the ranks of a sequence the mean over its labels."""
         labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
-        # In evaluation the loss of no labels is nan, as on one device. A batch that is proved may have none, and be
-        # accumulated with others.
+        # In evaluation a loss without labels is nan, as on one device. A batch that is verified may have no labels.
         count = int((labels != IGNORE_INDEX).sum()) or int(self._trainer.model.training)
         # The Trainer multiplies by the number of all processes.
         multiplied = dist.get_world_size() if self._trainer.args.average_tokens_across_devices else 1
-        return count * multiplied / self._cut._group.size()
+        return count * multiplied / self._sharder._group.size()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, with each sample counted once, for all ``args`` and ``kwargs`` of the Trainer's method."""
-        self._trainer.gather_function = self._gathered
+        """The Trainer's method, with its ``args`` and ``kwargs``, which counts each sample once."""
+        self._trainer.gather_function = self._gather_once
         return self._parent.evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """The Trainer's (loss, logits, labels) of whole sequences, the same on all ranks of a sequence.
+        """The Trainer's (loss, logits, labels) of whole sequences, equal on all ranks of a sequence.
 
-        ``model``, ``inputs``, ``prediction_loss_only`` and ``ignore_keys`` are as in the Trainer. Communication: that
-        of :meth:`compute_loss`, one all-reduce of the loss, and an all-gather of the logits.
+        ``model``, ``inputs``, ``prediction_loss_only`` and ``ignore_keys`` are as in the Trainer. Communication: as
+        :meth:`compute_loss`, one all-reduce of the loss, and an all-gather of the logits.
 
         Raises:
             NotImplementedError: ``inputs`` have no labels.
@@ -271,22 +266,22 @@ class ContextParallelTrainer:
             )
         loss, logits, labels = self._parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
-            with collective(self._cut._group, type(self).__name__):
-                dist.all_reduce(loss, group=self._cut._group)
-            loss = loss / self._cut._group.size()
-        return loss, None if logits is None else self._whole_logits(logits, inputs), labels
+            with collective(self._sharder._group, type(self).__name__):
+                dist.all_reduce(loss, group=self._sharder._group)
+            loss = loss / self._sharder._group.size()
+        return loss, None if logits is None else self._gather_logits(logits, inputs), labels
 
-    def _whole_logits(self, logits: Any, inputs: Any) -> Any:
+    def _gather_logits(self, logits: Any, inputs: Any) -> Any:
         if isinstance(logits, (tuple, list)):
-            return type(logits)(self._whole_logits(x, inputs) for x in logits)
-        return self._cut.whole_of(logits, inputs)
+            return type(logits)(self._gather_logits(x, inputs) for x in logits)
+        return self._sharder.whole_of(logits, inputs)
 
-    def _gathered(self, data: Any) -> Any:
-        """A replacement of accelerate's ``gather_for_metrics``: only the rows of the first rank of each sequence."""
+    def _gather_once(self, data: Any) -> Any:
+        """A replacement of accelerate's ``gather_for_metrics`` that takes the rows of one rank of each sequence."""
         if isinstance(data, (tuple, list)):
-            return type(data)(self._gathered(x) for x in data)
+            return type(data)(self._gather_once(x) for x in data)
         accelerator = self._trainer.accelerator
-        rows = accelerator.gather(data).unflatten(0, (dist.get_world_size(), -1))[self._firsts].flatten(0, 1)
+        rows = accelerator.gather(data).unflatten(0, (dist.get_world_size(), -1))[self._first_ranks].flatten(0, 1)
         state = accelerator.gradient_state
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
@@ -294,8 +289,9 @@ class ContextParallelTrainer:
 _TOKENS_TO_PROVE = 2048
 
 
-def _first_tokens(batch: Any) -> Any:
-    """The beginning of each sequence of a batch, of so many tokens in all; the whole batch if they have no labels."""
+def _take_first_tokens(batch: Any) -> Any:
+    """The beginnings of the sequences of a batch, in all _TOKENS_TO_PROVE tokens. The batch itself if its entries are
+    not known, or if the beginnings have no labels."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
         return batch
@@ -303,6 +299,6 @@ def _first_tokens(batch: Any) -> Any:
     known = all(not isinstance(x, torch.Tensor) or x.ndim < 2 or x.shape == tokens.shape for x in batch.values())
     if tokens.shape[1] <= length or not known:
         return batch
-    cut = {name: x[:, :length] if isinstance(x, torch.Tensor) and x.ndim == 2 else x for name, x in batch.items()}
-    labels = cut.get("labels")
-    return batch if labels is None or not bool((labels[:, 1:] != IGNORE_INDEX).any()) else cut
+    part = {name: x[:, :length] if isinstance(x, torch.Tensor) and x.ndim == 2 else x for name, x in batch.items()}
+    labels = part.get("labels")
+    return batch if labels is None or not bool((labels[:, 1:] != IGNORE_INDEX).any()) else part

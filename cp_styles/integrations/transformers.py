@@ -1,10 +1,9 @@
 """Models of Hugging Face's transformers under :class:`~cp_styles.styles.ModuleContextParallel`.
 
-transformers lets the functions be exchanged that its models call for attention, and that make their masks:
-:func:`register_attention` gives it the functions of this file. The mask function is called with this rank's lengths,
-for each kind of layer. It does not evaluate the mask for these. It recognizes its parts (causal, a window, chunks,
-documents, padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is
-refused.
+transformers calls registered functions for the attention of its models and for their masks: :func:`register_attention`
+registers the functions of this file. The mask function is called with this rank's lengths, for each kind of layer. It
+does not evaluate the mask, but recognizes its parts (causal, a window, chunks, documents, padding), and returns a
+:class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is refused.
 
 Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
 sequence, D head dim, E value head dim.
@@ -47,18 +46,18 @@ from cp_styles.troubleshooting import see
 
 
 def register_attention(name: str = "context_parallel") -> str:
-    """Make ``attn_implementation=name`` known to transformers; returns ``name``. Calling it again changes nothing.
+    """Register ``attn_implementation=name`` in transformers; returns ``name``. Further calls change nothing.
 
-    The name is for ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. A model with it runs
-    under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead. No communication.
+    Pass the name to ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. The model then runs only
+    under a ModuleContextParallel; for one device choose "sdpa" or "eager" instead. No communication.
     """
-    import_module("transformers").AttentionInterface.register(name, _attention)
-    import_module("transformers.masking_utils").AttentionMaskInterface.register(name, _mask)
+    import_module("transformers").AttentionInterface.register(name, _attend)
+    import_module("transformers.masking_utils").AttentionMaskInterface.register(name, _make_mask)
     return name
 
 
 @uncompiled
-def _attention(
+def _attend(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -76,8 +75,8 @@ def _attention(
     """The attention function of transformers: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank
     (in decoding, keys of its part of the cache).
 
-    ``attention_mask`` is what :func:`_mask` returned, or a tensor or BlockMask of the *whole* sequence. ``s_aux`` are
-    logits of sinks [H], ``position_bias`` learned biases by distance, as T5 has them. Other arguments are not used.
+    ``attention_mask`` is the result of :func:`_make_mask`, or a tensor or BlockMask of the *whole* sequence. ``s_aux``
+    are logits of sinks [H], ``position_bias`` learned biases by distance, as in T5. Other arguments are not used.
     """
     calls = _require_active_calls("attention")
     name = calls.binding.name
@@ -108,7 +107,7 @@ def _attention(
                 "mask is [B, 1 or H, S, S] of the whole sequence"
             )
 
-    biases_DH = None if position_bias is None else _biases(module, position_bias, attention_mask)
+    biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
     mask, dense = Full(), None
     if isinstance(attention_mask, _WholeMask):
         mask, dense = attention_mask.mask, attention_mask.padding
@@ -119,9 +118,9 @@ def _attention(
     elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
         mask = Causal()
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
-    score_mod = None if softcap is None else _cap(softcap)
+    score_mod = None if softcap is None else _cap_logits(softcap)
     if biases_DH is not None:
-        score_mod = _biased_by_distance(biases_DH)
+        score_mod = _add_biases(biases_DH)
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
     options["refuse"] = refuse
 
@@ -142,10 +141,10 @@ def _decode(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """The attention of new tokens, which are the same on all ranks."""
+    """The attention of new tokens, which are equal on all ranks."""
     query, key, value = tensors
     cache, name, expanded = cache_of(key), calls.binding.name, None
-    if cache is None and hasattr(module, "expand_kv"):  # MLA: the cache has latents, of which keys and values are made
+    if cache is None and hasattr(module, "expand_kv"):  # MLA: the model computes keys and values from cached latents
         number: Any = module.layer_idx
         cache, expanded = past.layers[number], (key, value)
     elif cache is None or cache_of(value) is not cache:
@@ -157,9 +156,10 @@ def _decode(
             f"{see('A cache that a model changes')}"
         )
     assert cache is not None
-    equal_number = 0  # a number for the state of the generator from which tokens will be drawn
-    samples = frame_of("_sample") if calls.forward_state.calls == 0 else None
-    if samples is not None and samples.f_locals.get("do_sample"):
+    # Ranks must draw the same tokens, so the first call compares the states of their generators.
+    equal_number = 0
+    sampling_frame = frame_of("_sample") if calls.forward_state.calls == 0 else None
+    if sampling_frame is not None and sampling_frame.f_locals.get("do_sample"):
         on_gpu = query.device.type == "cuda"
         equal_number = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
     out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, equal_number=equal_number, expanded=expanded))
@@ -168,13 +168,11 @@ def _decode(
     return out_BHLE
 
 
-def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:
-    """T5's learned biases by distance, [2 S - 1, H]: of keys S - 1 positions before the query to S - 1 after it.
-
-    The first layer makes ``position_bias`` from its table, and later layers are given the same tensor. It is made from
-    this rank's lengths, and is not used: from the same table the biases of all distances of the whole sequence are
-    made. None if ``module`` has no such table and ``position_bias`` comes from none.
-    """
+def _distance_biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:
+    """T5's learned biases by distance, [2 S - 1, H]: for keys S - 1 positions before the query to S - 1 after it. None
+    if ``position_bias`` was not computed from a table of such biases."""
+    # The first layer computes ``position_bias`` from its table, for this rank's lengths, and passes it to later layers.
+    # Its values are not used: the table gives the biases for all distances of the whole sequence.
     table = getattr(module, "relative_attention_bias", None)
     if isinstance(table, nn.Embedding) and isinstance(attention_mask, _WholeMask) and hasattr(module, _BUCKET):
         length, bucket = max(attention_mask.seq_lengths), getattr(module, _BUCKET)
@@ -183,18 +181,18 @@ def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any)
             "num_buckets": module.relative_attention_num_buckets,
             "max_distance": module.relative_attention_max_distance,
         }
-        parameters = inspect.signature(bucket).parameters  # UMT5's function has none of these
+        parameters = inspect.signature(bucket).parameters  # UMT5's function takes none of the options
         with torch.no_grad():
             distances_D = torch.arange(1 - length, length, device=table.weight.device)
             buckets_D = bucket(distances_D, **{name: x for name, x in options.items() if name in parameters})
-        known_about(position_bias)[_biases] = table(buckets_D)
-    return known_about(position_bias).get(_biases)
+        known_about(position_bias)[_distance_biases] = table(buckets_D)
+    return known_about(position_bias).get(_distance_biases)
 
 
 _BUCKET = "_relative_position_bucket"
 
 
-def _biased_by_distance(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _add_biases(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
     zero = biases_DH.shape[0] // 2
 
     def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
@@ -203,7 +201,7 @@ def _biased_by_distance(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
     return add
 
 
-def _cap(softcap: float) -> Callable[..., torch.Tensor]:
+def _cap_logits(softcap: float) -> Callable[..., torch.Tensor]:
     def cap(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -212,7 +210,7 @@ def _cap(softcap: float) -> Callable[..., torch.Tensor]:
 
 @uncompiled
 @torch.no_grad()
-def _mask(
+def _make_mask(
     batch_size: int,
     q_length: int,
     q_offset: int | torch.Tensor = 0,
@@ -224,20 +222,20 @@ def _mask(
 ) -> _WholeMask:
     """The mask function of transformers: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
 
-    ``attention_mask`` is [B, S] of the *whole* sequence; or this rank's part if it is True everywhere. ``q_offset`` is
-    the number of tokens in a cache, which must be 0 or the length of a cache of :func:`prefill`.
+    ``attention_mask`` is [B, S] of the *whole* sequence; or this rank's shard if it is True everywhere. ``q_offset`` is
+    the number of tokens in a cache: 0, or the length of a cache of :func:`prefill`.
 
-    Communication: one all-gather of some integers; and one of position ids, if the position ids of some rank are not
-    the positions of one sequence.
+    Communication: one all-gather of some integers; and one of position ids, if any rank's position ids are not the
+    positions of one sequence.
     """
     calls = _require_active_calls("a mask", config)
     past, encoder = past_of(calls.inputs)
     with without_function_modes():
         if past is not None and past.prefilled:
-            mask, padding, length = _mask_of_new_tokens(calls, past, encoder, q_length, mask_function, attention_mask)
+            mask, padding, length = _make_mask_of_new(calls, past, encoder, q_length, mask_function, attention_mask)
             return _WholeMask(mask, padding, batch_size, length)
         of_call = (batch_size, q_length, int(q_offset)), mask_function, attention_mask, config
-        mask, padding, length = _mask_of_prompt(calls, *of_call)
+        mask, padding, length = _make_prompt_mask(calls, *of_call)
     whole_mask = _WholeMask(mask, padding, batch_size, length)
     if padding is not None or not isinstance(mask, Full | Causal):
         calls.forward_state.layer_mask = whole_mask
@@ -245,7 +243,7 @@ def _mask(
 
 
 def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """The positions that ``model`` gives to the tokens of whole sequences on one device: cut them as the tokens are.
+    """The positions that ``model`` gives to the tokens of whole sequences on one device. Shard them with the tokens.
 
     ::
 
@@ -268,12 +266,12 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
 
 
-# For each argument of a language model: the dim that is the sequence, or None for what every rank needs whole.
+# The sequence dim of each argument of a language model. None: every rank needs the whole argument.
 _SEQ_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "attention_mask": None, "visual_pos_masks": 1}
 
 
 def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
-    """Let the language model inside of a vision-language model cut its inputs, which the vision tower makes whole.
+    """Let the language model in a vision-language model shard its inputs, which are whole after the vision tower.
 
     ::
 
@@ -281,21 +279,21 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
         cut_inputs_of(model.model.language_model)
         logits = model(input_ids=tokens, pixel_values=pixel_values).logits  # whole inputs, logits of this rank's part
 
-    Every rank runs the vision tower on all pictures. Gradients are shares, as for any parameter: sum them.
-    No communication. The inputs of the whole model must be the same on all ranks: BatchSharder compares them.
+    Every rank runs the vision tower on all pictures. As for any parameter, its gradients are shares: sum them.
+    No communication. The inputs of the whole model must be equal on all ranks: BatchSharder compares them.
 
     Args:
-        language_model: the module that has the ModuleContextParallel, whose layout cuts the inputs.
+        language_model: the module with the ModuleContextParallel, whose layout shards the inputs.
 
     Returns:
-        The handle of a forward pre-hook, whose ``remove()`` ends this.
+        The handle of a forward pre-hook, to remove it.
 
     Raises:
         ValueError: ``language_model`` has no style.
-        NotImplementedError: for a text tower, as CLIP and SigLIP have it, which pools its tokens. In the forward, for
-            tensors of which it is not known whether they are cut.
+        NotImplementedError: ``language_model`` is a text tower, as in CLIP and SigLIP, which pools its tokens. In the
+            forward: a tensor may or may not have a sequence dim.
     """
-    calls = _calls_of(language_model, "cut_inputs_of")
+    calls = _calls_in(language_model, "cut_inputs_of")
     if "inputs_embeds" not in names_of_inputs(language_model):
         raise NotImplementedError(
             f"{calls.binding.name}: {type(language_model).__name__} takes no inputs_embeds, so it is no language model "
@@ -319,7 +317,7 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
             )
         cuts = [(name, dim) for name, dim in _SEQ_DIMS.items() if dim is not None and inputs.get(name) is not None]
         part: dict[str, Any] = {name: layout.shard(inputs[name], dim, rank).contiguous() for name, dim in cuts}
-        if pictures is not None and features is not None:  # one row for each of their tokens, in the order of tokens
+        if pictures is not None and features is not None:  # features have one row for each token of a picture, in order
             rows = layout.shard(pictures.flatten().cumsum(0).view_as(pictures) - 1, 1, rank)[part["visual_pos_masks"]]
             part["deepstack_visual_embeds"] = [feature[rows] for feature in features]
         return (), inputs | part
@@ -335,44 +333,44 @@ def prefill(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> Any:
-    """Run a prompt, cut over the ranks, and return a cache for ``generate(input_ids, cache=cache)``.
+    """Run a prompt, sharded over the ranks, and return a cache for ``generate(input_ids, cache=cache)``.
 
-    Before 5.24 transformers calls this argument ``past_key_values``. The prefill runs
-    all tokens but the last one, whose logits give the first new token: ``generate()`` itself runs that one, as it does
-    with any cache. Give ``generate()`` the whole prompt again, and the same ``attention_mask``.
+    Before 5.24 transformers calls this argument ``past_key_values``. The prefill runs all tokens except the last, whose
+    logits give the first new token: ``generate()`` itself runs this token, as with any cache. Give ``generate()`` the
+    whole prompt again, and the same ``attention_mask``.
 
     Args:
         model: a decoder under a ModuleContextParallel, with ``attn_implementation=register_attention()``.
-        input_ids: [B, S], the *whole* prompt, the same on all ranks.
+        input_ids: [B, S], the *whole* prompt, equal on all ranks.
         attention_mask: [B, S] of the whole prompt if there is padding, on the left.
-        position_ids: [B, S] of the whole prompt, if they are not those that ``generate()`` would make.
+        position_ids: [B, S] of the whole prompt, if they differ from the positions that ``generate()`` computes.
 
     Returns:
-        A ``Cache`` of transformers, of which each rank holds a part. It is made for this model and this prompt. Its
-        methods for beam search and a further prompt of the same conversation work too. For a further prompt every rank
-        computes all tokens. Assisted decoding is refused.
+        A ``Cache`` of transformers, of which each rank holds a shard, for this model and this prompt. It supports beam
+        search, and a further prompt of the same conversation, for which every rank computes all tokens. Assisted
+        decoding is refused.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then as the model's forward.
 
     Raises:
-        ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+        ValueError, NotImplementedError: on every rank, if any rank's input is invalid or the ranks differ.
     """
-    calls = _calls_of(model, "prefill")
+    calls = _calls_in(model, "prefill")
     binding = calls.binding
     _agree_on_prompt(binding, model, input_ids, attention_mask, position_ids)
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
-        if position_ids is None:  # as generate() makes them
+        if position_ids is None:  # as generate() computes them
             position_ids = (attention_mask.long().cumsum(1) - 1).masked_fill(~attention_mask, 0)
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     length = input_ids.shape[1] - 1
     if position_ids is None:
         position_ids = torch.arange(length + 1, device=input_ids.device).unsqueeze(0)
     layout = binding.layout_for(length)
-    if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
+    if min(layout.lengths) == 0:  # too short to shard: generate() runs the whole prompt on every rank
         layout = contiguous(0, layout.ranks)
     cache = cache_class(TransformersCache)(binding, layout, attention_mask)
-    cache.last_position = int(position_ids.max())  # of the token too that generate() will run
+    cache.last_position = int(position_ids.max())  # including the token that generate() will run
     if layout.length:
         rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
         inputs: dict[str, Any] = {cache_argument(parameters): cache, "use_cache": True}
@@ -384,23 +382,23 @@ def prefill(
             inputs["attention_mask"] = attention_mask[:, :-1]
         model(layout.shard(input_ids[:, :-1], 1, rank), **inputs)
     cache.prefilled = True
-    cache.get_seq_length()  # an error if no attention has used it
+    cache.get_seq_length()  # raises if no attention has used the cache
     cache.tokens_BS = input_ids[:, : layout.length].clone()
     return cache
 
 
 @torch.no_grad()
 def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None) -> dict[str, Any]:
-    """Run the encoder of a model, cut over the ranks: for ``generate(input_ids, **encode(model, input_ids))``.
+    """Run the encoder of a model, sharded over the ranks, for ``generate(input_ids, **encode(model, input_ids))``.
 
-    Each rank keeps its part of the encoder's output, and of the keys that the decoder's cross-attention makes of it.
-    The decoder's own tokens are cut as with :func:`prefill`.
+    Each rank keeps its shard of the encoder's output, and of the keys that the decoder's cross-attention computes from
+    it. The decoder's own tokens are handled as after :func:`prefill`.
 
     Args:
         model: an encoder with a decoder, such as T5, under a ModuleContextParallel, with
             ``attn_implementation=register_attention()``.
-        input_ids: [B, S], the *whole* input of the encoder, the same on all ranks.
-        attention_mask: [B, S] of the whole input if there is padding. Give it to ``generate()`` too.
+        input_ids: [B, S], the *whole* input of the encoder, equal on all ranks.
+        attention_mask: [B, S] of the whole input if there is padding. Also give it to ``generate()``.
 
     Returns:
         The arguments ``encoder_outputs`` and ``cache`` of one ``generate()``, for this rank; before 5.24 of
@@ -409,9 +407,9 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then as the encoder's forward.
 
     Raises:
-        ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+        ValueError, NotImplementedError: on every rank, if any rank's input is invalid or the ranks differ.
     """
-    calls = _calls_of(model, "encode")
+    calls = _calls_in(model, "encode")
     binding = calls.binding
     _agree_on_prompt(binding, model, input_ids, attention_mask, encodes=True)
     encoder: Any = model.get_encoder()  # pyright: ignore[reportCallIssue]
@@ -442,7 +440,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     return {"encoder_outputs": outputs, cache_argument(inspect.signature(type(model).forward).parameters): caches}
 
 
-def _calls_of(model: nn.Module, function: str) -> AttentionCalls:
+def _calls_in(model: nn.Module, function: str) -> AttentionCalls:
     calls = calls_in(model)
     if calls is None:
         raise ValueError(
@@ -470,30 +468,30 @@ def _agree_on_prompt(
         if model.training:
             raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:
-            raise ValueError(f"{binding.name}: input_ids must be the whole prompt, [B, S], got {_shape(tokens)}")
+            raise ValueError(f"{binding.name}: input_ids must be the whole prompt, [B, S], got {_shape_of(tokens)}")
         for what, x in tensors.items():
             if x is not None and x.shape[-1] != tokens.shape[1]:
                 raise ValueError(
-                    f"{binding.name}: {what} of shape {_shape(x)} for a prompt of shape {_shape(tokens)}: both are of "
-                    "the whole prompt"
+                    f"{binding.name}: {what} of shape {_shape_of(x)} for a prompt of shape {_shape_of(tokens)}: "
+                    "both are of the whole prompt"
                 )
         if attention_mask is not None and not encodes and not bool(attention_mask[:, -1].all()):
             raise ValueError(
                 f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
             )
         compared = {"the prompt, which is cut here: pass the whole one": tokens, **tensors}
-        return {what: None if x is None else (_shape(x), digest(x)) for what, x in compared.items()}, StatusRow()
+        return {what: None if x is None else (_shape_of(x), digest(x)) for what, x in compared.items()}, StatusRow()
 
     with binding.group_state.together():
         agree_on_facts(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
 
 
-def _shape(x: Any) -> Any:
+def _shape_of(x: Any) -> Any:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
 class _ComputesWithMaskError(NotImplementedError, AttributeError):
-    """Also an AttributeError, so that a model may ask whether a mask has an attribute."""
+    """Also an AttributeError, because models call hasattr on masks."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -505,10 +503,10 @@ class _ComputesWithMaskError(NotImplementedError, AttributeError):
 
 
 class _WholeMask(BlockMask):
-    """A mask of the whole sequence on its way through a model to its layers.
+    """A mask of the whole sequence that a model passes to its layers.
 
-    It is a BlockMask because models pass tensors and BlockMasks on unchanged, and no other objects. ``padding`` is bool
-    [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
+    It is a BlockMask, because models pass only tensors and BlockMasks on unchanged. ``padding`` is bool [B, 1, 1, S],
+    True for keys to attend to; None if there is no padding.
     """
 
     def __init__(self, mask: Mask, padding: torch.Tensor | None, batch: int, length: int) -> None:
@@ -523,11 +521,11 @@ class _WholeMask(BlockMask):
         return self._batch, 1, *self.seq_lengths
 
     def to(self, *args: Any, **kwargs: Any) -> _WholeMask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
+        """This mask, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Raises for what tensors have: a model asks for it to compute with the mask."""
+        """Raises for attributes of tensors, with which a model would compute."""
         if name == "dtype":
             return self[0]
         if hasattr(torch.Tensor, name):
@@ -553,7 +551,7 @@ class _WholeMask(BlockMask):
 
 @dataclass(frozen=True)
 class KeyRange(Mask):
-    """Every query attends to the keys ``first`` .. ``stop - 1``, where the tokens of a padded row are."""
+    """Every query attends to the keys ``first`` .. ``stop - 1``: the tokens of a padded row."""
 
     first: int
     stop: int
@@ -566,11 +564,11 @@ class KeyRange(Mask):
 
 
 @dataclass
-class _Pieces:
+class _MaskPieces:
     """The parts of a mask function.
 
     Attributes:
-        masks: bands that need no more than this.
+        masks: masks that do not depend on rows or documents.
         chunk: size of chunks, counted from each row's first token that is not left padding, or in each document.
         packed: transformers has found more than one document in this rank's positions.
     """
@@ -589,7 +587,8 @@ def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
     if calls is None:
         masks = import_module("transformers.masking_utils")
         word = cache_argument(inspect.signature(masks.create_causal_mask).parameters)
-        ready = f"; if its language model has it, give the model {_ready_masks(config)}" if config is not None else ""
+        ready = "" if config is None else _describe_ready_masks(config)
+        ready = ready and f"; if its language model has it, give the model {ready}"
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
             f"the style to the model (parallelize_module(model, mesh, ModuleContextParallel())){ready}. Or choose "
@@ -599,8 +598,8 @@ def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
     return calls
 
 
-def _ready_masks(config: Any) -> str:
-    """Masks of the user's own as models of transformers take them: one for all layers, or one for each kind."""
+def _describe_ready_masks(config: Any) -> str:
+    """The form of a user's masks that a model takes: one mask for all layers, or one for each kind of layer."""
     kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), getattr(config, "sliding_window", None)
     tensor = "boolean tensor [B, 1, S, S] of the whole sequence"
     within = f", the mask & (query - key < {window}) for layers with a window" if window else ""
@@ -612,9 +611,9 @@ def _ready_masks(config: Any) -> str:
     )
 
 
-def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: Any = None) -> _Pieces:
+def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: Any = None) -> _MaskPieces:
     """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
-    pieces = _Pieces([])
+    pieces = _MaskPieces([])
     for function in _conjuncts(mask_function):
         closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
         what = function.__qualname__.split(".")[0] if function.__module__ == "transformers.masking_utils" else ""
@@ -624,7 +623,7 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
             pass
         elif what == "sliding_window_overlay":
             window = closure["sliding_window"]
-            # 0 if a configuration has switched the window off. No layer uses this mask, so let it hide everything.
+            # 0 if the configuration disables the window. No layer uses this mask then: it hides everything.
             pieces.masks.append(SlidingWindow(window - 1, None) if window > 0 else KeyRange(0, 0))
         elif what == "sliding_window_bidirectional_overlay":
             pieces.masks.append(SlidingWindow(closure["sliding_window"], closure["sliding_window"]))
@@ -636,13 +635,13 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
             raise NotImplementedError(
                 f"{name}: the mask of this model has a piece {function.__module__}.{function.__qualname__} that is not "
                 "known, and it cannot be evaluated on this rank's part alone. Give the model its masks ready, "
-                f"{_ready_masks(config)}"
+                f"{_describe_ready_masks(config)}"
             )
     return pieces
 
 
 def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
-    """The mask functions whose conjunction ``function`` is."""
+    """The mask functions that ``function`` combines by "and"."""
     what = getattr(function, "__qualname__", "").split(".")[0]
     if what == "and_masks":
         for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
@@ -653,23 +652,23 @@ def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
         yield function
 
 
-# The mask, the padding that is no part of it, and the length of the whole sequence.
+# The mask, the padding that the mask does not contain, and the length of the whole sequence.
 _MaskPaddingLength = tuple[Mask, torch.Tensor | None, int]
 # Flags of a rank's row in the meeting: properties of its positions and of its padding.
 _AS_LAID_OUT, _PACKED, _JUMPS, _MASKED, _FROM_ZERO = 1, 2, 4, 8, 16
 
 
-def _mask_of_prompt(
+def _make_prompt_mask(
     calls: AttentionCalls,
     sizes: tuple[int, int, int],
     mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
     config: Any,
 ) -> _MaskPaddingLength:
-    """The mask of tokens that are cut over the ranks. ``sizes``: rows of the batch, tokens of this rank, of a cache."""
+    """The mask of sharded tokens. ``sizes``: rows of the batch, tokens of this rank, tokens of a cache."""
     binding, (batch, length, offset) = calls.binding, sizes
     name, group, rank = binding.name, binding.group, binding.group.rank()
-    pieces = _Pieces([])
+    pieces = _MaskPieces([])
     positions_BL: torch.Tensor | None = None
 
     def build() -> StatusRow:
@@ -684,7 +683,7 @@ def _mask_of_prompt(
         flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
         if attention_mask is None and pieces.causal:
             inputs = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
-            candidates = (_text_positions(x, batch, length) for x in inputs)
+            candidates = (_find_text_positions(x, batch, length) for x in inputs)
             positions_BL = next((x for x in candidates if x is not None), None)
         if positions_BL is None and pieces.packed:
             raise ValueError(
@@ -700,18 +699,18 @@ def _mask_of_prompt(
             counted_BL = torch.arange(length, device=device) + (positions_BL[:, :1] == 1).long()
             flags |= _FROM_ZERO * bool((positions_BL == counted_BL).all())
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
-            guess = whole << 1 | 1  # for which whole length this rank's positions are what the layout says
+            guess = whole << 1 | 1  # the whole length for which _AS_LAID_OUT was tested
         flags |= _PACKED * pieces.packed
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, numbers=(guess, flags))
 
     state = state_of(group)
-    state.phase = GroupPhase.TOGETHER  # what follows raises on every rank
+    state.phase = GroupPhase.TOGETHER  # later errors are raised on every rank
     rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
     guesses, flags = rows.columns.numbers
     if any(flag & _MASKED for flag in flags):
-        _refuse_part(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
+        _refuse_partial_padding(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
         attention_mask = None
     documents = None
@@ -728,12 +727,12 @@ def _mask_of_prompt(
         ).cpu()
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
-        documents = _documents(name, positions_BS, alone, packed, jumps)
+        documents = _find_documents(name, positions_BS, alone, packed, jumps)
     state.phase = GroupPhase.IDLE
-    return *_mask_of(pieces, documents, attention_mask, whole), whole
+    return *_build_mask(pieces, documents, attention_mask, whole), whole
 
 
-def _mask_of_new_tokens(
+def _make_mask_of_new(
     calls: AttentionCalls,
     past: TransformersCache,
     encoder: EncoderKeys | None,
@@ -741,7 +740,7 @@ def _mask_of_new_tokens(
     mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
 ) -> _MaskPaddingLength:
-    """The mask of tokens that follow a prefilled prompt. No communication: everything is the same on all ranks."""
+    """The mask of tokens that follow a prefilled prompt. No communication: the inputs are equal on all ranks."""
     name, whole = calls.binding.name, past.get_seq_length() + length
     pieces = _parse_mask_function(mask_function, name)
     crosses = encoder is not None and not pieces.masks and pieces.chunk is None
@@ -755,12 +754,12 @@ def _mask_of_new_tokens(
         )
     if not crosses:
         past.check_padding(attention_mask)
-    return *_mask_of(pieces, None, attention_mask, whole), whole
+    return *_build_mask(pieces, None, attention_mask, whole), whole
 
 
-def _text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
-    """The position ids in which transformers looks for documents, [B, L], from the position ids of the model's
-    forward."""
+def _find_text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
+    """The position ids [B, L] in which transformers searches documents, from the argument of the model. None if it has
+    another shape."""
     if not isinstance(ids, torch.Tensor):
         return None
     if ids.ndim == 3 and ids.shape[0] == 4:  # text, time, height and width
@@ -773,7 +772,7 @@ def _text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
 
 
 def _infer_length(binding: Binding, length: int) -> tuple[int, SequenceLayout | None]:
-    """A length of the whole sequence of which this rank may hold ``length``, and its layout, if it gives it these."""
+    """The probable length of the whole sequence, and its layout if that gives this rank ``length`` tokens."""
     if isinstance(binding.layout, SequenceLayout):
         whole = binding.layout.length
     else:
@@ -781,15 +780,15 @@ def _infer_length(binding: Binding, length: int) -> tuple[int, SequenceLayout | 
         whole = lengths.get(length, length * binding.group.size())
     try:
         layout = binding.layout_for(whole)
-    except Exception:  # of a length that may not be the call's
+    except Exception:  # a balancer may refuse this length, which is a guess
         return whole, None
     return whole, layout if layout.lengths[binding.group.rank()] == length else None
 
 
-def _documents(
+def _find_documents(
     name: str, positions_BS: torch.Tensor, alone: bool, packed: bool, jumps: bool
 ) -> list[tuple[int, ...]] | None:
-    """The lengths of the documents in each row, where positions restart; None for one document in each."""
+    """The lengths of the documents in each row: documents begin where positions restart. None: one document a row."""
     begins = positions_BS.diff(dim=1) != 1
     if not begins.any():
         return None
@@ -808,7 +807,7 @@ def _documents(
             f"that a wrapper puts in front must be there before the cut{see('Tokens in front of a part')}"
         )
     if not packed:
-        if jumps:  # transformers has seen them, and does not separate documents here (it has a cache)
+        if jumps:  # transformers does not separate documents in this call: the model has a cache
             return None
         raise ValueError(
             f"{name}: position_ids restart where a rank's part begins, and nowhere else, so it is not known whether "
@@ -818,10 +817,10 @@ def _documents(
     return [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
 
 
-def _refuse_part(
-    name: str, attention_mask: torch.Tensor | None, widths: list[int], length: int, whole: int, pieces: _Pieces
+def _refuse_partial_padding(
+    name: str, attention_mask: torch.Tensor | None, widths: list[int], length: int, whole: int, pieces: _MaskPieces
 ) -> None:
-    """Raise for padding that is not the whole sequence's; keys of another sequence are checked at the attention."""
+    """Raise for padding that does not cover the whole sequence. The attention checks keys of another sequence."""
     others = not pieces.masks and pieces.chunk is None and len(set(widths)) == 1 and widths[0] != length
     if others or all(width == whole for width in widths):
         return
@@ -832,30 +831,30 @@ def _refuse_part(
     )
 
 
-def _mask_of(
-    pieces: _Pieces, documents: list[tuple[int, ...]] | None, attention_mask: torch.Tensor | None, length: int
+def _build_mask(
+    pieces: _MaskPieces, documents: list[tuple[int, ...]] | None, attention_mask: torch.Tensor | None, length: int
 ) -> tuple[Mask, torch.Tensor | None]:
-    """The mask; and the padding [B, 1, 1, S] that could not be part of the mask."""
+    """The mask, and the padding [B, 1, 1, S] that the mask cannot express."""
     common: Mask = Full()
     for mask in pieces.masks:
         common = common & mask
     chunk, padding = pieces.chunk, None
     rows: list[Mask] = []
     if documents is not None:
-        rows = [Documents(lengths if chunk is None else _chunks(lengths, chunk)) for lengths in documents]
+        rows = [Documents(lengths if chunk is None else _split_into_chunks(lengths, chunk)) for lengths in documents]
     elif attention_mask is not None:
         present = attention_mask.cpu()
         first = present.int().argmax(1).tolist()
         ranges = [(low, low + count) for low, count in zip(first, present.sum(1).tolist(), strict=True)]
-        check_not_aborted = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
-        if check_not_aborted and not isinstance(common, Full):
-            # As one mask for any length where nothing is hidden on the right, so that each new token has the same.
+        without_gaps = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
+        if without_gaps and not isinstance(common, Full):
+            # Without padding on the right, one mask for any length: each new token then has an equal mask.
             rows = [KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in ranges]
         else:
             padding = attention_mask[:, None, None, :]
         if chunk is not None:
             lengths = [[*([low] if low else []), length - low] for low in first]
-            chunks = [Documents(_chunks(of_row, chunk)) for of_row in lengths]
+            chunks = [Documents(_split_into_chunks(of_row, chunk)) for of_row in lengths]
             rows = [row & mask for row, mask in zip(rows, chunks, strict=True)] if rows else list(chunks)
     elif chunk is not None:
         rows = [Chunked(chunk)]
@@ -864,6 +863,6 @@ def _mask_of(
     return common, padding
 
 
-def _chunks(lengths: Any, size: int) -> tuple[int, ...]:
-    """Pieces of at most ``size``, counted from the beginning of each length."""
+def _split_into_chunks(lengths: Any, size: int) -> tuple[int, ...]:
+    """Split each length into chunks of ``size``; the last chunk may be smaller."""
     return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))

@@ -1,4 +1,4 @@
-"""A ``Cache`` of transformers that is cut over the ranks: see :func:`~cp_styles.integrations.transformers.prefill`."""
+"""A sharded ``Cache`` of transformers: see :func:`~cp_styles.integrations.transformers.prefill`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cp_styles.troubleshooting import see
 
 
 class TransformersCache(LayerCaches):
-    """The methods of a ``Cache`` of transformers, for caches that are cut over the ranks. Made by :func:`prefill`."""
+    """The methods of a ``Cache`` of transformers, for caches that are sharded over the ranks."""
 
     is_compileable = False
     is_initialized = True
@@ -52,16 +52,16 @@ class TransformersCache(LayerCaches):
             )
         return self.add(key_states, value_states, layer_idx)
 
-    # States of convolutions and recurrences are the same on all ranks, and kept as transformers does.
+    # States of convolutions and recurrences are equal on all ranks, and stored as in transformers.
 
-    def _state(self, layer_idx: int, state_idx: int) -> Any:
+    def _linear_state(self, layer_idx: int, state_idx: int) -> Any:
         layer = import_module("transformers.cache_utils").LinearAttentionLayer
         return self.states.setdefault((layer_idx, state_idx), layer())
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
     ) -> torch.Tensor:
-        state, sizes = self._state(layer_idx, state_idx), {"conv_kernel_size": conv_kernel_size}
+        state, sizes = self._linear_state(layer_idx, state_idx), {"conv_kernel_size": conv_kernel_size}
         if self.prefilled:
             return state.update_conv_state(conv_states, **sizes)
         state.update_conv_state(rows_at_end(conv_states, conv_kernel_size), **sizes)
@@ -70,14 +70,14 @@ class TransformersCache(LayerCaches):
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._state(layer_idx, state_idx).update_recurrent_state(recurrent_states)
+        return self._linear_state(layer_idx, state_idx).update_recurrent_state(recurrent_states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        state = self._state(layer_idx, state_idx)
+        state = self._linear_state(layer_idx, state_idx)
         return state.conv_states[0] if state.has_previous_state[0] else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        state = self._state(layer_idx, state_idx)
+        state = self._linear_state(layer_idx, state_idx)
         return state.recurrent_states[0] if state.has_previous_state[0] else None
 
     @property
@@ -85,7 +85,7 @@ class TransformersCache(LayerCaches):
         return not self.states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions of all ranks together; 0 before and during the prefill, which begins at position 0."""
+        """The number of positions on all ranks; 0 before and during the prefill, which begins at position 0."""
         if not self.prefilled:
             return 0
         if not self.held and (self.states or self.prompt.length):
@@ -106,7 +106,7 @@ class TransformersCache(LayerCaches):
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [False] * len(self.layers)  # every layer says how many positions there are, not how many it needs
+        return [False] * len(self.layers)  # get_seq_length counts all positions, also those outside of a window
 
     is_linear = is_dummy = is_sliding
 
@@ -145,14 +145,14 @@ class TransformersCache(LayerCaches):
             cache.crop(cache.length - abs(tokens_to_remove))
 
     def activate_past_recording(self) -> None:
-        """Keep positions that lie behind windows too, because ``crop`` may be called."""
+        """Also keep positions outside of windows, because ``crop`` may be called."""
         self.keeps_all = True
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return self.keeps_all
 
     def attended(self, layer: int | None, mask: Mask) -> None:
-        """Free what no later token will attend to, once a layer has attended under ``mask``."""
+        """Free the positions to which no later token attends, after an attention of ``layer`` with ``mask``."""
         cache = None if layer is None or layer >= len(self.layers) else self.layers[layer]
         if cache is None or self.keeps_all or not cache.length or mask.has_bias:
             return
@@ -161,8 +161,7 @@ class TransformersCache(LayerCaches):
         cache.forget(min(int(row.bounds(last)[0]) for row in rows))
 
     def check_padding(self, attention_mask: torch.Tensor | None) -> None:
-        """Raise, before the first new token, unless the padding equals the padding of the prefill. All ranks raise or
-        none."""
+        """Raise before the first new token, on every rank, unless the padding equals the padding of the prefill."""
         if self._padding_checked:
             return
         self._padding_checked = True
@@ -178,7 +177,7 @@ class TransformersCache(LayerCaches):
 
 
 class EncoderKeys(TransformersCache):
-    """Keys and values of an encoder's output, of which each rank has a part, for the cross-attention of a decoder."""
+    """This rank's keys and values of an encoder's output, for the cross-attention of a decoder."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prompt.length if layer_idx < len(self.layers) else 0
@@ -195,7 +194,7 @@ class EncoderKeys(TransformersCache):
 
 
 def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, EncoderKeys | None]:
-    """The caches among a model's inputs: of its own tokens, and of an encoder's. None for other caches and for none."""
+    """The caches among a model's inputs: for its own tokens, and for an encoder's tokens. None for other caches."""
     past = cache_given(inputs)
     cache, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
     return (
@@ -204,15 +203,15 @@ def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, Encode
     )
 
 
-def cache_class(ours: type[TransformersCache]) -> Callable[..., Any]:
-    """A subclass of ``ours`` and of transformers' ``Cache``. Made here, because transformers is not imported before."""
-    bases = ours, import_module("transformers").Cache
-    known = next((subclass for subclass in ours.__subclasses__() if subclass.__bases__ == bases), None)
-    return known or type(f"ContextParallel{ours.__name__}", bases, {})
+def cache_class(base: type[TransformersCache]) -> Callable[..., Any]:
+    """A subclass of ``ours`` and of transformers' ``Cache``, which this file does not import."""
+    bases = base, import_module("transformers").Cache
+    known = next((subclass for subclass in base.__subclasses__() if subclass.__bases__ == bases), None)
+    return known or type(f"ContextParallel{base.__name__}", bases, {})
 
 
 def encoder_keys(binding: Binding, encoded: SequenceLayout) -> Any:
-    """An :class:`EncoderKeys`. Some models create further objects of its class; the class ignores their arguments."""
+    """An :class:`EncoderKeys`, whose class ignores arguments: some models create further objects of this class."""
     base: Any = cache_class(EncoderKeys)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

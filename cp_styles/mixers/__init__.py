@@ -1,13 +1,13 @@
-"""Token mixers that are no attention, over a sequence that is cut: recurrences, state-space models, convolutions.
+"""Token mixers other than attention, over a sharded sequence: recurrences, state-space models, convolutions.
 
-Each function takes the user's own kernel, and gives it what it needs of other ranks. The messages are derived from
-(layout, documents), for any layout:
+Each function calls the user's own kernel with the rows or states that it needs from other ranks. The messages are
+derived from (layout, documents), for any layout:
 
 ::
 
     context_causal_conv1d    the W - 1 rows before each fragment, from the ranks that hold them
-    context_recurrence       the affine map of the state over each fragment, composed in their order; or all
-                             tokens of a part of the channels, for kernels without an initial state
+    context_recurrence       the affine map of the state over each fragment, composed in order; or all tokens
+                             of a part of the channels, for kernels without an initial state
     context_roll             the rows that other positions hold: torch.roll, for multi-token prediction
 """
 

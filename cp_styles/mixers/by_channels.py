@@ -1,4 +1,4 @@
-"""Kernels that mix the tokens of each channel for itself: each rank has all tokens of a part of the channels."""
+"""Kernels that mix the tokens of each channel separately: each rank computes a part of the channels, for all tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cp_styles.collectives.autograd import differentiable, gather_exchange, keep
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import contiguous_rows
 from cp_styles.mixers.fragments import (
+    CallFacts,
     Cut,
     CutSequence,
-    Described,
-    arguments_of,
+    bind_arguments,
     refuse_arguments,
     requires_grad_by_name,
 )
@@ -25,13 +25,13 @@ from cp_styles.mixers.fragments import (
 
 @dataclass(frozen=True)
 class Channels:
-    """How a kernel takes its arguments that computes each of C channels for itself, of L tokens, from a zero state.
+    """The arguments of a kernel that computes each of C channels of L tokens separately, from a zero state.
 
     Attributes:
         cut: names of tensors [B, C, L, ...]; the output has the shape of the first.
-        shared: names of tensors [B, N, L] that all channels need.
+        shared: names of tensors [B, N, L] that every channel needs.
         parameters: names of tensors with the channels along their first dim.
-        wants: name of the flag with which it also returns a final state [B, C, N], N as in ``shared``.
+        wants: name of the flag for a second result: a final state [B, C, N], N as in ``shared``.
         seq_dim: the dim of the tokens; with 1 tensors are [B, L, C, ...].
         left_out: arguments that must be None or False, such as an initial state.
     """
@@ -47,14 +47,14 @@ class Channels:
 def by_channels(
     sequence: CutSequence, kernel: Callable[..., Any], how: Channels, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A call of ``kernel`` with all tokens of this rank's channels, document by document.
+    """Call ``kernel`` with all tokens of this rank's channels, document by document.
 
     Communication: see :func:`~cp_styles.mixers.context_recurrence`.
     """
     name, named = sequence.name, {}
 
-    def describe() -> Described:
-        named.update(arguments_of(kernel, args, kwargs))
+    def describe() -> CallFacts:
+        named.update(bind_arguments(kernel, args, kwargs))
         tensors = [named[at] for at in (*how.cut, *how.shared) if named.get(at) is not None]
         if not tensors or any(x.ndim < 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
@@ -62,17 +62,17 @@ def by_channels(
         return tensors, how.seq_dim, {how.wants: bool(named.get(how.wants)), **requires_grad_by_name(named.values())}
 
     with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
-        out, last = _exchanged(cut, kernel, how, named, check=sequence.checks.agreement)
+        out, last = _run_on_channels(cut, kernel, how, named, check=sequence.checks.agreement)
     return keep_in_graph(out) if last is None else (keep_in_graph(out), last)
 
 
-def _exchanged(
+def _run_on_channels(
     cut: Cut, kernel: Callable[..., Any], how: Channels, named: dict[str, Any], *, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Outputs, and the last state if it is wanted; ``named``: the arguments by their names."""
+    """The outputs, and the last state if it is wanted. ``named``: the arguments by name."""
     dim = how.seq_dim
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def swap_channels(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2) if dim == 2 else x
 
     parts, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
@@ -80,12 +80,12 @@ def _exchanged(
     count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, heads_dim=2)
     to_channels = exchange([count] * len(parts) + [1] * len(shared))
-    # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
-    tensors = [turned(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
+    # [B, L, C, ...] and [B, L, 1, N]: a shared tensor is one column that every rank needs.
+    tensors = [swap_channels(named[at]).unsqueeze(3 if at in parts else 2).flatten(3) for at in (*parts, *shared)]
     whole = dict(zip((*parts, *shared), differentiable(to_channels, *tensors, check=check), strict=True))
     whole |= {at: whole[at].reshape(*whole[at].shape[:3], *named[at].shape[3:]) for at in parts}
     whole |= {at: whole[at].flatten(2) for at in shared}
-    whole = {at: turned(x) for at, x in whole.items()}
+    whole = {at: swap_channels(x) for at, x in whole.items()}
     low, high = to_channels.columns[0][cut.peers.rank]
     others = {at: x for at, x in named.items() if at not in whole}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
@@ -98,9 +98,9 @@ def _exchanged(
         runs = [kernel(**{at: x.narrow(dim, *span) for at, x in whole.items()}, **others) for span in spans]
         runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
         out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
-    home = exchange([count]).adjoint()
-    out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
-    out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
+    to_tokens = exchange([count]).adjoint()
+    out = differentiable(to_tokens, swap_channels(out).unsqueeze(3).flatten(3), check=check)[0]
+    out = swap_channels(out.reshape(*out.shape[:3], *first.shape[3:]))
     if not wants:
         return out, None
     rows = contiguous_rows([high - low for low, high in to_channels.columns[0]])

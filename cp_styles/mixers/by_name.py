@@ -1,9 +1,9 @@
 """Layers with linear attention, state spaces or short convolutions: their kernels run over the whole sequence.
 
-[Note: mixers by name] Such a layer calls its kernels by their names, as Python functions, which no mode sees. Under a
-ModuleContextParallel its class gets a subclass, whose forward is the same code with other globals: the known names in
-them are functions of this package, which call what the names stand for. So plain functions, installed packages and
-kernels of a hub are called as they are. The class, its module and its library do not change.
+[Note: mixers by name] Such a layer calls its kernels as Python functions, which a TorchFunctionMode does not see. Under
+a ModuleContextParallel, the layer gets a subclass of its class. Its forward is the same code with other globals, in
+which functions of this package replace kernels with known names, and call these kernels. So plain functions, installed
+packages and kernels of a hub are all supported. The class, its module and its library do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import last_rows, run_convolution
-from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
+from cp_styles.mixers.fragments import CutSequence, bind_arguments, find_documents, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.subclassing import BoundToThisRun, put_before_class
 
@@ -34,43 +34,43 @@ _REASON = "under context parallelism layers with linear attention run outside of
 
 
 def run_known_mixers(module: nn.Module) -> None:
-    """Change the class of ``module`` if it is a token mixer that is known, or its forward calls some by name. So of its
-    token shifts, which pad a row in front and take one away behind (RWKV)."""
+    """Change the class of ``module`` if it is a known token mixer, or if its forward calls known mixers by name. Also
+    the class of its token shifts, which add a row in front and remove the last row (RWKV)."""
     for name in ("forward", "_rnn_scan"):
         plain = getattr(type(module), name, None)
-        how = _without_kernel(plain) or (_with_kernels if _calls_known(plain) else None)
+        how = _replacement_for(plain) or (_run_with_handlers if _calls_known_mixer(plain) else None)
         if how is not None:
-            put_before_class(module, _MixesTokens, partial(_members, name, how))
+            put_before_class(module, _MixesTokens, partial(_replacement_methods, name, how))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
-            put_before_class(child, _MixesTokens, partial(_members, "forward", _token_shift))
+            put_before_class(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
 
 
 class _MixesTokens(BoundToThisRun):
-    """Mixin before the class of a layer: its forward has other globals. See [Note: mixers by name]."""
+    """Mixin before the class of a layer, whose forward gets other globals. See [Note: mixers by name]."""
 
 
-def _calls_known(forward: Any) -> bool:
+def _calls_known_mixer(forward: Any) -> bool:
     """Whether a function, or the function that it decorates, calls a known mixer by name."""
-    inner = _decorated(forward)
+    inner = _find_decorated(forward)
     if inner is not None:
-        return _calls_known(inner)
+        return _calls_known_mixer(inner)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return any(name in _MIXERS and callable(forward.__globals__.get(name)) for name in names)
 
 
-def _decorated(function: Any) -> Any:
-    """The function that a decorator's holds in its closure."""
+def _find_decorated(function: Any) -> Any:
+    """The decorated function, if ``function`` is a decorator's wrapper that has it in its closure."""
     inner = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
     return inner if inner is not None and any(cell.cell_contents is inner for cell in cells) else None
 
 
-def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any], Any]]) -> FunctionType:
-    """A copy of ``function`` in which the names of ``handlers`` are what these make of them."""
-    inner, cells, named = _decorated(function), function.__closure__, function.__globals__
+def _replace_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any], Any]]) -> FunctionType:
+    """A copy of ``function`` whose global ``name`` is ``handlers[name](the global)``."""
+    inner, cells, named = _find_decorated(function), function.__closure__, function.__globals__
     if inner is not None:
-        copied = CellType(_with_globals(inner, handlers))
+        copied = CellType(_replace_globals(inner, handlers))
         cells = tuple(copied if cell.cell_contents is inner else cell for cell in cells or ())
     else:
         used = [name for name in function.__code__.co_names if name in handlers and callable(named.get(name))]
@@ -80,33 +80,33 @@ def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any],
     return copy
 
 
-def _members(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
+def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
     plain = getattr(cls, name)
     parameters = inspect.signature(plain)
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls.current()
         bound = parameters.bind(self, *args, **kwargs)
-        if calls is None or _goes_on(calls, bound.arguments):
+        if calls is None or _continues_prompt(calls, bound.arguments):
             return plain(self, *args, **kwargs)
         return how(calls, plain, bound)
 
     return {name: functools.wraps(plain)(uncompiled(method, _REASON))}
 
 
-def _with_kernels(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    forward = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
+def _run_with_handlers(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    forward = _replace_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
     return forward(*bound.args, **bound.kwargs)
 
 
-def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+def _run_token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     layer, x_BLC = bound.args
-    return _mixed(calls, "a token shift", lambda cut: run_convolution(cut, partial(plain, layer), x_BLC, 1, 2), {})
+    return _run_mixer(calls, "a token shift", lambda cut: run_convolution(cut, partial(plain, layer), x_BLC, 1, 2), {})
 
 
-def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
-    """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. A cache that
-    the model has made itself is never asked for states, and is taken out of ``arguments``."""
+def _continues_prompt(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
+    """Whether the call follows a prompt, with tokens and states that are equal on all ranks. A cache that the model has
+    created itself is removed from ``arguments``."""
     past = cache_given(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
@@ -121,68 +121,69 @@ def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
 
 
 def rows_at_end(x_BCL: torch.Tensor, count: int) -> torch.Tensor:
-    """The last rows of the sequence of the module that runs, on every rank: the state of its convolution."""
+    """The last rows of the sequence of the running module, on every rank: the state of its convolution."""
     calls = AttentionCalls.current()
     assert calls is not None
-    return _mixed(calls, "the state of a convolution", lambda cut: last_rows(cut, x_BCL, 2, count), {})
+    return _run_mixer(calls, "the state of a convolution", lambda cut: last_rows(cut, x_BCL, 2, count), {})
 
 
-def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], kwargs: dict[str, Any]) -> Any:
-    """``run(sequence)``; ``kwargs`` may say which documents it has."""
+def _run_mixer(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], kwargs: dict[str, Any]) -> Any:
+    """``run(sequence)``. Arguments for documents are removed from ``kwargs``."""
     binding = calls.binding
 
-    def cut(refuse: Callable[[], None]) -> Any:
+    def run_on_sequence(refuse: Callable[[], None]) -> Any:
         where = binding.axis, binding.group, binding.layout
         name_of_call = f"{binding.name}: {name} of {calls.forward_state.path or 'the module itself'}"
-        documents = documents_in(binding.mask)
+        documents = find_documents(binding.mask)
         sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
         return run(sequence.with_documents_from(kwargs))
 
-    return calls.run_mixer(cut)
+    return calls.run_mixer(run_on_sequence)
 
 
-def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """causal_conv1d_fn of the package causal-conv1d and of transformers: [B, C, L]. causal_conv1d of FLA: [B, L, C]."""
     name = function.__name__
-    arguments = arguments_of(function, args, kwargs)
-    of_tokens, weight_CW = next(iter(arguments)), arguments["weight"]
-    x = arguments.pop(of_tokens)
+    arguments = bind_arguments(function, args, kwargs)
+    first, weight_CW = next(iter(arguments)), arguments["weight"]
+    x = arguments.pop(first)
 
     def run(sequence: CutSequence) -> Any:
-        refuse_arguments(sequence.name, arguments, _OF_CONVOLUTIONS)
+        refuse_arguments(sequence.name, arguments, _UNSUPPORTED)
 
         def conv(x: torch.Tensor) -> torch.Tensor:
-            out = function(**{of_tokens: x}, **arguments)
+            out = function(**{first: x}, **arguments)
             return out[0] if isinstance(out, tuple) else out
 
         return run_convolution(sequence, conv, x, dim, weight_CW.shape[-1])
 
-    out = _mixed(calls, name, run, arguments)
+    out = _run_mixer(calls, name, run, arguments)
     return (out, None) if name == "causal_conv1d" else out
 
 
-_OF_CONVOLUTIONS = (
+_UNSUPPORTED = (
     *("initial_states", "return_final_states", "final_states_out"),  # of causal-conv1d
     *("initial_state", "output_final_state", "residual", "cp_context"),  # of FLA
 )
 
 
-def _kernel(how: Any, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    arguments = arguments_of(function, args, kwargs)
-    return _mixed(calls, function.__name__, lambda cut: run_recurrence(cut, function, how, **arguments), arguments)
+def _run_kernel(how: Any, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    arguments = bind_arguments(function, args, kwargs)
+    return _run_mixer(calls, function.__name__, lambda cut: run_recurrence(cut, function, how, **arguments), arguments)
 
 
-def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """transformers calls the convolution and the scan one by one then."""
+def _decline_fusion(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Return None: transformers then calls the convolution and the scan separately."""
 
 
-def _refused(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refuse(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     name = f"{calls.binding.name}: {getattr(function, '__name__', 'a function')} of {calls.forward_state.path}"
     raise NotImplementedError(f"{name} is not supported: {remedy}")
 
 
-def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:
-    """apply_mask_to_padding_states of transformers. The mask that it is given was cut as if this part were the last."""
+def _mask_padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:
+    """apply_mask_to_padding_states of transformers, with this rank's part of the mask of the whole sequence."""
+    # The layer itself would take the last positions of the mask for this rank's tokens.
     mask_BS = calls.inputs.get("attention_mask")
     if not isinstance(mask_BS, torch.Tensor) or mask_BS.ndim != 2:
         return x_BLC
@@ -199,27 +200,27 @@ def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.T
     return x_BLC
 
 
-def _outputs(how: Channels, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A kernel by channels that returns a state too, in a layer that is not asked for it."""
-    arguments = arguments_of(function, args, kwargs)
+def _run_channels(how: Channels, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A kernel by channels that also returns a state, in a layer that does not use the state."""
+    arguments = bind_arguments(function, args, kwargs)
     arguments.pop("return_state", None)
 
     def outputs(**kwargs: Any) -> Any:
         return function(**kwargs)[0]
 
     name = getattr(function, "__name__", "the kernel")
-    return _mixed(calls, name, lambda cut: run_recurrence(cut, outputs, how, **arguments), arguments), None
+    return _run_mixer(calls, name, lambda cut: run_recurrence(cut, outputs, how, **arguments), arguments), None
 
 
-def _mlstm(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+def _run_mlstm(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     """xLSTMBackend of transformers: a matrix as the state of each head, with a normalizer and a maximum."""
-    return _outputs(_MLSTM, calls, partial(plain, bound.args[0]), *bound.args[1:], **bound.kwargs)
+    return _run_channels(_MLSTM, calls, partial(plain, bound.args[0]), *bound.args[1:], **bound.kwargs)
 
 
 _MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_initial", "n_initial", "m_initial"))
 
 
-def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
+def _run_griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
     layer, x_BLC, position_ids = bound.args[:3]
     if cache_given(calls.inputs) is not None:
@@ -232,11 +233,11 @@ def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> 
     def conv(x_BCL: torch.Tensor) -> torch.Tensor:
         return layer.conv_1d(x_BCL)[..., : x_BCL.shape[2]]
 
-    x_BCL = _mixed(calls, "conv_1d", lambda cut: run_convolution(cut, conv, x_BCL, 2, layer.conv1d_width), {})
+    x_BCL = _run_mixer(calls, "conv_1d", lambda cut: run_convolution(cut, conv, x_BCL, 2, layer.conv1d_width), {})
     return layer.linear_out(layer.rg_lru(x_BCL.mT, position_ids) * layer.act_fn(layer.linear_y(x_BLC))), None
 
 
-def _real_gated_lru(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
+def _run_real_gated_lru(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     layer, x_BLC, gate_BLC, reset = bound.args[:4]
 
     def scan(k: torch.Tensor, v: torch.Tensor, initial_state: Any = None, output_final_state: bool = True) -> Any:
@@ -245,17 +246,17 @@ def _real_gated_lru(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
         return out_BLC[..., None], state_BC[..., None, None]
 
     k, v = (gate_BLC * ~reset)[..., None], x_BLC[..., None]
-    return _kernel(Recurrence(diagonal=True), calls, scan, k, v)[0][..., 0], None
+    return _run_kernel(Recurrence(diagonal=True), calls, scan, k, v)[0][..., 0], None
 
 
-def _lightning_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
-    """MiniMaxLightningAttention of transformers, whose forward has the recurrence in itself."""
+def _run_lightning_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
+    """MiniMaxLightningAttention of transformers, whose forward contains the recurrence."""
     layer, x_BLC, _, attention_mask = bound.args[:4]
     qkv = layer.act_fn(layer.qkv_proj(x_BLC))
-    qkv = _padding(calls, lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype), qkv, attention_mask)
+    qkv = _mask_padding(calls, lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype), qkv, attention_mask)
     q, k, v = qkv.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
     slope_H, size = layer.slope_rate.flatten(), layer.block_size
-    out, _ = _kernel(Recurrence(diagonal=True), calls, lightning_attention, q, k, v, slope_H=slope_H, size=size)
+    out, _ = _run_kernel(Recurrence(diagonal=True), calls, lightning_attention, q, k, v, slope_H=slope_H, size=size)
     return layer.out_proj(layer.output_gate(x_BLC).sigmoid() * layer.norm(out.flatten(-2))), None
 
 
@@ -281,20 +282,20 @@ def lightning_attention(
     return torch.cat(outs, 2).transpose(1, 2), state
 
 
-def _without_kernel(method: Any) -> Callable[..., Any] | None:
-    """The replacement for a method that mixes tokens and calls no kernel. Only for the code that is known: the code of
-    another version of the library may compute something else, and is refused."""
+def _replacement_for(method: Any) -> Callable[..., Any] | None:
+    """The replacement for a method that mixes tokens without a kernel. The code of an unknown version of the library
+    is refused, because it may compute something else."""
     how, *digests = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None,))
-    if how is None or _calls_known(method):
+    if how is None or _calls_known_mixer(method):
         return None
     try:
         source = inspect.getsource(method)
     except OSError:
         source = ""
-    return how if hashlib.sha256(source.encode()).hexdigest()[:16] in digests else _unknown
+    return how if hashlib.sha256(source.encode()).hexdigest()[:16] in digests else _refuse_unknown
 
 
-def _unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     if calls.unscoped.group.size() == 1:
         return plain(*bound.args, **bound.kwargs)
     raise NotImplementedError(
@@ -304,21 +305,21 @@ def _unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     )
 
 
-# By the name of the method. For the code of transformers 5.23 and 5.24.
+# By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
-    "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
-    "RecurrentGemmaRecurrentBlock.forward": (_griffin_layer, "cce3570274ab15aa"),
-    "RecurrentGemmaRglru._rnn_scan": (_real_gated_lru, "edcf0cbffabce491"),
-    "xLSTMBackend.forward": (_mlstm, "ada65c0d031ae105"),
+    "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
+    "RecurrentGemmaRecurrentBlock.forward": (_run_griffin_layer, "cce3570274ab15aa"),
+    "RecurrentGemmaRglru._rnn_scan": (_run_real_gated_lru, "edcf0cbffabce491"),
+    "xLSTMBackend.forward": (_run_mlstm, "ada65c0d031ae105"),
 }
 _MIXERS = {
-    "causal_conv1d_fn": partial(_convolution, 2),
-    "causal_conv1d": partial(_convolution, 1),
-    "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
-    **{name: partial(_kernel, how) for name, how in KNOWN.items()},
-    "rwkv_linear_attention": partial(_outputs, WKV),
+    "causal_conv1d_fn": partial(_run_convolution, 2),
+    "causal_conv1d": partial(_run_convolution, 1),
+    "mamba_split_conv1d_scan_combined": partial(_refuse, "give the layer use_mem_eff_path=False"),
+    **{name: partial(_run_kernel, how) for name, how in KNOWN.items()},
+    "rwkv_linear_attention": partial(_run_channels, WKV),
 }
 _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
-    **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),
-    "apply_mask_to_padding_states": _padding,
+    **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _decline_fusion),
+    "apply_mask_to_padding_states": _mask_padding,
 }

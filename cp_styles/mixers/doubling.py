@@ -1,9 +1,9 @@
-"""Which maps of a recurrence travel, so that each fragment gets the state before it: in log2 of their number rounds.
+"""The maps of a recurrence that ranks send, so that each fragment gets the state before it: log2(fragments) rounds.
 
-[Note: doubling] Affine maps compose in the order of positions: ``M2 (M1 S + S1) + S2``. In each round a fragment's map
-is composed with the map of the fragment ``distance`` before it, and reaches back twice as far. A map that reaches back
-to the start of its document has no M, and its state travels alone. In a last round each fragment gets the state before
-it.
+[Note: doubling] Affine maps compose in the order of positions: ``M2 (M1 S + S1) + S2``. In each round the map of a
+fragment is composed with the map of the fragment ``distance`` before it, and then covers twice as many fragments. A map
+that covers its document from the start has no M: its state alone is sent. In a last round each fragment gets the state
+before it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers.fragments import Fragment, RowExchange, fragments_of, row_exchange
+from cp_styles.mixers.fragments import Fragment, RowExchange, row_exchange, split_fragments
 
 Needs: TypeAlias = list[list[tuple[int, int, int, int]]]
-"""For each rank, from which other one it needs which columns, for which of its slots: (holder, first, slot, count)."""
+"""For each rank, the columns that it needs: (rank that holds them, first column, first slot, number of columns)."""
 
 
-def rounds_of(
+def plan_rounds(
     layout: SequenceLayout, documents: tuple[int, ...], final: bool, values: int, columns: int
 ) -> tuple[list[Fragment], list[Needs]]:
-    """The fragments that have a map: those after which their document goes on, and the last one of all if its state is
-    wanted. And what is needed in each round. The columns of all maps are counted on; of each, its state has the first
-    ``values``. A rank has slots for its maps, and in the last round for the states that it needs."""
-    fragments, ranks = fragments_of(layout, documents), range(layout.ranks)
+    """The fragments that need a map (all but the last of a document; also the last of all, if ``final``), and the needs
+    of each round. Columns are numbered over all maps of a rank; the first ``values`` of each map are its state. A rank
+    has slots for its maps, and in the last round for the states that it needs."""
+    fragments, ranks = split_fragments(layout, documents), range(layout.ranks)
     mapped: list[Fragment] = []
     begins: list[int] = []  # the number of the first map of the document
     slots, filled, last = [], [0] * layout.ranks, [[] for _ in ranks]
@@ -56,11 +56,11 @@ def rounds_of(
 
 
 @remembered(16)
-def exchanges_of(
+def plan_exchanges(
     layout: SequenceLayout, documents: tuple[int, ...], final: bool, values: int, columns: int, rank: int
 ) -> tuple[tuple[Fragment, ...], frozenset[Fragment], tuple[RowExchange, ...]]:
-    """The fragments of ``rank``, the fragments of all ranks that have a map, and what it exchanges in each round."""
-    mapped, rounds = rounds_of(layout, documents, final, values, columns)
+    """The fragments of ``rank``, the fragments of all ranks that have a map, and the exchange of each round."""
+    mapped, rounds = plan_rounds(layout, documents, final, values, columns)
     ranks = range(layout.ranks)
     spans = [(fragment.rank, (number * columns, (number + 1) * columns)) for number, fragment in enumerate(mapped)]
     maps = SequenceLayout.from_chunks([span for holder, span in spans if holder == peer] for peer in ranks)
@@ -70,5 +70,5 @@ def exchanges_of(
         pairs: Any = [torch.tensor(row, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1) for row in rows]
         slots = len(needs[rank]) * values if needs is rounds[-1] else maps.lengths[rank]
         exchanges.append(row_exchange(maps, pairs, slots, rank))
-    fragments = tuple(fragment for fragment in fragments_of(layout, documents) if fragment.rank == rank)
+    fragments = tuple(fragment for fragment in split_fragments(layout, documents) if fragment.rank == rank)
     return fragments, frozenset(mapped), tuple(exchanges)

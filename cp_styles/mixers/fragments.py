@@ -1,4 +1,4 @@
-"""What each rank holds of a sequence of documents: its fragments, and which rows they need of other ranks."""
+"""Fragments: consecutive positions of one document on one rank. Which rows they need from other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.binding import agree_on_layouts
-from cp_styles.engine.observers import CheckedCall, RankChecks
+from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import (
@@ -77,20 +77,20 @@ class Cut(NamedTuple):
 
 
 @contextmanager
-def mixing() -> Iterator[None]:
-    """A context in which a mixer calls its kernel, with all rows that it needs. The modules around it are told."""
-    states_of_modes = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, AttentionCalls)]
-    before = [forward_state.mixing for forward_state in states_of_modes]
-    for forward_state in states_of_modes:
-        forward_state.mixing = True
+def mark_mixing() -> Iterator[None]:
+    """Mark, for the modules around, that a mixer calls its kernel with all rows that the kernel needs."""
+    states = [mode.unscoped.forward_state for mode in function_modes() if isinstance(mode, AttentionCalls)]
+    before = [state.mixing for state in states]
+    for state in states:
+        state.mixing = True
     try:
         yield
     finally:
-        for forward_state, mixing_before in zip(states_of_modes, before, strict=True):
-            forward_state.mixing = mixing_before
+        for state, mixing_before in zip(states, before, strict=True):
+            state.mixing = mixing_before
 
 
-def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
+def split_fragments(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
     """The fragments of all ranks, in the order of positions."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
@@ -114,14 +114,14 @@ def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fr
 
 @dataclass(frozen=True, eq=False)
 class RowExchange:
-    """Which rows a rank sends, and where those that it receives go.
+    """The rows that a rank sends, and the slots that it receives rows into.
 
     Attributes:
         slots: number of slots.
         sent: for each peer, how many local rows it needs.
-        received: for each peer, how many of its rows come.
-        rows: the local rows that leave, and the slots that arriving ones go to, peer by peer.
-        crosses: whether any rank needs a row of another one.
+        received: for each peer, how many of its rows this rank needs.
+        rows: the local rows that are sent, and the slots of the received rows, peer by peer.
+        crosses: whether any rank needs a row of another rank.
     """
 
     slots: int
@@ -134,7 +134,7 @@ class RowExchange:
 def row_exchange(
     layout: SequenceLayout, needs: list[tuple[torch.Tensor, torch.Tensor]], slots: int, rank: int
 ) -> RowExchange:
-    """``needs`` has for each rank the positions that it needs, and the slots that they go to."""
+    """The exchange of ``rank``. ``needs``: for each rank, the positions that it needs, and their slots."""
     holder, row = (torch.empty(layout.length, dtype=torch.int64, device="cpu") for _ in range(2))
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
@@ -151,10 +151,9 @@ def row_exchange(
 def rows_before(
     layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int
 ) -> tuple[RowExchange, list[int]]:
-    """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it, and
-    the rows of each of its fragments. Each has ``width`` slots, empty where the document begins later. A rank without
-    tokens has one fragment without rows, with a slot at least: kernels take no tensors without tokens."""
-    edges, fragments = torch.tensor((0, *accumulate(documents)), device="cpu"), fragments_of(layout, documents)
+    """The exchange of ``rank`` if each position needs the ``width`` positions of its document before it, and the number
+    of rows of each of its fragments. Each fragment has ``width`` slots; slots before the document are empty."""
+    edges, fragments = torch.tensor((0, *accumulate(documents)), device="cpu"), split_fragments(layout, documents)
     needs = []
     for peer in range(layout.ranks):
         starts = torch.tensor([f.start for f in fragments if f.rank == peer], dtype=torch.int64, device="cpu")[:, None]
@@ -162,13 +161,14 @@ def rows_before(
         in_document = (positions >= edges[torch.searchsorted(edges, starts, right=True) - 1]).flatten()
         needs.append((positions.flatten()[in_document], torch.nonzero(in_document).flatten()))
     sizes = [stop - start for start, stop in (f.rows for f in fragments if f.rank == rank)]
+    # Kernels refuse tensors without tokens: a rank without tokens has one empty fragment, with at least one slot.
     return row_exchange(layout, needs, len(sizes) * width if sizes else max(width, 1), rank), sizes or [0]
 
 
-def documents_in(mask: Mask) -> Documents | PerRow | None:
+def find_documents(mask: Mask) -> Documents | PerRow | None:
     """The documents that a mask separates; None for one."""
     if isinstance(mask, PerRow):
-        rows = [documents_in(row) for row in mask.masks]
+        rows = [find_documents(row) for row in mask.masks]
         length = next((sum(row.lengths) for row in rows if isinstance(row, Documents)), None)
         whole = None if length is None else Documents((length,))
         return None if whole is None else PerRow(tuple(row or whole for row in rows))
@@ -179,8 +179,8 @@ def documents_in(mask: Mask) -> Documents | PerRow | None:
     return Documents(tuple(high - low for low, high in pairwise((0, *edges))))
 
 
-Described: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]
-"""A rank's tensors of a call, the dim of the sequence in them, and what else must be the same on all ranks."""
+CallFacts: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]
+"""A rank's tensors of a call, the dim of the sequence in them, and further facts that must be equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,10 @@ class CutSequence:
         axis: name of the mesh axis, for messages.
         group: the ranks that share it.
         layout: the layout, or the balancer that makes it.
-        documents: its documents, or what says so; None for one.
+        documents: lengths of its documents, or a mask of documents. None: one document.
         checks: what the ranks check of each other.
-        refuse: raises for errors that only this rank may see.
-        packed: what the arguments of a kernel say of its documents: cu_seqlens, and an id for each token.
+        refuse: raises errors that this rank alone may have found.
+        packed: the documents as arguments of a kernel: cu_seqlens, and an id for each token.
     """
 
     name: str
@@ -208,7 +208,7 @@ class CutSequence:
     packed: tuple[Any, Any] = (None, None)
 
     @classmethod
-    def of_call(
+    def from_call(
         cls,
         name: str,
         mesh: MeshOrGroup,
@@ -219,46 +219,46 @@ class CutSequence:
         """The cut sequence of a function's arguments, or of the scope around its call."""
         _, group = axis_and_group(name, mesh)
         state, scope, problem = state_of(group), None, None
-        axis = state.operations.axis  # of a group too, once its mesh was seen
+        axis = state.operations.axis  # known for a group too, if a call before had its mesh
         try:
             if layout is None or documents is None:
                 scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)
-        except Exception as error:  # of any kind: the other ranks must raise too
+        except Exception as error:  # raised at the agreement, on every rank
             problem = error
 
         def refuse() -> None:
             if problem is not None:
                 raise problem
 
-        packed = documents_in(scope.mask) if scope is not None and documents is None else documents
+        masked = find_documents(scope.mask) if scope is not None and documents is None else documents
         around = [mode.unscoped for mode in function_modes() if isinstance(mode, AttentionCalls)]
         default = around[-1].layout if around and around[-1].group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
         for check in state.get_or_create(RankChecks):
             check.learn(checks)
-        return cls(name, axis, group, layout, packed, checks, refuse)
+        return cls(name, axis, group, layout, masked, checks, refuse)
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
-        """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
+        """This sequence with the documents in the arguments of a kernel, which are removed from ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
-        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which say what cu_seqlens says
+        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # the latter repeats cu_seqlens
         edges = next((edges for edges in ends if edges is not None), None)
         return self if edges is None and ids is None else replace(self, packed=(edges, ids))
 
     def _documents(self) -> tuple[int, ...] | None:
-        """Their lengths; None for one."""
-        given, (edges, ids) = [self.documents], self.packed
+        """The lengths of the documents. None: one document."""
+        sources, (edges, ids) = [self.documents], self.packed
         if edges is not None:
-            given.append(Documents.from_cu_seqlens(edges))
+            sources.append(Documents.from_cu_seqlens(edges))
         elif ids is not None:
-            given.append(Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids))
-        if any(isinstance(each, PerRow) for each in given):
+            sources.append(Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids))
+        if any(isinstance(each, PerRow) for each in sources):
             raise NotImplementedError(
                 f"{self.name}: each row of the batch has documents of its own: pass one row in a call, or pack all "
                 "rows into one"
             )
-        lengths = [lengths_of(each) for each in given if each is not None and not isinstance(each, PerRow)]
+        lengths = [document_lengths(each) for each in sources if each is not None and not isinstance(each, PerRow)]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"{self.name}: documents= or the SequenceScope says {short(lengths[0])}, cu_seqlens or seq_idx says "
@@ -267,26 +267,28 @@ class CutSequence:
         return lengths[0] if lengths else None
 
     @contextmanager
-    def compared_call(self, describe: Callable[[], Described]) -> Iterator[Cut]:
-        """How it is cut, once all ranks know that their calls fit together. In it, they owe each other messages.
+    def compared_call(self, describe: Callable[[], CallFacts]) -> Iterator[Cut]:
+        """Compare the calls of the ranks, then run the ``with``, in which ranks wait for messages of each other.
 
         Args:
             describe: checks this rank's arguments.
 
-        Communication: one all-gather of some integers, if they compare.
+        Communication: one all-gather of some integers, if the ranks compare.
         """
         state = state_of(self.group)
         state.phase = GroupPhase.TOGETHER if self.checks.agreement else GroupPhase.IDLE
-        cut = self._agreed(describe)
+        cut = self._agree(describe)
+        if (listener := mixer_listener.get()) is not None:
+            listener(self.group, cut.layout)
         with Operation(self.group, state):
             yield cut
         state.phase = GroupPhase.IDLE
 
-    def _agreed(self, describe: Callable[[], Described]) -> Cut:
+    def _agree(self, describe: Callable[[], CallFacts]) -> Cut:
         name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)
         fixed, where = layout if isinstance(layout, SequenceLayout) else None, (name, self.axis, self.group)
         documents: tuple[int, ...] | None = None
-        rank_checks, asked = state.get_or_create(RankChecks), CheckedCall(where, self.checks, ())
+        rank_checks, checked_call = state.get_or_create(RankChecks), CheckedCall(where, self.checks, ())
 
         def layout_for(length: int) -> SequenceLayout:
             return layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, length, peers.size)
@@ -322,14 +324,14 @@ class CutSequence:
                 "layout": describe_cut(layout),
                 "documents": documents,
             }
-            asked.tensors = tensors
-            numbers = tuple([check.number(asked) for check in rank_checks]) if self.checks.agreement else (0, 0)
+            checked_call.tensors = tensors
+            numbers = tuple([check.number(checked_call) for check in rank_checks]) if self.checks.agreement else (0, 0)
             return call | same, StatusRow(q_length=length, numbers=numbers)
 
         rows = agreed_rows(peers, name, facts, self.checks.agreement)
         if isinstance(rows, StatusRows):
             for check, numbers in zip(rank_checks, rows.columns.numbers, strict=True):
-                check.judge(numbers, asked)
+                check.judge(numbers, checked_call)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         cut, _ = agree_on_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
@@ -350,16 +352,17 @@ class CutSequence:
 
 
 def requires_grad_by_name(arguments: Iterable[Any]) -> dict[str, bool]:
-    """Whether a backward may follow: a fact of a call."""
+    """Whether a backward may follow, as a fact of a call."""
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
     return {"requires_grad": torch.is_grad_enabled() and needed}
 
 
-def lengths_of(documents: Documents | Iterable[int]) -> tuple[int, ...]:
+def document_lengths(documents: Documents | Iterable[int]) -> tuple[int, ...]:
+    """The lengths of the documents, as a tuple."""
     return documents.lengths if isinstance(documents, Documents) else tuple(int(size) for size in documents)
 
 
-def arguments_of(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
     bound = inspect.signature(kernel).bind(*args, **kwargs)
     return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | bound.kwargs

@@ -28,7 +28,7 @@ from cp_styles.checks.proof import Proof, proof_of
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
-from cp_styles.verify.diagnose import findings, first_names
+from cp_styles.verify.diagnose import findings, join_first
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.rounding import Perturbed, unit_of_all
@@ -38,16 +38,16 @@ from cp_styles.verify.step import (
     StepFailure,
     StepFunction,
     StepRun,
+    abort_on_interrupt,
     as_one_rank,
     broadcast_errors,
-    broken_by_error,
     checksums,
     communicates,
-    ending_connections,
     gather_over,
-    over_own_groups,
+    over_temporary_groups,
+    recovery_note,
+    run_or_failure,
     run_step,
-    run_together,
     weights,
 )
 
@@ -70,53 +70,52 @@ def verify(
     """Prove that a step of ``model`` equals the step of one device: run it with all ranks, and with one, and compare.
 
     ``model`` is the model that will be trained, in place: with its styles, FSDP2, DDP, tensor parallelism, checkpoints
-    and adapters. For the reference this rank alone takes the place of the ranks of ``mesh_axis``: wherever a style, a
-    ``context_parallel`` block or a function of this package works over that axis, it works over one rank. So the step
-    is the same code in all runs, and cuts the batch for as many ranks as the mesh has that it is given. The remaining
-    axes of the mesh stay as they are.
+    and adapters. For the reference, this rank alone takes the place of the ranks of ``mesh_axis``: every style,
+    ``context_parallel`` block and function of this package works over one rank. The step is the same code in all runs,
+    and must shard the batch for the size of the mesh that it is given. The remaining axes of the mesh are unchanged.
 
     These are compared, over the ranks of the axis:
 
-    - the output of the model, of which a rank has the rows that the layout of the attention gives it; outputs of all
-      modules, which tell where a mistake is (or, in a step without a backward, that there is one);
+    - the output of the model: a rank is expected to have the rows that the layout of the attention gives it;
+    - the outputs of all modules, which show where a mistake is (and in a step without a backward, that there is one);
     - the loss that the step returns;
     - the gradients of all parameters after the step.
 
     Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
-    before, also after an error. (FSDP2 does not recover from an error inside of its forward; the error says so then.)
-    Dropout is off in all runs. Compiled modules run without their graphs: the code that they were made from is proved.
+    before, also after an error. (FSDP2 does not recover from an error in its forward; the error says so.) Dropout is
+    off in all runs. Compiled modules run without their graphs: their eager code is proved.
 
     Args:
         model: the model, in any floating-point dtype.
         mesh: the ranks; the axis of the sequence, and others if the step needs them.
-        batch: a small whole batch, the same on every rank of the axis. Mostly a dict of tensors.
-        step: ``step(model, batch, mesh)`` does what the training loop does. It cuts the batch, and runs the forward,
-            the loss, the backward and what reduces the gradients, all over the ``mesh`` that it is given. It returns
-            the loss of the whole batch, or None.
-        plain: the reference, if that is not ``step`` with one rank: your old step, with the whole batch, for what the
-            new one changes whatever the number of ranks (positions that it gives, a mask that it leaves out, another
-            loss). It sees the model with its styles, whose masks hold for one rank too.
-        removed: raises TypeError. (There was a plan before ``mesh``.)
-        mesh_axis: the axis that cuts the sequence. A 1-D mesh is used whatever its name.
-        tolerance: the largest error that is rounding, relative to a norm. None: 1e-4 for float32 and float64. (One key
-            too many or too few is 1e-2 in a small batch.) In lower precision it is two units in the last place and four
-            times what changed last bits make of the model's step, measured by one more run.
+        batch: a small whole batch, equal on every rank of the axis. Usually a dict of tensors.
+        step: ``step(model, batch, mesh)`` does the work of the training loop over the ``mesh`` that it is given: it
+            shards the batch, runs forward, loss and backward, and reduces the gradients. It returns the loss of the
+            whole batch, or None.
+        plain: the reference, if it is not ``step`` with one rank: your old step, with the whole batch. It finds changes
+            that the new step makes with any number of ranks (other positions, no mask, another loss). It runs the model
+            with its styles, whose masks apply to one rank too.
+        removed: raises TypeError. (Earlier releases took a plan before ``mesh``.)
+        mesh_axis: the axis that shards the sequence. A 1-D mesh may have any name.
+        tolerance: the largest error that counts as rounding, relative to a norm. None: 1e-4 for float32 and float64.
+            (One key too many or too few makes an error of 1e-2 in a small batch.) In lower precision: two units in the
+            last place, and four times the effect of changed last bits, which one more run measures.
 
     Returns:
-        A report, the same on every rank. The first rank also prints its first line.
+        A report, equal on every rank. The first rank also prints its first line.
 
-    Memory: the gradients twice (as they are sharded), and this rank's rows of the outputs of modules. Time: three small
-    steps, four in lower precision; two more and some parts of the model if something is wrong.
+    Memory: the gradients twice (sharded as in training), and this rank's rows of the outputs of modules. Time: three
+    small steps, four in lower precision; two more, and some parts of the model, if the step is wrong.
 
-    Communication: the steps' own, and all-gathers of small objects over the axes of ``mesh``.
+    Communication: the messages of the steps, and all-gathers of small objects over the axes of ``mesh``.
 
     Raises:
-        VerificationError: on every rank, if the steps differ, if the step raises on some rank, or if nothing can be
-            compared. It names the first wrong module. It names the cause too, if a test shows that it is one of these:
-            positions, labels, layout, a layer that mixes tokens, attention on a part, gradients that are not reduced
-            once, samples or weights that differ between ranks, or random numbers.
-        ValueError: parameters that have gradients; a bad ``tolerance``; a mesh without the axis.
-        TypeError: the step returns something else than one number or None.
+        VerificationError: on every rank, if the steps differ, if the step raises on any rank, or if nothing can be
+            compared. It names the first wrong module. It also names the cause, if a test shows one of these:
+            positions, labels, layout, a layer that mixes tokens, attention on a shard, gradients that are not reduced
+            exactly once, samples or weights that differ between ranks, random numbers.
+        ValueError: parameters have gradients, the ``tolerance`` is invalid, or the mesh does not have the axis.
+        TypeError: the step returns neither one number nor None.
     """
     if removed is not None or not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -126,12 +125,12 @@ def verify(
         )
     if tolerance is not None and not 0 < tolerance < 1:
         raise ValueError(
-            f"verify: tolerance={tolerance!r} is no error relative to a norm: choose 1e-4, or 1e-10 in float64"
+            f"verify: tolerance={tolerance!r} is not an error relative to a norm: choose 1e-4, or 1e-10 in float64"
         )
     axis = take_axis(mesh, mesh_axis, "verify")
     if present := [name for name, x in model.named_parameters() if x.grad is not None]:
         raise ValueError(
-            f"verify: parameters have gradients ({first_names(present)}), to which the step would add: call "
+            f"verify: parameters have gradients ({join_first(present)}), to which the step would add: call "
             "model.zero_grad() before, or verify before training"
         )
     title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
@@ -139,10 +138,9 @@ def verify(
 
 
 class _Verification:
-    """The runs of a step, and their comparison. Every rank takes the same decisions.
+    """The runs of a step, and their comparison. ``steps``: the step with all ranks, and the step with one.
 
-    ``steps``: the step with all ranks, and the step with one. ``everyone`` gathers over all ranks of the mesh, and
-    ``line`` over the ranks that share this rank's sequence.
+    Every rank takes the same decisions, because gathered values alone decide.
     """
 
     def __init__(
@@ -156,94 +154,96 @@ class _Verification:
         title: str,
     ) -> None:
         self._model, self._mesh, self._axis, self._batch, self._steps = model, mesh, axis, batch, steps
-        self._given, self._title = tolerance, title
-        self._everyone, self._line = gather_over(mesh), gather_over(axis)
+        self._tolerance, self._title = tolerance, title
+        self._gather_all = gather_over(mesh)
+        self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
         self._proofs: set[Proof] = set()
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
 
     def report(self) -> Report:
-        """Run, compare, and put everything back."""
-        with ending_connections(self._mesh), torch.enable_grad():
-            with broadcast_errors(self._everyone, VerificationError):
-                self._refuse(_differences(self._line(checksums(self._batch, self._model))))
+        """Run the steps, compare them, and restore the model's state."""
+        with abort_on_interrupt(self._mesh), torch.enable_grad():
+            with broadcast_errors(self._gather_all, VerificationError):
+                self._refuse(_describe_differences(self._gather_axis(checksums(self._batch, self._model))))
                 self._state, before = ModelState(self._model), weights(self._model, sharded=True)
             try:
-                report = self._compared(before)
+                report = self._run_and_compare(before)
             finally:
                 self._state.restore()
                 self._progress.end()
         for proof in {*self._proofs, proof_of(self._model)}:
             proof.verified = True
-        self._progress.say(report.line)
+        self._progress.print(report.line)
         return report
 
-    def _compared(self, before: dict[str, int]) -> Report:
-        many, local = self._together(lambda attentions: Outputs(self._model, _kept))
-        layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
-        places = ShardLookup(layouts, self._axis.get_local_rank())
+    def _run_and_compare(self, before: dict[str, int]) -> Report:
+        parallel, local = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
+        layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
+        lookup = ShardLookup(layouts, self._axis.get_local_rank())
 
-        uncut: set[tuple[Key, int]] = set()
+        replicated: set[tuple[Key, int]] = set()
 
-        def rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
-            of_call = local.kept.get(key, [])
-            part = places.part(whole, of_call[at] if at < len(of_call) else None)
+        # The reference keeps the rows that this rank has: whole outputs of all modules would not fit.
+        def keep_rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
+            outputs = local.kept.get(key, [])
+            part = lookup.part(whole, outputs[at] if at < len(outputs) else None)
             if part is not None and part.layout is None:
-                uncut.add((key, at))
+                replicated.add((key, at))
             return None if part is None else part.expected.clone()
 
-        with broadcast_errors(self._everyone, VerificationError):
-            one, expected = self._alone(lambda attentions: Outputs(self._model, rows))
-            self._refuse(_changed(before, weights(self._model, sharded=True)))
-            self._refuse(_unusable(one, bool(expected.kept)))
-            tensors = [*one.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
-            unit = max(self._everyone(unit_of_all(tensors)))
-            tolerance = self._given or max(_TOLERANCE, 2 * unit)
-            for key, at in uncut:
-                if expected.trained and not key[0]:  # it may be a rank's share of a sum: gradients show if it is not
+        with broadcast_errors(self._gather_all, VerificationError):
+            reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
+            self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
+            self._refuse(_describe_unusable(reference, bool(expected.kept)))
+            tensors = [*reference.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
+            unit = max(self._gather_all(unit_of_all(tensors)))
+            tolerance = self._tolerance or max(_TOLERANCE, 2 * unit)
+            for key, at in replicated:
+                if expected.trained and not key[0]:
+                    # An output of the model may be this rank's share of a sum. Gradients show whether it is.
                     expected.kept[key][at] = None
-            outputs = output_errors(local.kept, expected.kept, self._line)
-            parameters = self._errors(many, one, tolerance)
-            losses = self._line((one.loss, many.loss))
-            del many, tensors
-            repeated = self._repeated(one, expected, rows, tolerance)
+            outputs = output_errors(local.kept, expected.kept, self._gather_axis)
+            parameters = self._parameter_errors(parallel, reference, tolerance)
+            losses = self._gather_axis((reference.loss, parallel.loss))
+            del parallel, tensors
+            repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
-            if unit and self._given is None:
-                noisy, changed = self._alone(lambda attentions: Perturbed(self._model, rows))
-                calls = output_errors(changed.kept, expected.kept, self._line)
-                leeway = Leeway(tolerance, calls, self._errors(noisy, one, tolerance))
+            if unit and self._tolerance is None:
+                noisy, changed = self._run_with_one_rank(lambda attentions: Perturbed(self._model, keep_rows))
+                calls = output_errors(changed.kept, expected.kept, self._gather_axis)
+                leeway = Leeway(tolerance, calls, self._parameter_errors(noisy, reference, tolerance))
                 del noisy, changed
             outputs = {key: error for key, error in outputs.items() if repeated.get(key, 0.0) <= tolerance}
             results = expected.results(outputs)
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
-            wrong += [_LOSS for alone, ran in losses if not _near(alone, ran, leeway.of(_LOSS))][:1]
-            report = self._report(expected.kinds, outputs, results, parameters, losses, leeway)
-            if not any(self._everyone(bool(layouts))):
+            wrong += [_LOSS for alone, ran in losses if not _is_near(alone, ran, leeway.of(_LOSS))][:1]
+            report = self._build_report(expected.kinds, outputs, results, parameters, losses, leeway)
+            if not any(self._gather_all(bool(layouts))):
                 raise VerificationError(replace(report, findings=(_NO_ATTENTION,)))
-            if not any(self._everyone(bool(outputs or parameters or one.loss is not None))):
+            if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))
-            ranks = self._everyone(wrong)
+            ranks = self._gather_all(wrong)
             if not any(ranks):
                 return report
-            del expected
-        texts = self._causes(leeway) or _of_loss(one.loss, [x for _, x in losses], leeway.of(_LOSS))
-        texts = next(filter(None, self._everyone(texts if wrong else [])), [])
-        names = _names(next(filter(None, ranks)))
+            del expected  # a run that finds causes keeps more
+        texts = self._find_causes(leeway) or _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
+        texts = next(filter(None, self._gather_all(texts if wrong else [])), [])
+        names = _join_names(next(filter(None, ranks)))
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
         raise VerificationError(replace(report, findings=tuple(texts)))
 
-    def _repeated(self, one: StepRun, expected: Outputs, rows: Any, tolerance: float) -> dict[Key, float]:
-        """The differences of outputs when the step with one rank is repeated.
-
-        They are no error where all gradients and losses are equal: a pipeline runs its stages on memory that nobody has
-        written, to learn shapes.
-        """
-        again, repeated = self._alone(lambda attentions: Outputs(self._model, rows))
-        errors, leeway = output_errors(repeated.kept, expected.kept, self._line), Leeway(tolerance, {}, {})
-        losses, others = zip(*self._line((one.loss, again.loss)), strict=True)
-        drawn = leeway.wrong(self._errors(again, one, tolerance))
+    def _repeat(self, reference: StepRun, expected: Outputs, keep_rows: Any, tolerance: float) -> dict[Key, float]:
+        """The differences of outputs when the step with one rank is repeated. Raises if its results differ."""
+        repeated, outputs = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
+        errors, leeway = output_errors(outputs.kept, expected.kept, self._gather_axis), Leeway(tolerance, {}, {})
+        losses, repeated_losses = zip(*self._gather_axis((reference.loss, repeated.loss)), strict=True)
+        drawn = leeway.wrong(self._parameter_errors(repeated, reference, tolerance))
         texts: list[str] = []
-        alone = not expected.trained and leeway.wrong(errors)
-        if drawn or alone or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
+        # With equal gradients and losses, outputs may differ: to learn shapes, a pipeline runs its stages on
+        # uninitialized memory.
+        without_gradients = not expected.trained and leeway.wrong(errors)
+        equal_losses = all(_is_near(*pair, tolerance) for pair in zip(losses, repeated_losses, strict=True))
+        if drawn or without_gradients or not equal_losses:
             first = next((key for key in expected.kinds if not errors.get(key, 0.0) <= tolerance), None)
             if first is not None:
                 texts = [
@@ -251,18 +251,18 @@ class _Verification:
                     "something is drawn at random. Draw it for the whole sequence from a seed, and cut it as the tokens"
                 ]
             texts = texts or [
-                f"two steps with one rank differ in {f'gradients ({first_names(drawn)})' if drawn else 'the loss'}: "
+                f"two steps with one rank differ in {f'gradients ({join_first(drawn)})' if drawn else 'the loss'}: "
                 "the step uses random numbers, or keeps state between calls (an iterator, a counter)"
             ]
-        if not texts and not all(_near(loss, losses[0], tolerance) for loss in losses):
+        if not texts and not all(_is_near(loss, losses[0], tolerance) for loss in losses):
             texts = [
-                f"the step with one rank has another loss on each rank ({', '.join(map(_number, losses))}): "
+                f"the step with one rank has another loss on each rank ({', '.join(map(_format_loss, losses))}): "
                 "the sample differs between ranks. The step must not choose it by the rank of the process"
             ]
         self._refuse(texts)
         return errors
 
-    def _report(
+    def _build_report(
         self,
         kinds: Mapping[Key, str],
         outputs: Mapping[Key, float],
@@ -271,55 +271,55 @@ class _Verification:
         losses: Sequence[tuple[float | None, float | None]],
         leeway: Leeway,
     ) -> Report:
-        """The report, equal on every rank: it has the largest of each error."""
+        """The report, equal on every rank, with the largest error of all ranks for each entry."""
         worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
         drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in self._model.modules())
-        processes, states = map(set, zip(*self._line((os.getpid(), self._state.drawn_from)), strict=True))
-        share_state = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
-        ranks = self._everyone((kinds, outputs, parameters, losses, worst, unused, share_state))
-        all_kinds, all_outputs, all_parameters, all_losses, worsts, unuseds, alikes = zip(*ranks, strict=True)
-        first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(many for _, many in pairs))]
+        processes, states = map(set, zip(*self._gather_axis((os.getpid(), self._state.drawn_from)), strict=True))
+        same_dropout = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
+        ranks = self._gather_all((kinds, outputs, parameters, losses, worst, unused, same_dropout))
+        all_kinds, all_outputs, all_parameters, all_losses, all_worst, all_unused, dropouts = zip(*ranks, strict=True)
+        first = [x for pairs in all_losses[:1] for x in (pairs[0][0], *(parallel for _, parallel in pairs))]
         names = dict.fromkeys(name for each in all_parameters for name in each)
-        every = {key: kind for each in all_kinds for key, kind in each.items()}
+        modules = {key: kind for each in all_kinds for key, kind in each.items()}
         return Report(
             title=self._title,
             findings=(),
-            modules=tuple(ModuleErrors(key[0], kind, _most(all_outputs, key)) for key, kind in every.items()),
-            parameters=tuple((name, _most(all_parameters, name) or 0.0) for name in names),
+            modules=tuple(ModuleErrors(key[0], kind, _largest(all_outputs, key)) for key, kind in modules.items()),
+            parameters=tuple((name, _largest(all_parameters, name) or 0.0) for name in names),
             loss=() if None in first else tuple(first),
-            worst=max(worsts),
-            unused=tuple(dict.fromkeys(name for each in unuseds for name in each)),
-            same_dropout=any(alikes),
+            worst=max(all_worst),
+            unused=tuple(dict.fromkeys(name for each in all_unused for name in each)),
+            same_dropout=any(dropouts),
             tolerance=leeway.tolerance,
             rounding=max((leeway.of(key) - leeway.tolerance for key in (*outputs, *parameters)), default=0.0) / 4,
         )
 
-    def _together(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
-        """The step with all ranks."""
+    def _run_with_all_ranks(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+        """Run the step with all ranks."""
         self._state.restore()
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
-        with over_own_groups(self._mesh, self._everyone) as own:
-            ran = run_together(run, broken_by_error(self._model))
-            own.leave()
-            if not isinstance(ran, StepFailure):
-                failures = self._everyone(None)  # all ranks have finished or failed: no message is under way
-        self._proofs |= own.proofs
+        with over_temporary_groups(self._mesh, self._gather_all) as groups:
+            result = run_or_failure(run, recovery_note(self._model))
+            groups.leave()
+            if not isinstance(result, StepFailure):
+                failures = self._gather_all(None)  # after it, no message of the step is in flight
+        self._proofs |= groups.proofs
         self._progress.step()
-        if isinstance(ran, StepFailure):
-            if communicates(self._model, self._mesh) and not own.all_have_left():
-                # Ranks wait for this one in FSDP2 or DDP, whose groups are the user's.
+        if isinstance(result, StepFailure):
+            if communicates(self._model, self._mesh) and not groups.all_have_left():
+                # Ranks wait for this one in FSDP2 or DDP, whose groups belong to the user.
                 for at in range(self._mesh.ndim):
-                    abort_group(self._mesh.get_group(at), RuntimeError(ran.text))
-                raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {ran.text}",)))
-            failures = self._everyone(ran)
-        self._refuse(_failed(failures), same=True)
-        assert not isinstance(ran, StepFailure)
-        return ran
+                    abort_group(self._mesh.get_group(at), RuntimeError(result.text))
+                raise VerificationError(Report(self._title, (f"on rank {dist.get_rank()}: {result.text}",)))
+            failures = self._gather_all(result)
+        self._raise_if_any(_describe_failures(failures))
+        assert not isinstance(result, StepFailure)
+        return result
 
-    def _alone(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
-        """The step with this rank in place of the ranks of the sequence."""
+    def _run_with_one_rank(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+        """Run the step with this rank in place of the ranks of the sequence."""
         self._state.restore()
         ranks = self._axis.mesh.tolist()
         with as_one_rank(self._mesh, self._axis) as mesh:
@@ -329,7 +329,7 @@ class _Verification:
                 error.add_note(
                     "verify: this was the step with one rank in place of all of the sequence. Let the step cut the "
                     "batch, and make layouts, groups and the schedules of a pipeline, for the mesh that it is given"
-                    f"{broken_by_error(self._model)}"
+                    f"{recovery_note(self._model)}"
                 )
                 raise
         self._progress.step()
@@ -340,47 +340,48 @@ class _Verification:
             )
         return result
 
-    def _causes(self, leeway: Leeway) -> list[str]:
-        """Run the step twice more and keep everything, to name the first mistake. No text if it finds none."""
-        self._progress.more(2)
-        many, local = self._together(partial(Recording, self._model))
-        with broadcast_errors(self._everyone, VerificationError):
-            one, whole = self._alone(partial(Recording, self._model))
-            layouts = tuple(dict.fromkeys(x for ran in many.attentions if ran is not None for x in ran.layouts))
+    def _find_causes(self, leeway: Leeway) -> list[str]:
+        """Run the step twice more, record all calls, and name the first mistake. No text if none is found."""
+        self._progress.expect(2)
+        parallel, local = self._run_with_all_ranks(partial(Recording, self._model))
+        with broadcast_errors(self._gather_all, VerificationError):
+            reference, whole = self._run_with_one_rank(partial(Recording, self._model))
+            layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
             comparison = Comparison(
-                StepResult(whole, one.gradients, one.loss),
-                StepResult(local, many.gradients, many.loss),
+                StepResult(whole, reference.gradients),
+                StepResult(local, parallel.gradients),
                 ShardLookup(layouts, self._axis.get_local_rank()),
-                self._line,
+                self._gather_axis,
                 leeway,
             )
             self._state.restore()
             with as_one_rank(self._mesh, self._axis):
                 return findings(comparison, self._model, self._axis)
 
-    def _errors(self, actual: StepRun, expected: StepRun, tolerance: float) -> dict[str, float]:
-        return gradient_errors(actual.gradients, expected.gradients, self._line, tolerance)[0]
+    def _parameter_errors(self, actual: StepRun, expected: StepRun, tolerance: float) -> dict[str, float]:
+        return gradient_errors(actual.gradients, expected.gradients, self._gather_axis, tolerance)[0]
 
-    def _refuse(self, texts: list[str], *, same: bool = False) -> None:
-        """Raise on every rank if there are texts on one. ``same``: all ranks have the same."""
-        if not same:
-            texts = next((each for each in self._everyone(texts) if each), [])
+    def _refuse(self, texts: list[str]) -> None:
+        """Raise on every rank if any rank has texts. Communication: one all-gather of objects."""
+        self._raise_if_any(next((each for each in self._gather_all(texts) if each), []))
+
+    def _raise_if_any(self, texts: list[str]) -> None:
         if texts:
             raise VerificationError(Report(self._title, tuple(texts)))
 
 
 class _Progress:
-    """A line on the terminal while steps run, once they have taken some seconds. Only where there is a title."""
+    """A line on the terminal while steps run, after the first two seconds. Nothing is printed without a title."""
 
     def __init__(self, title: str) -> None:
         self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 4, False
 
-    def more(self, steps: int) -> None:
-        """Further steps follow."""
+    def expect(self, steps: int) -> None:
+        """Add further steps to the total."""
         self._steps = self._done + steps
 
     def step(self) -> None:
-        """A step has ended."""
+        """Count a step that has ended."""
         self._done += 1
         seconds = time.monotonic() - self._begin
         if self._title and seconds > 2 and sys.stderr.isatty():
@@ -393,42 +394,43 @@ class _Progress:
         if self._shown:
             print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
+    def print(self, text: str) -> None:
+        """Print a line that remains."""
         if self._title:
             print(text)
 
 
-def _kept(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
+def _keep(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
     return None if isinstance(x, DTensor) else x.clone()
 
 
-def _most(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:
+def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:
     return max((each[key] for each in ranks if key in each), default=None)
 
 
-def _names(wrong: Sequence[Any]) -> str:
-    return first_names([what if isinstance(what, str) else (what[0] or "the output of the model") for what in wrong])
+def _join_names(wrong: Sequence[Any]) -> str:
+    return join_first([what if isinstance(what, str) else (what[0] or "the output of the model") for what in wrong])
 
 
-def _failed(failures: list[StepFailure | None]) -> list[str]:
-    """Texts for errors of the step on ranks. Ranks that lost the connection to another rank are not the cause."""
+def _describe_failures(failures: list[StepFailure | None]) -> list[str]:
+    """Texts for errors of the step, with their ranks."""
     raised = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
-    ranks: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
+    # A rank that lost its connection fails because another rank has failed: show that rank's error.
     for rank, failure in [(rank, failure) for rank, failure in raised if not failure.of_transfer] or raised:
-        ranks.setdefault(failure.text, []).append(rank)
+        ranks_by_text.setdefault(failure.text, []).append(rank)
     return [
-        text if len(where) == len(failures) else f"on rank {', '.join(map(str, where))}: {text}"
-        for text, where in list(ranks.items())[:3]
+        text if len(ranks) == len(failures) else f"on rank {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in list(ranks_by_text.items())[:3]
     ]
 
 
-def _differences(ranks: list[dict[str, int]]) -> list[str]:
+def _describe_differences(ranks: list[dict[str, int]]) -> list[str]:
     """Texts for entries of the batch and parameters that differ between ranks."""
     names = dict.fromkeys(name for sums in ranks for name in sums)
-    apart = [name for name in names if len({sums.get(name) for sums in ranks}) > 1]
-    weights = [name for name in apart if name.startswith(WEIGHTS)]
-    entries = [name for name in apart if not name.startswith(WEIGHTS)]
+    different = [name for name in names if len({sums.get(name) for sums in ranks}) > 1]
+    weights = [name for name in different if name.startswith(WEIGHTS)]
+    entries = [name for name in different if not name.startswith(WEIGHTS)]
     texts = []
     if entries:
         texts.append(
@@ -437,58 +439,58 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
         )
     if weights:
         texts.append(
-            f"the ranks begin with different weights ({first_names(weights)}): give them one seed, or load "
+            f"the ranks begin with different weights ({join_first(weights)}): give them one seed, or load "
             "one state dict"
         )
     return texts
 
 
-def _changed(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """A text for a step that trains the model."""
+def _describe_changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """A text for a step that changes parameters."""
     names = [name.removeprefix(WEIGHTS) for name in before if after.get(name) != before[name]]
     return names and [
-        f"the step changes parameters ({first_names(names)}), and they are changed now: load or make them again. Leave "
+        f"the step changes parameters ({join_first(names)}), and they are changed now: load or make them again. Leave "
         "the optimizer out of the step, and optimizers that run in the backward"
     ]
 
 
-def _unusable(one: StepRun, called: bool) -> list[str]:
-    """A text for a step with one rank with which nothing can be compared."""
-    bad = [name for name, x in one.gradients.items() if x is not None and not bool(x.isfinite().all())]
+def _describe_unusable(reference: StepRun, called: bool) -> list[str]:
+    """A text for a step with one rank whose results cannot be compared."""
+    bad = [name for name, x in reference.gradients.items() if x is not None and not bool(x.isfinite().all())]
     if not called:
         return ["the step does not call the model that it is given"]
-    if one.loss is not None and not math.isfinite(one.loss):
-        return [f"with one rank the loss is {one.loss}: choose a batch and weights for which it is finite"]
+    if reference.loss is not None and not math.isfinite(reference.loss):
+        return [f"with one rank the loss is {reference.loss}: choose a batch and weights for which it is finite"]
     if bad:
-        return [f"with one rank gradients are not finite ({first_names(bad)}): choose another batch, or other weights"]
-    return list(one.removed) and [
-        f"the step removes gradients before it ends ({first_names(one.removed)}), so they cannot be compared: leave "
-        "zero_grad() out of it, and optimizers that set gradients to None"
+        return [f"with one rank gradients are not finite ({join_first(bad)}): choose another batch, or other weights"]
+    return list(reference.removed) and [
+        f"the step removes gradients before it ends ({join_first(reference.removed)}), so they cannot be compared: "
+        "leave zero_grad() out of it, and optimizers that set gradients to None"
     ]
 
 
-def _near(loss: float | None, other: float | None, tolerance: float) -> bool:
-    """Whether losses are equal but for rounding; None is the loss of a step that returns none."""
+def _is_near(loss: float | None, other: float | None, tolerance: float) -> bool:
+    """Whether losses are equal up to rounding. None: a step that returns no loss."""
     return loss == other or (None not in (loss, other) and math.isclose(loss, other, rel_tol=tolerance))  # pyright: ignore
 
 
-def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
-    """Findings about the loss that a step returns. All gradients are right."""
-    if all(_near(loss, one, tolerance) for loss in ranks):
+def _describe_loss(reference: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
+    """Findings about the loss that a step returns, if all gradients are right."""
+    if all(_is_near(loss, reference, tolerance) for loss in ranks):
         return []
-    shown = ", ".join(map(_number, ranks))
+    shown = ", ".join(map(_format_loss, ranks))
     losses = [loss for loss in ranks if loss is not None]
-    if one is None or len(losses) < len(ranks):
-        return [f"the step returns {_number(one)} as its loss with one rank, and {shown} on the ranks"]
+    if reference is None or len(losses) < len(ranks):
+        return [f"the step returns {_format_loss(reference)} as its loss with one rank, and {shown} on the ranks"]
     why = "return the mean over the tokens of all ranks, as global_loss does"
     if not all(map(math.isfinite, losses)):
         why = f"it is {shown}. The cause is not known"
-    elif _near(sum(losses), one, tolerance):
+    elif _is_near(sum(losses), reference, tolerance):
         why = "each rank returns its share. Return the sum of the shares, by an all-reduce, or None"
     return [f"the loss that the step returns is another number than with one rank, and all gradients are right: {why}"]
 
 
-def _number(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
 
 

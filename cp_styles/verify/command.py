@@ -1,11 +1,11 @@
-"""The command ``python -m cp_styles verify``: a step of a user's model on ranks against the same with one rank.
+"""The command ``python -m cp_styles verify``: compares a step of a user's model on ranks with the step on one rank.
 
     python -m cp_styles verify tests/cp_case.py:case --mesh cp=2
 
-``case`` is a function without arguments that returns a dict of verify's arguments but for the mesh: model, batch, step,
-and what else there is; and ``plan``, as for parallelize_module, or a function of model and mesh that applies styles.
-The ranks are threads of this process, on CPU, each with a copy of the model. The report is printed; the exit status is
-1 if something is wrong.
+``case`` is a function without arguments that returns a dict with verify's arguments except the mesh (model, batch, step
+and options), and ``plan``, as for parallelize_module, or a function of model and mesh that applies styles. The ranks
+are threads of this process, on CPU, each with a copy of the model. The command prints the report; the exit status is 1
+if the step is wrong.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
 
 
-def axes(text: str) -> dict[str, int]:
-    """cp=2 or cp=2,tp=2: the axes of a mesh and their sizes."""
+def parse_axes(text: str) -> dict[str, int]:
+    """The axes of a mesh and their sizes, from cp=2 or cp=2,tp=2."""
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -39,8 +39,8 @@ def axes(text: str) -> dict[str, int]:
     return sizes
 
 
-def place(text: str) -> tuple[str, str]:
-    """path/to/file.py:name or package.module:name."""
+def parse_case(text: str) -> tuple[str, str]:
+    """File or module, and name, from path/to/file.py:name or package.module:name."""
     module, _, name = text.rpartition(":")
     if not module or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r}: give a file or module and a function in it, tests/cp_case.py:case")
@@ -49,33 +49,35 @@ def place(text: str) -> tuple[str, str]:
     return module, name
 
 
-def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
-    """The function ``name`` of a file or module. A file may import its neighbours, as a script may."""
-    if place.endswith(".py"):
-        sys.path.insert(0, str(Path(place).resolve().parent))
-        spec = spec_from_file_location(Path(place).stem, place)
+def load_function(path: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
+    """The function ``name`` of a file or module. Like a script, a file may import files of its folder."""
+    if path.endswith(".py"):
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = spec_from_file_location(Path(path).stem, path)
         assert spec is not None
         assert spec.loader is not None
         module = sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
-        module = import_module(place)
+        module = import_module(path)
     return getattr(module, name, None)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command; the first of the arguments is its name."""
+    """Run the command. The first argument is its name."""
     options = argparse.ArgumentParser(
         prog="python -m cp_styles verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("case", type=place, metavar="FILE.py:FUNCTION", help="what makes the arguments of verify")
-    options.add_argument("--mesh", type=axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2")
+    options.add_argument("case", type=parse_case, metavar="FILE.py:FUNCTION", help="returns the arguments of verify")
+    options.add_argument(
+        "--mesh", type=parse_axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2"
+    )
     args = options.parse_args(arguments[1:])
     try:
-        make_case = function(*args.case)
+        make_case = load_function(*args.case)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{args.case[0]}.".startswith(f"{error.name}."):
-            raise  # of what the case imports
+            raise  # the case itself imports a module that is missing
         options.error(
             f"argument case: there is no module {error.name}; a file is given with .py, tests/cp_case.py:case"
         )
@@ -88,16 +90,16 @@ def main(arguments: Sequence[str]) -> None:
     plan, model = case.get("plan"), case["model"]
     options = {name: value for name, value in case.items() if name not in ("plan", "model")}
 
-    def on(rank: int) -> str:
-        mesh, of_rank = init_device_mesh("cpu", sizes, mesh_dim_names=names), copy.deepcopy(model)
+    def verify_on_rank(rank: int) -> str:
+        mesh, copied = init_device_mesh("cpu", sizes, mesh_dim_names=names), copy.deepcopy(model)
         if isinstance(plan, ParallelStyle | Mapping):
-            of_rank = parallelize_module(of_rank, mesh, plan)
+            copied = parallelize_module(copied, mesh, plan)
         elif plan is not None:
-            of_rank = plan(of_rank, mesh)
-        return str(verify(of_rank, mesh, **options))
+            copied = plan(copied, mesh)
+        return str(verify(copied, mesh, **options))
 
     try:
-        _, *rest = run_ranks(on, math.prod(sizes))[0].splitlines()  # verify has printed the first line
+        _, *rest = run_ranks(verify_on_rank, math.prod(sizes))[0].splitlines()  # verify has printed the first line
         print("\n".join(rest))
     except RankError as error:
         first = error.errors[min(error.errors)]

@@ -1,4 +1,4 @@
-"""Compares a step on ranks with the step on one process: a rank's tensors with its parts of the whole ones."""
+"""Compares a step on ranks with the step on one process: each tensor of a rank with its part of the whole tensor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.verify.record import Call, Key, Recording
 
 Gather = Callable[[Any], list[Any]]
-"""Returns the values of all ranks of the mesh, by rank. Communication: one all-gather of objects for each axis."""
+"""Returns the values of all ranks of a mesh, by rank. Communication: one all-gather of objects for each axis."""
 _K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
 class Squares:
-    """Sums of the squares of a difference, and of the tensor that it is relative to. They are added over ranks."""
+    """Sums of squares: of a difference, and of the tensor that it is relative to. They are added over ranks."""
 
     difference: float
     norm: float
@@ -35,7 +35,7 @@ class Squares:
             return 0.0
         norm = max(math.sqrt(self.norm), floor)
         ratio = math.sqrt(self.difference) / norm if norm else math.inf
-        # Each comparison with NaN is false, so an error of NaN would pass for none.
+        # Each comparison with NaN is false: an error of NaN would pass as no error.
         return math.inf if math.isnan(ratio) else ratio
 
 
@@ -44,8 +44,8 @@ class ExpectedPart:
     """A rank's part of a tensor of one process, ``expected``.
 
     Attributes:
-        take: the same part of another tensor of the whole one's shape.
-        layout: the layout that cuts it. None: this is the whole tensor.
+        take: returns this part of any tensor of the whole shape.
+        layout: the layout that shards it. None: the part is the whole tensor.
     """
 
     expected: torch.Tensor
@@ -55,7 +55,7 @@ class ExpectedPart:
 
 @dataclass(frozen=True)
 class ExpectedRows(ExpectedPart):
-    """A part along ``dim``, which is the sequence alone. In others, tokens are flattened with the batch."""
+    """A part along ``dim``, which holds the sequence alone. In other parts, the tokens are flattened with the batch."""
 
     layout: SequenceLayout
     dim: int
@@ -63,13 +63,13 @@ class ExpectedRows(ExpectedPart):
 
 @dataclass(frozen=True)
 class ShardLookup:
-    """Which positions a rank holds, by the layouts with which attention ran: of several lengths, or batches."""
+    """The positions that a rank holds, by the layouts of the attentions of a step: there may be several lengths."""
 
     layouts: Sequence[SequenceLayout]
     rank: int
 
     def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[ExpectedPart]:
-        """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
+        """The parts of ``whole`` with this ``shape``. Tokens may be flattened with dims around them."""
         if tuple(whole.shape) == tuple(shape):
             yield ExpectedPart(whole, lambda x: x, None)
             return
@@ -86,36 +86,35 @@ class ShardLookup:
                 take = partial(torch.index_select, dim=dim, index=index)
                 yield ExpectedRows(take(whole), take, layout, dim)
                 continue
-            for inner in (dim + 1, dim):
-                sizes = (times, layout.length) if inner > dim else (layout.length, times)
-                take = partial(_flattened_rows, dim=dim, sizes=sizes, inner=inner, index=index)
+            # [B * S], [S * B], or [B * S * H], as in the norm of a gated delta layer: B is not known, so try each.
+            for before in (divisor for divisor in range(1, times + 1) if times % divisor == 0):
+                sizes = before, layout.length, times // before
+                take = partial(_flattened_rows, dim=dim, sizes=sizes, index=index)
                 yield ExpectedPart(take(whole), take, layout)
 
     def part(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> ExpectedPart | None:
-        """The part, among :meth:`parts`, that is nearest to ``local``. None if there is none."""
+        """The part, among :meth:`parts`, that is nearest to ``local``. None if no part has its shape."""
         if whole is None or local is None or isinstance(local, DTensor):
             return None
         parts = self.parts(whole, local.shape)
         return min(parts, key=lambda part: squares(local, part.expected).error(), default=None)
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
-        """The comparison of ``local`` with its part of ``whole``. None if it does not have the shape of a part."""
+        """The comparison of ``local`` with its part of ``whole``. None if no part has its shape."""
         part = self.part(whole, local)
         return None if part is None or local is None else squares(local, part.expected)
 
 
-def _flattened_rows(
-    tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, index: torch.Tensor
-) -> torch.Tensor:
-    return tensor.unflatten(dim, sizes).index_select(inner, index).flatten(dim, dim + 1)
+def _flattened_rows(tensor: torch.Tensor, dim: int, sizes: tuple[int, int, int], index: torch.Tensor) -> torch.Tensor:
+    return tensor.unflatten(dim, sizes).index_select(dim + 1, index).flatten(dim, dim + 2)
 
 
 def squares(actual: torch.Tensor, expected: torch.Tensor) -> Squares:
-    """The comparison of tensors of equal shape. Equal infinities, and two NaNs, differ by 0."""
+    """The comparison of tensors of equal shape. Equal infinities differ by 0, and so do two NaNs."""
     wide = torch.float64 if not actual.is_complex() else torch.complex128
     actual, expected = actual.detach().to(wide), expected.detach().to(wide)
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    difference = (actual - expected).masked_fill(same, 0.0).abs()
+    equal = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = (actual - expected).masked_fill(equal, 0.0).abs()
     norm = expected.abs().masked_fill(~expected.isfinite(), 0.0)
     return Squares(float(difference.square().sum()), float(norm.square().sum()))
 
@@ -127,15 +126,15 @@ def factor(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(actual @ expected) / norm if norm else 1.0
 
 
-def all_squares(comparisons: Iterable[Squares | None]) -> Squares | None:
-    """The sum of the entries that are not None. None if there are none."""
+def add_squares(comparisons: Iterable[Squares | None]) -> Squares | None:
+    """The sum of the entries that are not None. None if all are None."""
     terms = [term for term in comparisons if term is not None]
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _over_ranks(ranks: Sequence[Mapping[_K, Squares | None]]) -> dict[_K, Squares]:
+def _add_ranks(ranks: Sequence[Mapping[_K, Squares | None]]) -> dict[_K, Squares]:
     keys = dict.fromkeys(key for rank in ranks for key in rank)
-    totals = {key: all_squares(rank.get(key) for rank in ranks) for key in keys}
+    totals = {key: add_squares(rank.get(key) for rank in ranks) for key in keys}
     return {key: total for key, total in totals.items() if total is not None}
 
 
@@ -146,38 +145,38 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 
 def output_errors(actual: Kept, expected: Kept, gather: Gather) -> dict[Key, float]:
-    """The errors of the outputs of calls over all ranks, of those that can be compared."""
+    """The errors over all ranks of the outputs that can be compared, by call."""
     terms: dict[Key, Squares | None] = {}
     for key, tensors in actual.items():
         pairs = zip(tensors, expected.get(key, ()), strict=False)
-        terms[key] = all_squares(squares(a, b) for a, b in pairs if a is not None and b is not None)
-    return {key: total.error() for key, total in _over_ranks(gather(terms)).items()}
+        terms[key] = add_squares(squares(a, b) for a, b in pairs if a is not None and b is not None)
+    return {key: total.error() for key, total in _add_ranks(gather(terms)).items()}
 
 
 def gradient_errors(
     actual: Gradients, expected: Gradients, gather: Gather, tolerance: float
 ) -> tuple[dict[str, float], float]:
-    """The error of each parameter's gradient over all ranks, and the norm that errors are relative to at least.
+    """The error of each parameter's gradient over all ranks, and the smallest norm that errors are relative to.
 
-    A missing gradient counts as 0. A gradient may be 0 up to rounding (as of a key's bias), so that norm is a part of
-    the largest gradient's norm: as much as its rounding may be 100 units in the last place.
+    A missing gradient counts as 0.
     """
     terms: dict[str, Squares | None] = {}
     units = 0.0
     for name in dict.fromkeys((*expected, *actual)):
         if (pair := gradient_pair(actual, expected, name)) is not None:
-            alike = pair[0].shape == pair[1].shape
-            terms[name] = squares(*pair) if alike else Squares(math.inf, 0.0)
+            terms[name] = squares(*pair) if pair[0].shape == pair[1].shape else Squares(math.inf, 0.0)
             units = max(units, 100 * torch.finfo(pair[1].dtype).eps)
     ranks, all_units = zip(*gather((terms, units)), strict=True)
-    totals = _over_ranks(ranks)
+    totals = _add_ranks(ranks)
     largest = max((total.norm for total in totals.values() if math.isfinite(total.norm)), default=0.0) ** 0.5
+    # A gradient may be 0 up to rounding, as for the bias of keys. Its error is relative to a part of the largest
+    # gradient's norm, such that 100 units in the last place of that gradient are within the tolerance.
     floor = min(1e-2, max(all_units) / tolerance) * largest
     return {name: total.error(floor) for name, total in totals.items()}, floor / len(ranks) ** 0.5
 
 
 def gradient_pair(actual: Gradients, expected: Gradients, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A parameter's gradient in two steps. One that is missing is 0. None if both are missing."""
+    """A parameter's gradients in two steps. A missing gradient is 0. None if both are missing."""
     first, second = actual.get(name), expected.get(name)
     if first is None and second is None:
         return None
@@ -186,9 +185,7 @@ def gradient_pair(actual: Gradients, expected: Gradients, name: str) -> tuple[to
 
 
 class Leeway:
-    """The largest error that is rounding, by call and by parameter: a tolerance, and four times the error that changes
-    of the last bits make. Two independent roundings, in each of two steps, differ by less.
-    """
+    """The largest error that counts as rounding, by call and by parameter."""
 
     def __init__(self, tolerance: float, calls: Mapping[Key, float], parameters: Mapping[str, float]) -> None:
         self.tolerance, self._calls, self._parameters = tolerance, calls, parameters
@@ -196,10 +193,11 @@ class Leeway:
     def of(self, what: Key | str) -> float:
         """The tolerance of a call's output, or of a parameter's gradient."""
         noise = self._parameters.get(what, 0.0) if isinstance(what, str) else self._calls.get(what, 0.0)
+        # Four times the effect of changed last bits: two steps, each with two independent roundings, differ by less.
         return self.tolerance + 4 * noise
 
     def scaled(self, what: Key | str, error: float) -> float:
-        """``error`` with the tolerance of all."""
+        """``error``, scaled such that it can be compared with the common tolerance."""
         return error * self.tolerance / self.of(what)
 
     def wrong(self, errors: Mapping[Any, float]) -> list[Any]:
@@ -209,22 +207,21 @@ class Leeway:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step. ``gradients``: this rank's parts; None for parameters without a gradient."""
+    """The results of a step."""
 
     recording: Recording
     gradients: Gradients
-    loss: float | None
 
 
 @dataclass(frozen=True)
 class LossGradient:
-    """The gradient of the model's output on a rank, against the gradient on one process.
+    """The gradient of the model's output on a rank, relative to the gradient on one process.
 
     Attributes:
-        factor: with which they are nearest to each other.
+        factor: the factor between both gradients.
         wrong: the positions at which they differ by more than this factor.
-        rolled: whether they differ as with labels that were rolled after the cut.
-        tokens: how many tokens of this rank have a gradient on one process.
+        rolled: whether they differ as with labels that were rolled after sharding.
+        tokens: the number of this rank's tokens with a gradient on one process.
     """
 
     factor: float
@@ -234,27 +231,29 @@ class LossGradient:
 
 
 class Comparison:
-    """Compares ``many``, a step on the ranks, with ``one``, the same step on one process.
+    """Compares ``parallel``, a step on the ranks, with ``reference``, the same step on one process.
 
-    Every rank takes the same decisions, because what a decision depends on is gathered.
+    Every rank takes the same decisions, because gathered values alone decide.
 
     Attributes:
-        places: which positions this rank holds, by the layouts with which attention ran.
-        calls: of one process. Parents end after their children.
-        local: this rank's tensors, by key.
-        inputs, outputs, gradients: errors of what can be compared, over all ranks, by call (and the input's name).
-            Gradients refer to outputs.
+        shards: the positions that this rank holds.
+        calls: the calls of the reference. Parents end after their children.
+        local_calls: this rank's calls, by key.
+        inputs, outputs, gradients: errors over all ranks, by call (and the input's name), if they can be compared. The
+            gradients are gradients of outputs.
         parameters: the error over all ranks, by parameter. A missing gradient counts as 0.
-        loss_gradients: by rank; None where they cannot be compared.
+        loss_gradients: by rank; None if they cannot be compared.
     """
 
-    def __init__(self, one: StepResult, many: StepResult, places: ShardLookup, gather: Gather, leeway: Leeway) -> None:
-        self.one, self.many, self.places, self.gather, self._leeway = one, many, places, gather, leeway
-        self.tolerance = leeway.tolerance
-        self.calls = one.recording.calls
-        self.local = {call.key: call for call in many.recording.calls}
+    def __init__(
+        self, reference: StepResult, parallel: StepResult, shards: ShardLookup, gather: Gather, leeway: Leeway
+    ) -> None:
+        self._reference, self.parallel, self.shards, self.gather = reference, parallel, shards, gather
+        self._leeway, self.tolerance = leeway, leeway.tolerance
+        self.calls = reference.recording.calls
+        self.local_calls = {call.key: call for call in parallel.recording.calls}
         self.loss_gradients: list[LossGradient | None] = gather(self._loss_gradient())
-        errors, self._floor = gradient_errors(many.gradients, one.gradients, gather, self.tolerance)
+        errors, self._floor = gradient_errors(parallel.gradients, reference.gradients, gather, self.tolerance)
         self.parameters = {name: leeway.scaled(name, error) for name, error in errors.items()}
         self.inputs, self.outputs, self.gradients = self._errors_of_calls()
 
@@ -263,11 +262,11 @@ class Comparison:
         return error is not None and not error <= self.tolerance
 
     def equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether tensors are equal but for rounding."""
+        """Whether tensors are equal up to rounding."""
         return actual.shape == expected.shape and squares(actual, expected).error() <= self.tolerance
 
     def same_gradient(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether gradients of a parameter are equal but for rounding."""
+        """Whether gradients of a parameter are equal up to rounding."""
         return squares(actual, expected).error(self._floor) <= self.tolerance
 
     def wrong_inputs(self, call: Call) -> list[str]:
@@ -276,11 +275,11 @@ class Comparison:
 
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A parameter's gradient on ranks and with one rank, see :func:`gradient_pair`."""
-        return gradient_pair(self.many.gradients, self.one.gradients, name)
+        return gradient_pair(self.parallel.gradients, self._reference.gradients, name)
 
     def loss_factor(self) -> float | None:
-        """The factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if there is no
-        such factor, or it is not known."""
+        """The common factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if the
+        factors differ, or are not known."""
         factors = [x.factor for x in self.loss_gradients if x is not None and not x.wrong]
         if not factors or len(factors) < len(self.loss_gradients):
             return None
@@ -288,43 +287,44 @@ class Comparison:
         return factors[0] if common and factors[0] else None
 
     def _errors_of_calls(self) -> tuple[dict[tuple[Key, str], float], dict[Key, float], dict[Key, float]]:
-        scale, compare = self.loss_factor() or 1.0, self.places.compare
+        scale, compare = self.loss_factor() or 1.0, self.shards.compare
         inputs: dict[tuple[Key, str], Squares | None] = {}
         outputs: dict[Key, Squares | None] = {}
         gradients: dict[Key, Squares | None] = {}
         for call in self.calls:
-            local = self.local.get(call.key)
+            local = self.local_calls.get(call.key)
             if local is None:
                 continue
-            parts = local.inputs
-            inputs |= {(call.key, name): compare(whole, parts.get(name)) for name, whole in call.inputs.items()}
+            local_inputs = local.inputs
+            inputs |= {(call.key, name): compare(whole, local_inputs.get(name)) for name, whole in call.inputs.items()}
             if len(call.outputs) == len(local.outputs):
-                outputs[call.key] = all_squares(map(compare, call.outputs, local.outputs))
+                outputs[call.key] = add_squares(map(compare, call.outputs, local.outputs))
                 scaled = (None if whole is None else whole * scale for whole in call.gradients)
-                gradients[call.key] = all_squares(map(compare, scaled, local.gradients))
+                gradients[call.key] = add_squares(map(compare, scaled, local.gradients))
         of_inputs, of_outputs, of_gradients = zip(*self.gather((inputs, outputs, gradients)), strict=True)
-        totals = _over_ranks(of_gradients)
+        totals = _add_ranks(of_gradients)
         floor = 1e-2 * max((total.norm**0.5 for total in totals.values()), default=0.0)
-        of_input = {key: total.error() for key, total in _over_ranks(of_inputs).items()}
+        of_input = {key: total.error() for key, total in _add_ranks(of_inputs).items()}
         return (
             {(key, name): self._leeway.scaled(key, error) for (key, name), error in of_input.items()},
-            {key: self._leeway.scaled(key, total.error()) for key, total in _over_ranks(of_outputs).items()},
+            {key: self._leeway.scaled(key, total.error()) for key, total in _add_ranks(of_outputs).items()},
             {key: self._leeway.scaled(key, total.error(floor)) for key, total in totals.items()},
         )
 
     def _loss_gradient(self) -> LossGradient | None:
         root = self.calls[-1] if self.calls else None
-        local = None if root is None else self.local.get(root.key)
+        local = None if root is None else self.local_calls.get(root.key)
         if root is None or local is None:
             return None
         pairs = zip(root.gradients, local.gradients, strict=False)
         whole, actual = next((pair for pair in pairs if pair[0] is not None), (None, None))
-        part = self.places.part(whole, actual)
+        part = self.shards.part(whole, actual)
         if actual is None or not isinstance(part, ExpectedRows):
             return None
-        positions = part.layout.positions(self.places.rank, actual.device)
+        positions = part.layout.positions(self.shards.rank, actual.device)
         gradient, expected = (x.double().movedim(part.dim, 0).flatten(1) for x in (actual, part.expected))
-        last = torch.ones_like(positions, dtype=torch.bool)  # of runs of consecutive positions
+        # The last positions of fragments: after sharding, a roll of labels gives these a wrong next token.
+        last = torch.ones_like(positions, dtype=torch.bool)
         last[:-1] = positions.diff() != 1
         labelled = (expected != 0).any(1)
         inner = ~last & labelled
@@ -336,10 +336,10 @@ class Comparison:
             wrong = torch.zeros_like(wrong)
         rolled = part.dim < actual.ndim - 1 and bool(inner.any()) and not bool((wrong & ~last).any())
         if rolled:
-            # With another label, two entries of a row of a cross entropy differ: one class less, another more. With
-            # none, the row is 0.
+            # Another label changes two entries of a row of the gradient of a cross entropy: the old and the new class.
+            # Without a label, the row is 0.
             gradient, expected, error = (x.reshape(-1, actual.shape[-1]) for x in (gradient, expected, error))
-            other = (error.abs() > 1e-6 * expected.abs().amax().clamp(min=1e-300)).sum(1) <= 2
-            none = ~(gradient != 0).any(1) | ~(expected != 0).any(1)
-            rolled = bool((other | none).all())
+            relabelled = (error.abs() > 1e-6 * expected.abs().amax().clamp(min=1e-300)).sum(1) <= 2
+            unlabelled = ~(gradient != 0).any(1) | ~(expected != 0).any(1)
+            rolled = bool((relabelled | unlabelled).all())
         return LossGradient(by, tuple(positions[wrong].tolist()), rolled, int(labelled.sum()))

@@ -1,8 +1,8 @@
 """Why a step differs from the step on one process: finds the first difference, and tests possible causes.
 
-A cause is not guessed from numbers. The first module whose output differs though its inputs are equal is run once more
-with one rank and the suspected mistake: on this rank's rows alone, or without the documents. If the result is the
-rank's result, the mistake is the cause. Otherwise the cause is not known, and the report says so.
+Causes are tested. The first module with equal inputs and a different output runs once more on one rank, with the
+suspected mistake: on this rank's rows alone, or without the documents. If this run gives the rank's result, the mistake
+is the cause. Otherwise the report says that the cause is not known.
 """
 
 from __future__ import annotations
@@ -20,48 +20,50 @@ from torch.distributed.tensor import DTensor
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.troubleshooting import see
-from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, all_squares, factor, squares
-from cp_styles.verify.record import Call, Key, OutsideOfStyles, plain_name
+from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add_squares, factor, squares
+from cp_styles.verify.record import Call, Key, UnhandledAttention, plain_name
 
 
 def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
     """The first mistake in the order of a step, in sentences; empty if there is none.
 
-    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence. ``axis`` has the
-    ranks that share the sequence.
+    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``.
     """
     for call in comparison.calls:
         if comparison.is_wrong(comparison.outputs.get(call.key)):
-            return _in_forward(comparison, model, call, axis.size())
+            return _diagnose_forward(comparison, model, call, axis.size())
     if not any(map(comparison.is_wrong, comparison.parameters.values())):
         return []
-    return _in_loss(comparison) or _in_gradients(comparison, axis)
+    return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
 
 # The forward.
 
 
-def _in_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
+def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
+    # A wrong input comes from the parent, or from a call before: go up until all inputs are right.
     node, inner = first, None
     while wrong := comparison.wrong_inputs(node):
         if node.parent is None:
-            return [f"argument {name!r} of {node}: {_of_argument(comparison, node, name, ranks)}" for name in wrong]
+            return [
+                f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong
+            ]
         node, inner = node.parent, node
     where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
-    calls = [comparison.local.get(call.key) for call in (node, inner or node)]
+    calls = [comparison.local_calls.get(call.key) for call in (node, inner or node)]
     tensors = [x for call in calls if call is not None for x in (*call.inputs.values(), *call.outputs)]
     if any(comparison.gather(None in calls or any(isinstance(x, DTensor) for x in tensors))):
-        return [f"{where} is wrong, and what can be compared of its inputs is right. The cause is not known"]
+        return [f"{where} is wrong, and all inputs that can be compared are right. The cause is not known"]
     if inner is not None:
         for name in comparison.wrong_inputs(inner):
-            if _argument(comparison, inner, name, ranks)[0]:
+            if _examine_argument(comparison, inner, name, ranks)[0]:
                 return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"]
     return [_WrongCall(comparison, model, node, inner, where).cause()]
 
 
-def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
-    """The mistake in an argument of the model, which is not this rank's part."""
-    counts, cuts, layouts = _argument(comparison, root, name, ranks)
+def _describe_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
+    """The mistake in an argument of the model that is not this rank's shard."""
+    counts, cuts, layouts = _examine_argument(comparison, root, name, ranks)
     if counts:
         return (
             "counts from 0 on each rank, as if each part were a sequence of its own: positions are forgotten. Pass "
@@ -72,12 +74,12 @@ def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> s
     return f"it is not this rank's part of what one process is given, by attention's layout ({layouts})"
 
 
-def _argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tuple[bool, set[str], str]:
-    """About an input of a call: whether it counts from 0 on every rank; the balancers that cut it so on every rank; and
-    the layouts of attention."""
-    whole, local_call = call.inputs[name], comparison.local.get(call.key)
+def _examine_argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tuple[bool, set[str], str]:
+    """Three facts of an input of a call: whether it counts from 0 on every rank, the balancers that give every rank its
+    value, and the layouts of attention."""
+    whole, local_call = call.inputs[name], comparison.local_calls.get(call.key)
     local = None if local_call is None else local_call.inputs.get(name)
-    part = comparison.places.part(whole, local)
+    part = comparison.shards.part(whole, local)
     counts, cuts, layout = False, [], ""
     if local is not None and part is not None and local.numel():
         dim = part.dim if isinstance(part, ExpectedRows) else local.ndim - 1
@@ -86,7 +88,7 @@ def _argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tupl
         if isinstance(part, ExpectedRows):
             layout = part.layout.describe()
             for balancer in (contiguous, head_tail, striped):
-                rows = balancer(whole.shape[dim], ranks).positions(comparison.places.rank, whole.device)
+                rows = balancer(whole.shape[dim], ranks).positions(comparison.shards.rank, whole.device)
                 if rows.numel() == local.shape[dim] and not squares(local, whole.index_select(dim, rows)).difference:
                     cuts.append(balancer.__name__)
     all_count, all_cuts, layouts = zip(*comparison.gather((counts, cuts, layout)), strict=True)
@@ -94,26 +96,28 @@ def _argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tupl
 
 
 class _WrongCall:
-    """``node`` returns what is wrong, or gives it to ``inner``, a call inside of it, and the inputs of ``node`` are
-    right."""
+    """The first wrong call: the inputs of ``node`` are right, but its output, or an input of the nested call ``inner``,
+    is wrong."""
 
     def __init__(self, comparison: Comparison, model: nn.Module, node: Call, inner: Call | None, where: str) -> None:
         self._comparison, self._node, self._inner, self._where = comparison, node, inner, where
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
-        self._gather, self._places, self._equal = comparison.gather, comparison.places, comparison.equal
-        self._local, target = comparison.local[node.key], comparison.local[(inner or node).key]
-        self._right = node.outputs if inner is None else list(inner.inputs.values())
+        self._gather, self._shards, self._equal = comparison.gather, comparison.shards, comparison.equal
+        self._local, target = comparison.local_calls[node.key], comparison.local_calls[(inner or node).key]
+        self._expected = node.outputs if inner is None else list(inner.inputs.values())
         self._actual = target.outputs if inner is None else list(target.inputs.values())
         end = target.attended[1] if inner is None else target.attended[0]
-        self._ran = comparison.many.recording.attentions[self._local.attended[0] : end]
+        # What ran before the wrong tensors existed.
+        self._attentions = comparison.parallel.recording.attentions[self._local.attended[0] : end]
 
     def cause(self) -> str:
+        """Test the causes in turn. Communication: all-gathers of small objects."""
         node, local = self._node, self._local
-        if text := self._without_documents():
+        if text := self._describe_lost_documents():
             return f"{node}: {text}"
-        anywhere = any(self._gather(any(attention is not None for attention in self._ran)))
-        if self._explains(lambda: self._rerun(local.args, local.kwargs), whole=False):
-            if any(self._gather(None in self._ran)):
+        anywhere = any(self._gather(any(attention is not None for attention in self._attentions)))
+        if self._reproduces(lambda: self._rerun(local.args, local.kwargs), whole=False):
+            if any(self._gather(None in self._attentions)):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
                     "is an attention that the style does not know: add the module to the plan"
@@ -122,33 +126,34 @@ class _WrongCall:
                 return self._cause_if_local_only({}, {}, "")
         inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
         if inside and anywhere:
-            calls = self._comparison.local
+            calls = self._comparison.local_calls
             outputs = {key: calls[key].output for key in inside if key in calls}
-            if self._explains(lambda: self._rerun(local.args, local.kwargs, outputs=outputs), whole=False):
+            if self._reproduces(lambda: self._rerun(local.args, local.kwargs, outputs=outputs), whole=False):
                 return self._cause_if_local_only(inside, outputs, ", in its own code between the modules")
-        if text := self._other_layout():
+        if text := self._describe_other_layout():
             return f"{node}: {text}"
-        if text := self._pooled():
+        if text := self._describe_pooling():
             return text
         wrong = self._wrong_positions()
-        positions = _positions(self._gather(set() if wrong is None else wrong[0]))
+        positions = _list_positions(self._gather(set() if wrong is None else wrong[0]))
         return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
     def _cause_if_local_only(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
-        """The cause if each rank's result is the result of its part alone, as if it were a whole sequence.
+        """The cause if each rank's result is the result for its shard alone, as if that were the sequence.
 
-        If modules in the call are right, ``inside`` is what they return on one process, and on this rank.
+        ``inside``, ``local_inside``: outputs of the modules in the call, on one process and on this rank, if the
+        mistake is in the code between these modules.
         """
-        if text := self._pooled():
+        if text := self._describe_pooling():
             return text
         wholes = self._node.args, self._node.kwargs, inside
         parts = self._local.args, self._local.kwargs, local_inside
 
         def run(change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> list[torch.Tensor]:
-            args, kwargs, outputs = self._changed(wholes, parts, change)
+            args, kwargs, outputs = self._change_shards(wholes, parts, change)
             return self._rerun(args, kwargs, outputs=outputs)
 
-        mixes = _true_without_error(lambda: self._differs_here(run(self._others_changed)))
+        mixes = _true_without_error(lambda: self._differs_here(run(self._change_other_tokens)))
         if any(self._gather(mixes)):
             return (
                 f"{self._node}: it carries values from token to token{code}, and no attention that a style takes over "
@@ -156,30 +161,29 @@ class _WrongCall:
                 f"operations): each rank's ends at its own part. {self._count_missing_rows()}"
                 f"{see('A layer that mixes tokens')}"
             )
-        where, counts = (
-            f"{self._where} on each rank is that",
-            _true_without_error(lambda: self._is_first(run(self._own_first))),
-        )
-        if all(self._gather(counts)):
-            return f"{where} of the first positions: positions are forgotten.{_GIVE_POSITIONS}"
+        if all(self._gather(_true_without_error(lambda: self._equals_first_rows(run(self._move_tokens_first))))):
+            return (
+                f"{self._where} on each rank is the result for the first positions: positions are forgotten."
+                f"{_GIVE_POSITIONS}"
+            )
         return (
-            f"{where} for its part alone, as if that were the whole sequence. Why it is another one with all tokens is "
-            "not known"
+            f"{self._where} on each rank is the result for its part alone, as if it were the whole sequence. The cause "
+            "is not known"
         )
 
     def _count_missing_rows(self) -> str:
-        """How many tokens at the beginning of each part are wrong, and the function that passes on what they miss."""
+        """Which tokens of each shard are wrong, and the function that gives them the rows or the state they need."""
         wrong, reach, longest = self._wrong_positions(), 0, 0
         first_is_wrong = wrong is None
         if wrong is not None:
-            for start, stop in wrong[1].chunks[self._places.rank]:
-                places = wrong[0].intersection(range(start, stop))
-                first_is_wrong |= start == 0 and bool(places)
-                reach = max([reach, *(place - start + 1 for place in places)])
+            for start, stop in wrong[1].chunks[self._shards.rank]:
+                positions = wrong[0].intersection(range(start, stop))
+                first_is_wrong |= start == 0 and bool(positions)
+                reach = max([reach, *(position - start + 1 for position in positions)])
                 longest = max(longest, stop - start)
         first, reaches, lengths = zip(*self._gather((first_is_wrong, reach, longest)), strict=True)
         reach = max(reaches)
-        if any(first):  # of what is before the first token, nothing is missing
+        if any(first):  # the first fragment of the sequence lacks no earlier token
             return "Such a layer is not context parallel: keep it out of the model"
         if all(reach < length for length in lengths if length):
             return (
@@ -192,14 +196,14 @@ class _WrongCall:
             "context_recurrence(kernel, mesh) of cp_styles.mixers, and scaled_dot_product_attention for attention"
         )
 
-    def _without_documents(self) -> str | None:
-        """Whether the ranks have not used the arguments that say where documents begin."""
+    def _describe_lost_documents(self) -> str | None:
+        """The cause if the ranks ignored the arguments that give the documents."""
         node = self._node
         names = [name for name in _DOCUMENTS if isinstance(node.arguments.get(name), torch.Tensor)]
         args = [None if name in names else x for name, x in zip(node.names, node.args, strict=False)]
         args = (*args, *node.args[len(args) :])
         kwargs = {name: None if name in names else x for name, x in node.kwargs.items()}
-        if not names or not self._explains(lambda: self._rerun(args, kwargs)):
+        if not names or not self._reproduces(lambda: self._rerun(args, kwargs)):
             return None
         return (
             f"documents are not separated: the ranks got its output without {', '.join(names)}, so a state goes on "
@@ -207,24 +211,26 @@ class _WrongCall:
             "whole sequence (documents=), or open a SequenceScope(layout, mask=Documents(...))"
         )
 
-    def _changed(self, wholes: Any, parts: Any, change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> Any:
-        """``wholes``, with the tensors changed of which the ranks hold parts."""
+    def _change_shards(
+        self, wholes: Any, parts: Any, change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]
+    ) -> Any:
+        """``wholes``, with ``change`` applied to the tensors that are sharded."""
         if len(tree_leaves(wholes)) != len(tree_leaves(parts)):
-            raise ValueError("the ranks have other arguments")
+            raise ValueError("the ranks have different arguments")
         locals_ = iter(tree_leaves(parts))
 
-        def changed(whole: Any) -> Any:
+        def change_one(whole: Any) -> Any:
             local = next(locals_)
             if not isinstance(whole, torch.Tensor) or not isinstance(local, torch.Tensor):
                 return whole
-            part = self._places.part(whole, local)
+            part = self._shards.part(whole, local)
             return whole if part is None or part.layout is None else change(whole, part)
 
-        return tree_map(changed, wholes)
+        return tree_map(change_one, wholes)
 
     @staticmethod
-    def _others_changed(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
-        """Other values where other ranks have their tokens."""
+    def _change_other_tokens(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
+        """``whole`` with other values at the tokens of other ranks."""
         others = torch.ones(whole.numel(), dtype=torch.bool, device=whole.device)
         others[part.take(torch.arange(whole.numel(), device=whole.device).view(whole.shape)).flatten()] = False
         flat = whole.flatten().clone()
@@ -234,57 +240,57 @@ class _WrongCall:
             flat[others] = flat[others].roll(1)
         return flat.view(whole.shape)
 
-    def _own_first(self, whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
-        """This rank's tokens before all others."""
+    def _move_tokens_first(self, whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
+        """``whole`` with this rank's tokens first."""
         if not isinstance(part, ExpectedRows):
             raise ValueError("tokens are flattened with the batch")
-        rows = part.layout.positions(self._places.rank, whole.device)
+        rows = part.layout.positions(self._shards.rank, whole.device)
         others = torch.ones(part.layout.length, dtype=torch.bool, device=whole.device).index_fill(0, rows, False)
         return whole.index_select(part.dim, torch.cat((rows, others.nonzero().flatten())))
 
     def _differs_here(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether a result is another one than on one process at this rank's tokens."""
-        for result, whole, local in zip(results, self._right, self._actual, strict=True):
-            part = self._places.part(whole, local)
+        """Whether a result differs from the result on one process at this rank's tokens."""
+        for result, whole, local in zip(results, self._expected, self._actual, strict=True):
+            part = self._shards.part(whole, local)
             if part is not None and part.layout is not None and not self._equal(part.take(result), part.expected):
                 return True
         return False
 
-    def _is_first(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether the first rows of a result are this rank's."""
-        parts = [(self._places.part(x, local), x, local) for x, local in zip(results, self._actual, strict=True)]
-        cut = [(part, x, local) for part, x, local in parts if part is not None and part.layout is not None]
-        return bool(cut) and all(
+    def _equals_first_rows(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether the first rows of the results are this rank's results."""
+        parts = [(self._shards.part(x, local), x, local) for x, local in zip(results, self._actual, strict=True)]
+        sharded = [(part, x, local) for part, x, local in parts if part is not None and part.layout is not None]
+        return bool(sharded) and all(
             isinstance(part, ExpectedRows) and self._equal(x.narrow(part.dim, 0, local.shape[part.dim]), local)
-            for part, x, local in cut
+            for part, x, local in sharded
         )
 
-    def _explains(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
+    def _reproduces(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
         """Whether ``run`` reproduces the wrong result on every rank. If ``whole``, parts that cannot be compared are
         ignored."""
 
         def ask() -> bool:
-            errors = [self._places.compare(*pair) for pair in zip(run(), self._actual, strict=True)]
-            total = all_squares(errors)
+            errors = [self._shards.compare(*pair) for pair in zip(run(), self._actual, strict=True)]
+            total = add_squares(errors)
             return total is not None and total.error() <= self._comparison.tolerance and (whole or None not in errors)
 
         return all(self._gather(_true_without_error(ask)))
 
-    def _pooled(self) -> str:
-        """The cause if what is wrong has no rows of tokens on any rank."""
-        of_ranks = [cut for rank in self._gather(self._wrong_tensors()) for cut in rank]
-        if not of_ranks or any(of_ranks):
+    def _describe_pooling(self) -> str:
+        """The cause if the wrong tensors have no rows of tokens on any rank."""
+        have_rows = [has_rows for rank in self._gather(self._wrong_tensors_have_rows()) for has_rows in rank]
+        if not have_rows or any(have_rows):
             return ""
         return (
-            f"{self._where} is another one than of all tokens, and has no row for each of them: it is pooled from this "
+            f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
             "rank's part (a mean, a sum, a maximum, the first or the last token). Gather the tokens before: "
             "cp_styles.collectives.gather(x, 1, mesh, layout=layout), on the page Training"
         )
 
-    def _wrong_tensors(self) -> list[bool]:
-        """Whether each tensor that is wrong on this rank has rows of this rank's tokens."""
+    def _wrong_tensors_have_rows(self) -> list[bool]:
+        """For each tensor that is wrong on this rank: whether it has rows of this rank's tokens."""
         parts = [
-            (self._places.part(whole, local), local) for whole, local in zip(self._right, self._actual, strict=True)
+            (self._shards.part(whole, local), local) for whole, local in zip(self._expected, self._actual, strict=True)
         ]
         return [
             part.layout is not None
@@ -292,12 +298,12 @@ class _WrongCall:
             if part is not None and not self._equal(local, part.expected)
         ]
 
-    def _other_layout(self) -> str | None:
-        """Whether the inputs are cut with one layout, and the attention ran with another one."""
+    def _describe_other_layout(self) -> str | None:
+        """The cause if the inputs are sharded with one layout, and the attention ran with another layout."""
         local = self._local.inputs
-        parts = (self._places.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
+        parts = (self._shards.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
         cut = {part.layout for part in parts if part is not None and part.layout is not None}
-        attended = {attention.layouts[0] for attention in self._ran if attention is not None}
+        attended = {attention.layouts[0] for attention in self._attentions if attention is not None}
         if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
             return None
         return (
@@ -312,8 +318,8 @@ class _WrongCall:
         *,
         outputs: Mapping[Key, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """The tensors that were wrong, from another run of the call with one rank. With ``outputs``, the modules in it
-        do not run, and return these."""
+        """Run the call again with one rank, and return the tensors that were wrong. With ``outputs``, the modules in
+        the call do not run, and return these outputs."""
         node, inner, calls = self._node, self._inner, self._comparison.calls
         inputs: list[list[torch.Tensor]] = []
         handle = None
@@ -331,7 +337,7 @@ class _WrongCall:
             following = iter(values)
             self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
         try:
-            with torch.no_grad(), OutsideOfStyles([]):
+            with torch.no_grad(), UnhandledAttention([]):
                 output = self._modules[node.name](*args, **kwargs)
         finally:
             for name in returns:
@@ -343,11 +349,11 @@ class _WrongCall:
         return inputs[[call.key for call in calls if call.name == inner.name and call.within(node)].index(inner.key)]
 
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
-        """Which positions of the first tensor are wrong on this rank, and its layout. None if that is not known."""
-        part = self._places.part(self._right[0], self._actual[0]) if self._right and self._actual else None
+        """The wrong positions of the first tensor on this rank, and its layout. None if they are not known."""
+        part = self._shards.part(self._expected[0], self._actual[0]) if self._expected and self._actual else None
         if not isinstance(part, ExpectedRows):
             return None
-        positions = part.layout.positions(self._places.rank, "cpu").tolist()
+        positions = part.layout.positions(self._shards.rank, "cpu").tolist()
         rows = zip(positions, self._actual[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
         return {position for position, *row in rows if not self._equal(*row)}, part.layout
 
@@ -355,15 +361,15 @@ class _WrongCall:
 def _true_without_error(ask: Callable[[], bool]) -> bool:
     try:
         return ask()
-    except Exception:  # of a module that cannot be run by itself, or with other values
+    except Exception:  # a module may refuse to run alone, or with other values
         return False
 
 
 # The loss, and what the backward makes of it.
 
 
-def _in_loss(comparison: Comparison) -> list[str]:
-    """Findings about the loss: the model's output is right, and its gradient is wrong."""
+def _diagnose_loss(comparison: Comparison) -> list[str]:
+    """Findings about the loss, if the gradient of the model's output is wrong. The output is right."""
     root, ranks = comparison.calls[-1], comparison.loss_gradients
     parts = [part for part in ranks if part is not None]
     if len(parts) < len(ranks) or comparison.loss_factor() is not None:
@@ -378,14 +384,13 @@ def _in_loss(comparison: Comparison) -> list[str]:
     if wrong:
         return [
             f"the loss: what {root} returned is right, and its gradient is not, at "
-            f"{_positions([set(part.wrong) for part in parts])}: labels, weights or the loss itself are not those "
+            f"{_list_positions([set(part.wrong) for part in parts])}: labels, weights or the loss itself are not those "
             "of this rank's tokens"
         ]
     factors = [part.factor for part in parts]
     counts = [part.factor * part.tokens for part in parts]
-    of_count = max(counts) - min(counts) <= comparison.tolerance * max(map(abs, counts))
     why = "the ranks' losses are not parts of one mean"
-    if of_count:
+    if max(counts) - min(counts) <= comparison.tolerance * max(map(abs, counts)):
         why = "each rank has divided by the number of its own tokens"
     return [
         f"the loss: its gradient is {', '.join(f'{x:.4g}' for x in factors)} times the gradient of one process on the "
@@ -394,14 +399,14 @@ def _in_loss(comparison: Comparison) -> list[str]:
     ]
 
 
-def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
+def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
     kinds: dict[tuple[str, float], list[str]] = {}
     for name in comparison.parameters:
-        kinds.setdefault(_kind_of(comparison, axis, name), []).append(name)
+        kinds.setdefault(_classify_gradient(comparison, axis, name), []).append(name)
     partly = kinds.pop(("right", 1.0), None)
-    first, texts = _first_wrong_gradient(comparison), []
+    first, texts = _describe_first_gradient(comparison), []
     for (kind, by), names in kinds.items():
-        what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({first_names(names)})"
+        what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({join_first(names)})"
         if kind == "share":
             texts.append(
                 f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
@@ -411,7 +416,7 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
         elif kind == "not finite":
             texts.append(f"{what} are not finite on the ranks{first}. The cause is not known")
         elif kind == "times" and not first:
-            why = _why_times(by, comparison.loss_factor(), axis.size())
+            why = _explain_factor(by, comparison.loss_factor(), axis.size())
             texts.append(f"{what} are {by:.4g} times the gradients of one process: {why}")
         elif not first and comparison.loss_factor() == 1 and len(names) == len(comparison.parameters) > 1:
             texts.append(
@@ -431,7 +436,8 @@ def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
     return texts
 
 
-def _why_times(by: float, of_loss: float | None, ranks: int) -> str:
+def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
+    """The cause of a factor ``by`` of gradients, if the gradient of the loss has the factor ``of_loss``."""
     if of_loss is None:
         return "the loss, or the reduction of gradients, has another factor than on one process"
 
@@ -454,19 +460,19 @@ def _why_times(by: float, of_loss: float | None, ranks: int) -> str:
     return f"the gradient of the loss is {of_loss:.4g} times its value on one process, and code after it does the rest"
 
 
-def _kind_of(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, float]:
-    """right, share, times, not finite or wrong, with the factor of the gradient; the same on every rank.
+def _classify_gradient(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, float]:
+    """right, share, times, not finite or wrong, with the factor of the gradient; equal on every rank.
 
-    Communication: a sum over ranks."""
+    Communication: an all-reduce of the gradient."""
     pair, gather, same = comparison.pair(name), comparison.gather, comparison.same_gradient
-    # No rank has failed: all ranks take part in the sum.
+    # Ranks must agree on the shapes before they all-reduce.
     shapes = gather(pair and [tuple(x.shape) for x in pair])
     if not all(each and each[0] == each[1] for each in shapes):
         return "wrong", 1.0
     assert pair is not None
     share, expected = pair
     total = share.clone()
-    if len({each[0] for each in shapes}) == 1:  # else these are shards of FSDP2
+    if len({each[0] for each in shapes}) == 1:  # otherwise they are shards of FSDP2
         dist.all_reduce(total, group=axis.get_group())
     by = factor(share, expected)
     facts = same(share, expected), same(total, expected), same(share, by * expected), by, bool(share.isfinite().all())
@@ -480,8 +486,8 @@ def _kind_of(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, 
     return ("share" if all(shares) else "wrong"), 1.0
 
 
-def _first_wrong_gradient(comparison: Comparison) -> str:
-    """Words for the first wrong gradient in the order of the backward; empty if there is none."""
+def _describe_first_gradient(comparison: Comparison) -> str:
+    """A clause that names the first wrong gradient in the order of the backward; empty if there is none."""
     calls = [call for call in reversed(comparison.calls) if comparison.is_wrong(comparison.gradients.get(call.key))]
     first = next((call for call in calls if not any(other.within(call) for other in calls)), None)
     return "" if first is None else f": the first wrong gradient of a backward is at {first}'s output"
@@ -491,12 +497,12 @@ _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
 _GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
 
 
-def first_names(names: Sequence[str]) -> str:
-    """The first of them."""
+def join_first(names: Sequence[str]) -> str:
+    """The first four names."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _positions(ranks: Sequence[set[int]]) -> str:
+def _list_positions(ranks: Sequence[set[int]]) -> str:
     everywhere = sorted(set().union(*ranks))
     if not everywhere:
         return "some places"

@@ -17,21 +17,21 @@ from torch.overrides import TorchFunctionMode
 from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
 
 Key = tuple[str, int]
-"""A module's name, and the number of the call."""
+"""A module's name, and the number of the call of this module."""
 
-# Parts of a module's name that wrappers add.
+# Components of a module's name that wrappers add.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def plain_name(name: str) -> str:
-    """``name`` without the parts that wrappers (DDP, checkpoints, torch.compile) add to it."""
+    """``name`` without the components that wrappers (DDP, checkpoints, torch.compile) add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class Hooks:
-    """Calls ``begin`` and ``end`` around each call of a module under ``model`` while it is entered.
+    """A context in which ``begin`` and ``end`` are called around each call of a module under ``model``.
 
-    A recomputation in a backward calls neither. A module under several names has the first one.
+    Recomputations in a backward are ignored. A module with several names has its first name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Hooks:
 
     def __enter__(self) -> Any:
         for name, module in self._model.named_modules():
-            # Before the hooks of styles for inputs, and after those for outputs: as the caller sees the module.
+            # Run before the styles' hooks for inputs, and after their hooks for outputs: record what the caller sees.
             before = partial(self._before, plain_name(name))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after))
@@ -65,15 +65,15 @@ class Hooks:
         return None
 
     def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of ``module`` begins."""
+        """Called before each call of ``module``."""
 
     def end(self, key: Key, module: nn.Module, output: Any) -> Any:
-        """A call of ``module`` has returned ``output``. Returns a replacement of it, or None."""
+        """Called after each call of ``module``. Returns a replacement of ``output``, or None."""
         raise NotImplementedError
 
     @property
     def open(self) -> list[Key]:
-        """The calls that have not ended, the innermost last. After an exception, where it was raised."""
+        """The calls that have not ended, the innermost last. An exception was raised in the last call."""
         return self._running
 
 
@@ -82,11 +82,11 @@ class Call:
     """One call of a module.
 
     Attributes:
-        parent: the call inside which it was made.
-        args, kwargs: what it was given, detached.
-        output: what it returned, detached.
-        gradients: of each tensor in the output, in order; None for those that have none.
-        attended: how many attentions there had been when it began, and when it ended.
+        parent: the call that made this call.
+        args, kwargs: its arguments, detached.
+        output: its result, detached.
+        gradients: of each tensor in the output, in order; None for tensors without one.
+        attended: the number of attentions before the call began, and before it ended.
     """
 
     key: Key
@@ -112,13 +112,13 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Its arguments, by parameter."""
+        """The arguments, by parameter."""
         names = [*self.names[: len(self.args)], *(f"argument {at}" for at in range(len(self.names), len(self.args)))]
         return dict(zip(names, self.args, strict=True)) | self.kwargs
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The tensors that it was given, by parameter."""
+        """The tensors among the arguments, by parameter."""
         tensors = {}
         for name, value in self.arguments.items():
             leaves = tensors_in(value)
@@ -126,21 +126,22 @@ class Call:
         return tensors
 
     def within(self, other: Call) -> bool:
+        """Whether ``other`` made this call, directly or not."""
         node = self.parent
         while node is not None and node is not other:
             node = node.parent
         return node is other
 
 
-class OutsideOfStyles(TorchFunctionMode):
-    """Notes None for each attention call of this thread that no style or block handles, while it is entered.
+class UnhandledAttention(TorchFunctionMode):
+    """Appends None to ``attentions`` for each attention of this thread that no style or block handles.
 
-    Dropout functions return their input: the random numbers of a rank belong to its tokens alone.
+    Dropout functions return their input, because each rank draws other random numbers.
     """
 
-    def __init__(self, noted: list[Any]) -> None:
+    def __init__(self, attentions: list[Any]) -> None:
         super().__init__()
-        self._noted = noted
+        self._attentions = attentions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,16 +149,16 @@ class OutsideOfStyles(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
         if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
-            self._noted.append(None)
+            self._attentions.append(None)
         return func(*args, **kwargs)
 
 
 class Recording(Hooks):
-    """Records the calls of all modules under ``model`` while it is entered. Recomputations in a backward are left out.
+    """Records the calls of all modules under ``model``.
 
     Attributes:
-        calls: those that have ended, in the order in which they did, so children before their parents.
-        attentions: an entry for each attention so far: what a strategy was given, or None if no style handled it.
+        calls: the calls in the order in which they end: children precede their parents.
+        attentions: an entry for each attention so far: see ``StepRun``.
     """
 
     def __init__(self, model: nn.Module, attentions: Sequence[Any]) -> None:
@@ -170,13 +171,13 @@ class Recording(Hooks):
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         names = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
         parent = self._open[-1] if self._open else None
-        arguments = tree_map(_detached, args), tree_map(_detached, kwargs)
+        arguments = tree_map(_detach, args), tree_map(_detach, kwargs)
         self._open.append(Call(key, type(module).__name__, parent, *arguments, names, (len(self.attentions), 0)))
 
     def end(self, key: Key, module: nn.Module, output: Any) -> None:
         call = self._open.pop()
         call.attended = call.attended[0], len(self.attentions)
-        call.output = tree_map(_detached, output)
+        call.output = tree_map(_detach, output)
         for at, leaf in enumerate(tensors_in(output)):
             call.gradients.append(None)
             if leaf.requires_grad:
@@ -185,12 +186,12 @@ class Recording(Hooks):
 
 
 class Outputs(Hooks):
-    """Keeps a part of the outputs of all modules under ``model`` while it is entered.
+    """Keeps parts of the outputs of all modules under ``model``.
 
     Attributes:
-        kept: by call, ``take(key, number of the tensor in the output, tensor)``, detached.
+        kept: by call, the results of ``take(key, number of the tensor in the output, detached tensor)``.
         kinds: the class of each call's module, in the order in which the calls end.
-        trained: the calls with a result that a backward has reached.
+        trained: the calls whose outputs have had a gradient.
     """
 
     def __init__(self, model: nn.Module, take: Callable[[Key, int, torch.Tensor], torch.Tensor | None]) -> None:
@@ -201,11 +202,9 @@ class Outputs(Hooks):
         self.trained: set[Key] = set()
 
     def results(self, keys: Iterable[Key]) -> list[Key]:
-        """The calls, among ``keys``, of which the step gives results to its caller.
-
-        In a step with a backward, these are calls of the model itself. If another output differs, and no gradient, then
-        nothing follows from it (numbers for a log), or nobody reads it (a pipeline's run to learn shapes).
-        """
+        """The calls, among ``keys``, whose outputs must be right."""
+        # In a step with a backward, these are the calls of the model. An output of another module that differs, with
+        # equal gradients, has no effect (a number for a log), or is not read (a pipeline's run to learn shapes).
         return [key for key in keys if not self.trained or (not key[0] and key in self.trained)]
 
     def end(self, key: Key, module: nn.Module, output: Any) -> Any:
@@ -222,12 +221,11 @@ _DROPOUT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 _ATTENTIONS = {"flex_attention", "multi_head_attention_forward", "varlen_attn"}
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _add_gradient(call: Call, at: int, gradient: torch.Tensor | None) -> None:
     total = call.gradients[at]
-    if gradient is None:  # a backward that leaves it undefined, which means 0
-        return
-    call.gradients[at] = gradient.detach().clone() if total is None else total + gradient.detach()
+    if gradient is not None:  # None means 0
+        call.gradients[at] = gradient.detach().clone() if total is None else total + gradient.detach()

@@ -1,4 +1,4 @@
-"""What verify has found, as numbers and as text."""
+"""The result of verify, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModuleErrors:
     Attributes:
         name: the module's name in the model.
         kind: the module's class.
-        forward: the error of its outputs. None: not compared, because their shape on a rank does not fit its tokens.
+        forward: the error of its outputs. None: not compared, because their shape does not fit the rank's tokens.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Report:
 
     Attributes:
         title: the model and the mesh.
-        findings: what is wrong, in sentences; empty if the step is exact.
-        modules: in the order in which their forwards end.
+        findings: the mistakes, in sentences; empty if the step is exact.
+        modules: the calls of modules, in the order in which they end.
         parameters: the error of each parameter's gradient.
         loss: with one rank, and on each rank; empty if the step returned none.
-        worst: the largest error of a gradient, or of what the model returns.
-        unused: modules whose outputs differ, although no gradient does: nothing follows from them.
-        same_dropout: the model has dropout, for which the ranks of the sequence would draw the same numbers.
-        tolerance: the error above which something is wrong; in low precision more is allowed, see ``rounding``.
-        rounding: in low precision, the largest error that changes of the last bits make.
+        worst: the largest error of a gradient, or of an output of the model.
+        unused: modules whose outputs differ although no result of the step does: nothing depends on these outputs.
+        same_dropout: the model has dropout, and the ranks of the sequence would draw the same numbers for it.
+        tolerance: the largest error that counts as rounding; in low precision it is larger, see ``rounding``.
+        rounding: in low precision, the largest error that a change of the last bits causes.
     """
 
     title: str
@@ -67,7 +67,8 @@ class Report:
             return f"{self.title}: WRONG"
         forward = "" if self.parameters else " in the forward (the step has made no gradients)"
         rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
-        unused = f" (outputs without consequences differ: {', '.join(self.unused[:3])})" if self.unused else ""
+        unused = ", ".join(self.unused[:3])
+        unused = f". The outputs of {unused} differ, and nothing in the step depends on them" if unused else ""
         dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
@@ -91,7 +92,7 @@ class Report:
             yield f"loss with one rank {self.loss[0]:.8g}, on the ranks " + ", ".join(f"{x:.8g}" for x in self.loss[1:])
 
     def _table(self) -> Iterator[str]:
-        """The first wrong module with its neighbours; of a step that is exact, the modules with the largest errors."""
+        """The first wrong module with its neighbours; the first modules of a step that is exact."""
         wrong = [at for at, errors in enumerate(self.modules) if (errors.forward or 0.0) > self.tolerance]
         first = max(0, wrong[0] - _ROWS // 2) if wrong else 0
         shown = self.modules[first : first + _ROWS]
@@ -106,7 +107,7 @@ class Report:
 
 
 class VerificationError(AssertionError):
-    """The step on the ranks differs from the step with one rank. ``report`` has the numbers, and is the text."""
+    """The step on the ranks differs from the step with one rank. The message is the text of ``report``."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

@@ -1,12 +1,13 @@
-"""How much of a difference is rounding: measured by a step whose modules' outputs are changed in their last bits.
+"""Measures rounding errors of a model in low precision.
 
-Two exact computations of a model in low precision differ, because they round other partial results. The norm of that
-difference depends on the model, so it is measured and not assumed: the outputs of all modules, and their gradients, get
-a relative error of up to one unit in the last place, and the step is compared with itself.
+Two exact computations differ, because they round different partial results. The norm of the difference depends on the
+model, so it is measured: one step runs with a relative error of up to one unit in the last place in all outputs of
+modules and in their gradients, and is compared with the step without these errors.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -19,39 +20,39 @@ from cp_styles._compat import is_in_torch_func, tree_map
 from cp_styles.verify.record import Key, Outputs
 
 _EXACT = 1e-6
-"""Units below this, of float32 and float64, are far below the tolerance: nothing is measured."""
+"""Smaller units (of float32 and float64) are far below the tolerance, and are not measured."""
 
 
 def unit_of(tensor: torch.Tensor) -> float:
-    """The distance of 1 and the next number in the precision in which ``tensor`` was computed."""
+    """The distance between 1 and the next number in the precision of the computation of ``tensor``."""
     if not tensor.is_floating_point():
         return 0.0
     unit = torch.finfo(tensor.dtype).eps
     low = tensor.device.type == "cuda" and tensor.dtype == torch.float32
-    # TensorFloat-32 has 10 bits behind the point.
+    # TensorFloat-32 has a mantissa of 10 bits.
     return 2.0**-10 if low and torch.get_float32_matmul_precision() != "highest" else unit
 
 
 def unit_of_all(tensors: Iterable[torch.Tensor | None]) -> float:
-    """The largest of :func:`unit_of`; 0.0 if rounding is too small to be measured."""
+    """The largest :func:`unit_of` of the tensors; 0.0 if rounding is too small to be measured."""
     unit = max((unit_of(x) for x in tensors if x is not None), default=0.0)
     return unit if unit > _EXACT else 0.0
 
 
 class Perturbed(Outputs):
-    """Keeps outputs, and changes those in low precision, and their gradients, by up to one unit in the last place."""
+    """Keeps outputs, and changes outputs in low precision and their gradients by up to one unit in the last place."""
 
     def end(self, key: Key, module: nn.Module, output: Any) -> Any:
-        number = iter(range(1000))
+        number = itertools.count()
 
-        def perturbed(value: Any) -> Any:
+        def perturb(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or unit_of(value) <= _EXACT:
                 return value
-            if isinstance(value, DTensor) or is_in_torch_func(value):  # inside of vmap
+            if isinstance(value, DTensor) or is_in_torch_func(value):  # the latter in vmap
                 return value
             return _Perturb.apply(value, zlib.crc32(repr((key, next(number))).encode()))
 
-        output = tree_map(perturbed, output)
+        output = tree_map(perturb, output)
         super().end(key, module, output)
         return output
 
@@ -60,14 +61,14 @@ class _Perturb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seed: int) -> torch.Tensor:
         ctx.seed = seed
-        return _noisy(x, seed)
+        return _add_noise(x, seed)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _noisy(grad, ctx.seed + 1), None
+        return _add_noise(grad, ctx.seed + 1), None
 
 
-def _noisy(x: torch.Tensor, seed: int) -> torch.Tensor:
+def _add_noise(x: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator(x.device).manual_seed(seed)
     factors = torch.rand(x.shape, generator=generator, device=x.device).mul_(2).sub_(1).mul_(unit_of(x)).add_(1)
     return (x.float() * factors).to(x.dtype)

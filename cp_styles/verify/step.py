@@ -1,4 +1,4 @@
-"""Runs a step with one rank in place of the ranks of the sequence, or with all of them, and keeps its results."""
+"""Runs a step with one rank in place of the ranks of the sequence, or with all ranks, and returns its results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, make_part_of_group, resolve_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
 from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
-from cp_styles.engine.observers import attention_listener
+from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
-from cp_styles.verify.record import Hooks, OutsideOfStyles, plain_name
+from cp_styles.verify.record import Hooks, UnhandledAttention, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
 """``step(model, batch, mesh)``: a forward, a loss, a backward, and whatever reduces the gradients; returns the loss."""
@@ -48,14 +48,14 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _FailedMarker:
-    """Gathered in place of a value by a rank that has raised. It takes part in no further gather."""
+    """Gathered in place of a value by a rank that has raised, in its last gather."""
 
     text: str
 
 
 def gather_over(mesh: DeviceMesh) -> Gather:
-    """A function that gathers an object from all ranks of ``mesh``, in the order of the mesh. It raises on all of them
-    if one has failed, see :func:`broadcast_errors`."""
+    """A function that gathers an object from all ranks of ``mesh``, in the order of the mesh. It raises on every rank
+    if one rank has failed, see :func:`broadcast_errors`."""
 
     def gather(value: Any) -> list[Any]:
         values = [value]
@@ -75,8 +75,8 @@ def gather_over(mesh: DeviceMesh) -> Gather:
 
 @contextlib.contextmanager
 def broadcast_errors(gather: Gather, *common: type[BaseException]) -> Iterator[None]:
-    """Tell the other ranks, at their next gather, of an error that they may not have. Errors of the types ``common``
-    are raised by all of them."""
+    """Send an error of this rank to the remaining ranks, at their next gather. Errors of the types ``common`` are
+    raised by every rank, and not sent."""
     try:
         yield
     except (OtherRankError, *common):
@@ -87,7 +87,7 @@ def broadcast_errors(gather: Gather, *common: type[BaseException]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
+def abort_on_interrupt(mesh: DeviceMesh) -> Iterator[None]:
     """Abort this rank's groups on an interrupt, so that the remaining ranks fail instead of waiting."""
     try:
         yield
@@ -100,7 +100,7 @@ def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
 
 
 class _GroupOfOne:
-    """The group of this rank alone. One a process: DTensor's caches keep every mesh over it, and so the group."""
+    """The group of this rank alone. One per process: DTensor's caches keep every mesh over it, and so the group."""
 
     def __init__(self) -> None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -110,18 +110,18 @@ class _GroupOfOne:
 
 
 class _MeshOfOne(DeviceMesh):
-    """A mesh of several axes with this rank alone on one of them.
+    """A mesh of several axes, one of which has this rank alone.
 
-    torch makes the groups of a flattened mesh together on all ranks of the world, which have other meshes here. The
-    group of axes that are flattened with an axis of one rank is there already: the group of the remaining axis.
+    torch creates the group of a flattened mesh on all ranks of the world together, but here each rank has another mesh.
+    Flattening an axis of one rank with another axis needs no new group: it is the group of the other axis.
     """
 
     @staticmethod
     def of(mesh: DeviceMesh) -> _MeshOfOne:
-        """``mesh`` with the methods of this class: torch's constructors make their own."""
-        twin = object.__new__(_MeshOfOne)
-        vars(twin).update(vars(mesh))
-        return twin
+        """``mesh`` with the methods of this class. torch's functions that make meshes return plain ones."""
+        copied = object.__new__(_MeshOfOne)
+        vars(copied).update(vars(mesh))
+        return copied
 
     def __getitem__(self, mesh_dim_names: Any) -> Any:
         mesh = super().__getitem__(mesh_dim_names)
@@ -142,7 +142,7 @@ class _MeshOfOne(DeviceMesh):
 
 @contextlib.contextmanager
 def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
-    """``mesh`` with this rank alone on ``axis``, and this rank alone in place of the group of ``axis``, for a ``with``.
+    """This rank alone replaces the group of ``axis`` in the ``with``. Yields ``mesh`` with this rank alone on ``axis``.
 
     No communication.
     """
@@ -156,17 +156,17 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
         alone = _MeshOfOne.of(alone)
     try:
-        with _standing_in(axis.get_group(), StandIn(one, alone)):
+        with _replace_group(axis.get_group(), StandIn(one, alone)):
             yield alone
     finally:
         without_groups(alone)
 
 
-class OwnGroups:
-    """State of the ranks in :func:`over_own_groups`, shared through a store and not by messages.
+class TemporaryGroups:
+    """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages.
 
     Attributes:
-        proofs: of the models that have a backward over the groups.
+        proofs: the proofs of the models that run a backward over the groups.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
@@ -175,11 +175,11 @@ class OwnGroups:
         self._ranks = mesh.mesh.flatten().tolist()
 
     def leave(self) -> None:
-        """This rank has ended its step, by an error or not."""
+        """Record that this rank has ended its step, with or without an error."""
         self._store.set(f"{self._name}/{dist.get_rank()}", "left")
 
     def all_have_left(self) -> bool:
-        """Whether all ranks have ended their steps, within some seconds."""
+        """Whether all ranks end their steps within ten seconds."""
         try:
             self._store.wait([f"{self._name}/{rank}" for rank in self._ranks], timedelta(seconds=10))
         except RuntimeError:
@@ -188,22 +188,23 @@ class OwnGroups:
 
 
 @contextlib.contextmanager
-def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
-    """Copies of the groups of ``mesh`` in place of them, which end with the ``with``.
+def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[TemporaryGroups]:
+    """Replace the groups of ``mesh`` by new groups of the same ranks, which are destroyed after the ``with``.
 
-    If a rank fails in the middle of a step, ranks may wait for it in any communication of the step. They get an error,
-    because its connections end; the groups of the user go on, and their state does not change.
+    If a rank fails in the middle of a step, other ranks may wait for it in any communication of the step. Aborting the
+    new groups gives these ranks an error. The groups of the user continue to work, and their state does not change.
     """
     name, groups = gather(uuid.uuid4().hex)[0], list[dist.ProcessGroup]()
-    own = OwnGroups(mesh, name)
+    temporary = TemporaryGroups(mesh, name)
     try:
         with contextlib.ExitStack() as stack:
-            for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):  # axes of one rank share one
+            # Axes of one rank may share a group.
+            for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                state_of(groups[-1]).proofs = own.proofs
-                stack.enter_context(_standing_in(original, StandIn(groups[-1])))
-            yield own
+                state_of(groups[-1]).proofs = temporary.proofs
+                stack.enter_context(_replace_group(original, StandIn(groups[-1])))
+            yield temporary
     except BaseException as error:
         for group in groups:
             abort_group(group, error)
@@ -213,18 +214,18 @@ def over_own_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[OwnGroups]:
             dist.destroy_process_group(group)
             del group
         groups.clear()
-        gc.collect()  # a connection ends when nothing holds its group
+        gc.collect()  # a connection closes when no reference to its group is left
 
 
-def broken_by_error(model: nn.Module) -> str:
-    """The end of the text of an error in the step: FSDP2 does not leave its forward then."""
+def recovery_note(model: nn.Module) -> str:
+    """A sentence for errors in the step of a model with FSDP2, which stays in the state of its forward."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return ""
     return ". FSDP2 does not recover from an error inside of its forward: make the model again before you train it"
 
 
 def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether FSDP2 or DDP may communicate in ``model`` over the groups of ``mesh``."""
+    """Whether FSDP2 or DDP in ``model`` may communicate over the groups of ``mesh``."""
     groups = [mesh.get_group(at) for at in range(mesh.ndim)]
     sharded = {x.device_mesh for x in model.parameters() if isinstance(x, DTensor)}
     reduced = any(isinstance(x, DistributedDataParallel) for x in model.modules())
@@ -232,7 +233,7 @@ def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 @contextlib.contextmanager
-def _standing_in(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
+def _replace_group(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
     state = state_of(group)
     if state.stand_in is not None:
         raise RuntimeError("verify: the step calls verify itself: let it run the model once, with its backward")
@@ -245,7 +246,7 @@ def _standing_in(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """An attention, or a mixer, that has run over ranks: which positions each of them has held of queries and keys."""
+    """An attention or a mixer that has run over ``ranks``, with the layouts of queries and of keys."""
 
     layouts: tuple[SequenceLayout, SequenceLayout]
     ranks: list[int]
@@ -253,7 +254,7 @@ class AttentionRun:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """The error of a step on this rank, with the module. ``of_transfer``: another rank may be why."""
+    """The error of a step on this rank, with the module. ``of_transfer``: another rank may be the cause."""
 
     text: str
     of_transfer: bool
@@ -264,9 +265,9 @@ class StepRun:
     """The results of a step.
 
     Attributes:
-        gradients: this rank's part of each parameter's gradient; None for parameters without one.
-        removed: the parameters that had a gradient, and have none at the end of the step.
-        attentions: an entry for each attention, in order: AttentionRun, or None if no style or block has handled it.
+        gradients: this rank's shard of each parameter's gradient; None for parameters without one.
+        removed: the parameters that had a gradient during the step, and have none at its end.
+        attentions: an entry for each attention, in order: AttentionRun, or None if no style or block handled it.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
@@ -276,24 +277,24 @@ class StepRun:
 
 
 @contextlib.contextmanager
-def attentions_noted() -> Iterator[list[Any]]:
-    """A list that grows by an entry for each attention in this context: see :class:`StepRun`."""
+def record_attentions() -> Iterator[list[Any]]:
+    """Yields a list that gets an entry for each attention and mixer in this context: see :class:`StepRun`."""
     noted: list[Any] = []
 
-    def listen(call: Any, attention: Any = None, *tensors: Any) -> None:
-        if attention is None:  # a mixer
-            group = resolve_group(call.cut.peers.name) if call.cut.peers.name else None
-            layouts = call.cut.layout, call.cut.layout
-        else:
-            group, layouts = attention.group, (attention.q_layout, attention.kv_layout)
-        noted.append(AttentionRun(layouts, [] if group is None else dist.get_process_group_ranks(group)))
+    def note(group: dist.ProcessGroup | None, *layouts: SequenceLayout) -> None:
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        noted.append(AttentionRun((layouts[0], layouts[-1]), ranks))
 
-    token = attention_listener.set(listen)
+    def note_attention(strategy: Any, attention: Any, *tensors: Any) -> None:
+        note(attention.group, attention.q_layout, attention.kv_layout)
+
+    tokens = attention_listener.set(note_attention), mixer_listener.set(note)
     try:
-        with OutsideOfStyles(noted):
+        with UnhandledAttention(noted):
             yield noted
     finally:
-        attention_listener.reset(token)
+        attention_listener.reset(tokens[0])
+        mixer_listener.reset(tokens[1])
 
 
 def run_step(
@@ -303,15 +304,15 @@ def run_step(
     step: StepFunction,
     recording: Callable[[list[Any]], Hooks],
 ) -> tuple[StepRun, Hooks]:
-    """One step of ``model`` with the hooks that ``recording`` makes of the list of attentions. The gradients are taken
-    out of the parameters.
+    """Run one step of ``model`` under the hooks that ``recording`` makes from the list of attentions. Afterwards the
+    parameters have no gradients: the result has them.
 
-    Communication: as the step.
+    Communication: the messages of the step.
     """
-    with_gradient: dict[str, Any] = {}  # the placements of a gradient that is not 0 on this rank
+    with_gradient: dict[str, Any] = {}  # placements of the gradients that are not 0 on this rank
 
     def note(name: str, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and bool(_local(parameter.grad).any()):
+        if parameter.grad is not None and bool(_local_tensor(parameter.grad).any()):
             with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
@@ -319,7 +320,7 @@ def run_step(
         x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
     ]
     try:
-        with attentions_noted() as attentions, _uncompiled(model):
+        with record_attentions() as attentions, _uncompiled(model):
             hooks = recording(attentions)
             try:
                 with hooks:
@@ -327,13 +328,13 @@ def run_step(
             except Exception as error:
                 if hooks.open:
                     name = hooks.open[-1][0]
-                    error.add_note(f"{_NOTE}in {name or 'the model'} ({_kind(model, name)})")
+                    error.add_note(f"{_NOTE}in {name or 'the model'} ({_class_name(model, name)})")
                 raise
-        gradients = {name: None if x.grad is None else _local(x.grad).detach() for name, x in named.items()}
+        gradients = {name: None if x.grad is None else _local_tensor(x.grad).detach() for name, x in named.items()}
         removed = [
             name
             for name, placements in sorted(with_gradient.items())
-            # A style that shards a gradient may leave a rank a part that is 0.
+            # A gradient that a style has sharded since may be 0 on this rank.
             if (grad := gradients[name]) is None
             or (placements == getattr(named[name].grad, "placements", None) and not bool(grad.any()))
         ]
@@ -345,32 +346,31 @@ def run_step(
     if not (loss is None or isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)):
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
-    number = float(_whole(loss)) if isinstance(loss, torch.Tensor) else loss
+    number = float(_full_tensor(loss)) if isinstance(loss, torch.Tensor) else loss
     return StepRun(gradients, number, tuple(removed), attentions), hooks
 
 
-def run_together(run: Callable[[], Any], after: str) -> Any:
-    """``run()`` on all ranks, or a StepFailure with a text that ends with ``after``. Then nothing holds the group."""
-    failure = None
+def run_or_failure(run: Callable[[], Any], after: str) -> Any:
+    """The result of ``run()``, or a StepFailure with a text that ends with ``after``."""
     try:
         return run()
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
         where = f"{notes[0].removeprefix(_NOTE)}: " if notes else ""
-        failure = StepFailure(f"{where}{type(error).__name__}: {error}{after}", _is_of_transfer(error))
-        clear_frames(error)
-    return failure
+        failure = StepFailure(f"{where}{type(error).__name__}: {error}{after}", _is_transfer_error(error))
+        clear_frames(error)  # frames of the step hold its groups, whose connections must close
+        return failure
 
 
 _NOTE = "verify: "
 
 
-def _kind(model: nn.Module, name: str) -> str:
+def _class_name(model: nn.Module, name: str) -> str:
     return next((type(x).__name__ for path, x in model.named_modules() if plain_name(path) == name), "")
 
 
-def _is_of_transfer(error: BaseException) -> bool:
-    """Whether communication has raised it, and not what the ranks have compared."""
+def _is_transfer_error(error: BaseException) -> bool:
+    """Whether communication has raised the error, and not a comparison of the ranks' calls."""
     if isinstance(error, TransferError) or isinstance(error.__cause__, TransferError):
         return True
     module = ""
@@ -381,14 +381,12 @@ def _is_of_transfer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled modules without their graphs, which were traced for all ranks of the sequence.
-
-    torch's stance would do that for the process, in which several ranks may be threads, and in place of the user's own.
-    """
+    """Run compiled modules without their graphs, which were traced for all ranks of the sequence."""
+    # torch.compiler.set_stance would act on all ranks that are threads of this process, and replace the user's stance.
     changed = [
         (vars(module), {name: vars(module)[name] for name in eager}, eager)
         for module in model.modules()
-        if (eager := _eager(module))
+        if (eager := _eager_attributes(module))
     ]
     for attributes, _, eager in changed:
         attributes.update(eager)
@@ -399,7 +397,7 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             attributes.update(before)
 
 
-def _eager(module: nn.Module) -> dict[str, Any]:
+def _eager_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes with which a module runs uncompiled after torch.compile(module) or module.compile()."""
     if isinstance(module, OptimizedModule):
         return {"forward": module._orig_mod}
@@ -407,11 +405,11 @@ def _eager(module: nn.Module) -> dict[str, Any]:
 
 
 class ModelState:
-    """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks
-    that the model registers on itself, training flags, and the states of random generators.
+    """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks that the
+    model registers on itself, training flags, and the states of random generators.
 
     Attributes:
-        drawn_from: a checksum of the random state from which the model draws.
+        drawn_from: a checksum of the state of the generator that the model uses.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -434,7 +432,7 @@ class ModelState:
         self.drawn_from = checksum(dict(self._random)[torch.cuda.set_rng_state if on_gpu else torch.set_rng_state])
 
     def restore(self) -> None:
-        """Put all of it back. No communication."""
+        """Restore the state at the construction of this object. No communication."""
         for module, training in self._training:
             module.training = training
         for module, buffers, attributes in self._modules:
@@ -462,10 +460,9 @@ def _hook_tables(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Whether a hook is neither torch's nor this package's, which remember in objects of their own what they register.
-
-    Models of transformers register hooks at a forward and note it in a flag. The flag is put back, so are the hooks.
-    """
+    """Whether a hook belongs neither to torch nor to this package."""
+    # Models of transformers register hooks in a forward, and set an attribute. The attribute is restored, so the hooks
+    # must go. torch and this package keep references to their hooks in objects that are not restored.
     module = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or "torch."
     return not module.startswith(("torch.", "cp_styles."))
 
@@ -486,30 +483,32 @@ def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
     return states
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
-    """Checksums of the entries of the batch, and of this rank's parameters and buffers of the model, by name.
+    """Checksums of the entries of the batch, and of the parameters and buffers of the model, by name.
 
-    Parameters that are DTensors are left out: each rank may have a shard of its own.
+    Parameters that are DTensors are left out: their shards may differ between ranks.
     """
     entries = batch.items() if isinstance(batch, Mapping) else [("", batch)]
     entries = [(f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch", value) for name, value in entries]
-    return {name: fingerprint([*map(_facts, tensors_in(value))] or [value]) for name, value in entries} | weights(model)
+    return {name: fingerprint([*map(_summarize, tensors_in(value))] or [value]) for name, value in entries} | weights(
+        model
+    )
 
 
 def weights(model: nn.Module, *, sharded: bool = False) -> dict[str, int]:
-    """Checksums of the parameters and buffers of the model. ``sharded``: also of DTensors' local parts."""
+    """Checksums of the parameters and buffers of the model. ``sharded``: parameters alone, with shards of DTensors."""
     tensors = [*model.named_parameters(), *(() if sharded else model.named_buffers())]
     tensors = [(name, x) for name, x in tensors if sharded or not isinstance(x, DTensor)]
-    return {WEIGHTS + plain_name(name): fingerprint([_facts(_local(x))]) for name, x in tensors}
+    return {WEIGHTS + plain_name(name): fingerprint([_summarize(_local_tensor(x))]) for name, x in tensors}
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _summarize(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, None if tensor.device.type == "meta" else checksum(tensor)

@@ -48,7 +48,7 @@ def convolution(x: torch.Tensor) -> torch.Tensor:
 
 
 def end(x: torch.Tensor) -> torch.Tensor:
-    sequence = CutSequence.of_call("the end", dist.group.WORLD, LAYOUT, DOCUMENTS, CHECKS)
+    sequence = CutSequence.from_call("the end", dist.group.WORLD, LAYOUT, DOCUMENTS, CHECKS)
     return last_rows(sequence, x, 1, 3)
 
 

@@ -9,7 +9,7 @@ import inspect
 import pytest
 
 from cp_styles.mixers import Channels, by_name
-from cp_styles.mixers.recurrence import _OF_ONE_DEVICE, KNOWN
+from cp_styles.mixers.recurrence import _UNSUPPORTED, KNOWN
 from tests.ranks.mixers import kernels
 
 STATE = "scale initial_state output_final_state"
@@ -75,11 +75,11 @@ def test_every_argument_is_passed_on_understood_or_refused():
     for name, arguments in ALL.items():
         how = KNOWN.get(name)
         if how is None:
-            understood = {"x", *by_name._OF_CONVOLUTIONS}
+            understood = {"x", *by_name._UNSUPPORTED}
         elif isinstance(how, Channels):
             understood = {*how.cut, *how.shared, *how.parameters, how.wants}
         else:
-            understood = {*how.value, *how.key, how.state, how.wants, "q", "k", *_OF_ONE_DEVICE}
+            understood = {*how.value, *how.key, how.state, how.wants, "q", "k", *_UNSUPPORTED}
             assert {how.state, how.wants} <= set(arguments)
             assert all(set(names) & set(arguments) for names in (how.value, how.key))
         assert not set(arguments) - understood - set(words(HARMLESS)) - DOCUMENTS, name

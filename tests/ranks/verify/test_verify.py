@@ -615,6 +615,32 @@ def test_a_module_that_calls_no_attention():
     wrong(llama(), lambda model, mesh: model, words="no attention ran context parallel")
 
 
+class Logged(nn.Module):
+    """Computes the mean over tokens, for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = Mean()
+
+    def forward(self, x):
+        self.mean(x.detach())
+        return x
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean((0, 1))
+
+
+def test_an_output_on_which_nothing_depends():
+    model = llama()
+    model.layers[0].attention.wo = nn.Sequential(model.layers[0].attention.wo, Logged())
+    name = "layers.0.attention.wo.1.mean"
+    for report in run(model):
+        assert report.unused == (name,)
+        assert report.line.endswith(f". The outputs of {name} differ, and nothing in the step depends on them")
+
+
 # Ranks.
 
 
