@@ -25,7 +25,7 @@ from cp_styles.layout import head_tail
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.cuda_ops import ON_GPU
 from tests.doors import door
 from tests.gpu_tensors import gpus, put, read
@@ -42,6 +42,7 @@ STRATEGIES = [
     (Ulysses(), 2),
     (Ulysses(size=2), 4),
 ]
+BY_DAY = [STRATEGIES[0], STRATEGIES[3], *at_night(*STRATEGIES[1:3])]  # test_each_door has them all
 LENGTH = 26
 
 
@@ -119,7 +120,8 @@ DOCUMENTS = (9, 1, 16)
 CU_SEQLENS = torch.tensor([0, 9, 10, 26], dtype=torch.int32)
 
 
-@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+@pytest.mark.parametrize("way", BY_DAY)
+@pytest.mark.parametrize("backend", ["nccl", *at_night("cpu:gloo,cuda:nccl")])
 def test_packed_documents(way: tuple[Strategy, int], backend: str):
     """With their bounds on the device: read once, when they are new."""
     strategy, ranks = way
@@ -142,7 +144,8 @@ def test_packed_documents(way: tuple[Strategy, int], backend: str):
     assert gpu.waits == ranks
 
 
-@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+@pytest.mark.parametrize("way", BY_DAY)
+@pytest.mark.parametrize("backend", ["nccl", *at_night("cpu:gloo,cuda:nccl")])
 def test_block_masks(way: tuple[Strategy, int], backend: str):
     strategy, ranks = way
     problem = FlexProblem(both(of_documents(DOCUMENTS), causal), length=LENGTH)
