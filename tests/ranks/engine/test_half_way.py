@@ -352,7 +352,7 @@ OF_TENSORS: dict[str, Callable[[], object]] = {
     ("act", "at"),
     [
         *product(OF_KEYS, ["Operations.tag", "PendingTransfers.wait"]),
-        *product(OF_TENSORS, ["collectives.exchange.arrived"]),
+        *product(OF_TENSORS, ["collectives.exchange.wait_received"]),
     ],
 )
 def test_an_error_of_a_transfer_keeps_no_group(act: str, at: str):

@@ -142,7 +142,7 @@ def test_decoding_copies_positions_once(monkeypatch):
             with device_ops() as ops:
                 out = context_decode(new, cache, mask=Causal(), attn_mask=put(seen[..., :length]), kernel=MASKED)
             uploads.append(ops["upload"])
-            cache._unread = None  # it waits for a number of the step before, as a model does for its token
+            cache._pending_check = None  # it waits for a number of the step before, as a model does for its token
             assert torch.equal(read(cache.positions(DEVICE)), cache.positions())
         return uploads, read(out)
 

@@ -59,7 +59,7 @@ def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(door: str, m
         "sum_gradients(model, mesh['cp'])",
         "FSDP2",
         "DDP",
-        "Checks(only_warn=True)",
+        "Checks(local=[experts])",
     ):
         assert word in text
 
