@@ -40,7 +40,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-# What every call asks torch is read without a function of ours in between.
+# These names have no function of ours around torch's, because every attention calls them.
 #
 # sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15.
 sdpa_handlers: Callable[[], dict[Any, Callable[..., Any]]] = partial(
@@ -50,8 +50,8 @@ sdpa_handlers: Callable[[], dict[Any, Callable[..., Any]]] = partial(
 )
 # Whether a profiler of torch runs in this process. Seen: 2.11 to 2.15 (a variable of the profiler's module).
 is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-# The level of forward-mode differentiation that some thread is in; below 0 no tensor has a tangent. Seen: 2.11 to 2.15
-# (a variable of the module; ``unpack_dual`` asks it first).
+# The level of forward-mode differentiation in the process; below 0 no tensor has a tangent. Seen: 2.11 to 2.15 (a
+# variable of the module, which ``unpack_dual`` reads first).
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 # The transform of torch.func (grad, vjp, jvp, vmap, ...) that runs in this thread, or None. Seen: 2.11 to 2.15.
 torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -63,12 +63,12 @@ is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functo
 resolve_group: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # pyright: ignore
 # Whether autocast is on for some device. Seen: 2.11 to 2.15.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
+# The id of the backward that runs in this thread; below 0 there is none. Seen: 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15.
 function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack  # pyright: ignore
-# Whether profilers hear of what this thread starts from now on. They do by default. A transfer of which a profiler has
-# heard must end before the profiler does, or the process ends with a segmentation fault. Seen: 2.11 to 2.15.
+# Set whether profilers record the operations that this thread starts from now on. The default is True. A recorded
+# transfer must end before the profiler does, or the process ends with a segmentation fault. Seen: 2.11 to 2.15.
 let_profilers_record: Callable[[bool], None] = torch.autograd._enable_record_function  # pyright: ignore
 # The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.
 dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
@@ -77,12 +77,12 @@ dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  
 saved_tensors_hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # pyright: ignore
 )
-# The autograd node whose backward is running in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
+# The autograd node whose backward runs in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
 
 def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor does with an op that has no handler. Seen: 2.11 to 2.15 (the slow path of its dispatcher)."""
+    """Run an op like DTensor's dispatcher without a handler. Seen: 2.11 to 2.15 (the slow path of the dispatcher)."""
     dispatcher = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
@@ -90,8 +90,8 @@ def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     return dispatcher.wrap(results, info.output_sharding.output_spec)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-# A DTensor of a local tensor and a spec (:func:`dtensor_spec`), without autograd and checks, in a tenth of the time of
-# ``DTensor.from_local``. Without __init__, which is for torch.export. Seen: 2.11 to 2.15 (the constructor).
+# Make a DTensor from a local tensor and a spec (:func:`dtensor_spec`), without autograd and checks, in a tenth of the
+# time of ``DTensor.from_local``. Without __init__, which is for torch.export. Seen: 2.11 to 2.15 (the constructor).
 new_dtensor: Callable[[torch.Tensor, Any], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
@@ -107,10 +107,8 @@ def dtensor_spec(
 
 @cache
 def _gloo_on_one_device() -> type:
-    """A replacement for ProcessGroupGloo that creates all groups on one device. Seen: 2.11 to 2.15 (its options).
-
-    A call returns an object of ProcessGroupGloo itself. An object of a subclass would never be destroyed.
-    """
+    """A replacement for ProcessGroupGloo that creates all groups on one device. Seen: 2.11 to 2.15 (its options)."""
+    # A call returns an object of ProcessGroupGloo itself, because an object of a subclass would never be destroyed.
     gloo = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
     device = gloo.create_default_device()
 
@@ -123,7 +121,7 @@ def _gloo_on_one_device() -> type:
             options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - not in the stubs
             options._devices, options._threads, options._timeout = [device], 2, timeout
             group = gloo(store, rank, size, options)
-            # A rank that ends at once must not close connections that others are still making.
+            # A rank that ends at once must not close connections that other ranks are still making.
             if store.add("cp_styles.connected", 1) == size:
                 store.set("cp_styles.all", "")
             store.wait(["cp_styles.all"], timeout)
@@ -134,15 +132,9 @@ def _gloo_on_one_device() -> type:
 
 @contextlib.contextmanager
 def thread_local_world() -> Iterator[None]:
-    """Give every thread its own torch.distributed world while inside, so that threads can be ranks.
+    """A context in which every thread has its own torch.distributed world, so that threads can be ranks.
 
-    All groups of gloo then share one device. To destroy a device takes up to 10 ms, in which no thread runs Python. To
-    destroy a group takes almost no time.
-
-    Threads that enter and leave dispatch modes in turns would leave torch's process-wide flag of them set. It is put
-    back, because torch.compile guards it, and would compile again what was compiled before.
-
-    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15 (the flag: 2.13, and left alone where there is none). Only for tests and
+    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15 (the flag: 2.13, and ignored where there is none). Only for tests and
     notebooks.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
@@ -150,16 +142,19 @@ def thread_local_world() -> Iterator[None]:
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed import multi_threaded_pg as threads
 
+    # All groups of gloo share one device, because its destruction takes up to 10 ms, in which no thread runs Python.
     excepthook, gloo = sys.excepthook, c10d.ProcessGroupGloo
     c10d.ProcessGroupGloo = _gloo_on_one_device()
     world = threads._install_threaded_pg()
     if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
         world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
     _set_thread_isolation_mode(True)
-    # The first fake mode of a process sets a device guard, on CUDA builds without a GPU; two threads doing so at once
-    # crash it (seen on 2.11), so it is done before there are any.
+    # On CUDA builds without a GPU, the first fake mode of a process sets a device guard. Two threads that do so at once
+    # crash the process (seen on 2.11), so it is set before there are threads.
     with FakeTensorMode():
         pass
+    # Threads that enter and leave dispatch modes in turns leave torch's process-wide flag of such modes set. It is
+    # restored, because torch.compile guards it, and would compile again.
     flag = "_is_in_any_mode_without_ignore_compile_internals"
     set_flag = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
     in_mode = getattr(_python_dispatch, flag, None)
@@ -172,7 +167,7 @@ def thread_local_world() -> Iterator[None]:
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
         c10d.ProcessGroupGloo = gloo
-        # init_process_group puts "[rank0]:" before what an uncaught exception prints, once more every time.
+        # Each init_process_group adds one more "[rank0]:" to the output of an uncaught exception.
         sys.excepthook = excepthook
 
 
@@ -189,20 +184,20 @@ def group_of_op(args: Sequence[Any]) -> dist.ProcessGroup | None:
     return resolve_group(names[-1]) if names else None
 
 
-def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:
-    """Gloo between the ranks of a group that has none, for small host tensors; all of the ranks must call it.
+def connect_gloo(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:
+    """A gloo backend between the ranks of a group without gloo, for small host tensors. All ranks must call it.
 
-    With the group's timeout or another one. It is a backend and no group, because nothing else uses it."""
+    ``timeout``: default the group's timeout."""
     gloo = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
     return gloo(_store_of(group, name), group.rank(), group.size(), timeout or _timeout_of(group))
 
 
-def texts_of_ranks(group: dist.ProcessGroup, name: str, mine: str, timeout: timedelta | None = None) -> list[str]:
-    """A text from every rank of a group, through its store; all of the ranks must call it equally often."""
+def exchange_texts(group: dist.ProcessGroup, name: str, text: str, timeout: timedelta | None = None) -> list[str]:
+    """The texts of all ranks of a group, through its store. All ranks must call it equally often."""
     store = _store_of(group, name)
     call = (store.add("calls", 1) - 1) // group.size()
     keys = [f"{call}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], mine)
+    store.set(keys[group.rank()], text)
     store.wait(keys, timeout or _timeout_of(group))
     return [store.get(key).decode() for key in keys]
 
@@ -220,12 +215,13 @@ def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:
     return group._get_backend(torch.device("cpu"))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
+def make_part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
     """A new group of some ranks of a group, with the group's backends and timeout. All of ``ranks`` must call it.
 
-    ``dist.new_group`` names a group by how many groups a rank is in (2.15: has made). Where ranks differ in that, they
-    have different names for one group, and wait for each other. This ``name`` must be new, and the same on all ranks.
-    Seen: 2.11 to 2.15 (``_new_process_group_helper``, and what ``_world`` knows of a group)."""
+    ``name`` must be new, and equal on all ranks. Seen: 2.11 to 2.15 (``_new_process_group_helper``, and the tables of
+    ``_world``)."""
+    # dist.new_group names a group by the number of groups of a rank (2.15: that it has made). Ranks with different
+    # numbers would have different names for one group, and would wait for each other.
     c10d: Any = dist.distributed_c10d
     backend, store = c10d._world.pg_map[group]
     size_and_rank = len(ranks), ranks.index(dist.get_rank())
@@ -235,7 +231,7 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
     return part
 
 
-# What torch.compile(module) returns. Seen: 2.11 to 2.15.
+# The type of torch.compile(module). Seen: 2.11 to 2.15.
 OptimizedModule = eval_frame.OptimizedModule
 
 
@@ -244,11 +240,9 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._world.pg_map[group][1]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
-    """Call ``act`` when ``destroy_process_group`` has ended the group.
-
-    torch's table of the world alone holds the Python object of the group's store, and drops it then. Seen: 2.11 to 2.15
-    (``_world.pg_map``)."""
+def call_when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
+    """Call ``act`` when ``destroy_process_group`` has ended the group. Seen: 2.11 to 2.15 (``_world.pg_map``)."""
+    # Only torch's table holds the Python object of the group's store, and drops it at this time.
     world: Any = dist.distributed_c10d._world  # pyright: ignore[reportAttributeAccessIssue]
     finalize(world.pg_map[group][1], act).atexit = False
 
@@ -256,8 +250,8 @@ def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
 def meshes_of_fsdp(module: FSDPModule) -> list[DeviceMesh]:
     """The meshes over which FSDP2 averages the gradients of the parameters that ``module`` manages.
 
-    After a forward the parameters of a root are whole tensors, which name no mesh. Seen: 2.11 (one group of
-    parameters), 2.13 (a list)."""
+    Seen: 2.11 (one group of parameters), 2.13 (a list)."""
+    # Not from the parameters: after a forward the parameters of a root are whole tensors without a mesh.
     state: Any = module._get_fsdp_state()
     groups = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
     return [group.mesh_info.mesh for group in groups if group is not None]
@@ -269,22 +263,21 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
 
 
-# The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of
-# torch.distributed._functional_collectives they return plain tensors (those return a lazily waiting subclass in
-# eager mode). Each result must pass wait_tensor before it is read. Schemas seen: 2.11, 2.13, 2.15.
-
-
-# (wire, received, sent, group name): the elements to get from each rank, and to send to each, of a flat tensor.
+# The functional collectives as ops. torch.compile traces them, they are not deprecated, and they return plain tensors.
+# (The functions of torch.distributed._functional_collectives return a lazily waiting subclass in eager mode.) Each
+# result must pass wait_tensor before it is read. Schemas seen: 2.11, 2.13, 2.15.
+#
+# (wire, received, sent, group name): the numbers of elements of a flat tensor from each rank, and to each rank.
 start_all_to_all: Callable[..., torch.Tensor] = torch.ops._c10d_functional.all_to_all_single
-# (wire, ranks, group name): the equally long flat tensors of all ranks, one after another.
+# (wire, ranks, group name): the flat tensors of all ranks, of equal lengths, one after another.
 start_all_gather: Callable[..., torch.Tensor] = torch.ops._c10d_functional.all_gather_into_tensor
 wait_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.ops._c10d_functional.wait_tensor
 # A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented).
 in_process_store: Callable[[], Any] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 
-def callers() -> list[types.FrameType]:
-    """The frames around the present call, innermost first. Loop over them, and keep none: frames hold their locals."""
+def calling_frames() -> list[types.FrameType]:
+    """The frames around the present call, innermost first. Keep none of them: frames hold their locals."""
     frame, frames = sys._getframe(1), []
     while frame is not None:
         frames.append(frame)
@@ -293,11 +286,11 @@ def callers() -> list[types.FrameType]:
 
 
 def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """The modules whose calls are running in this thread, innermost first, with the arguments of each.
+    """The modules whose calls run in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
     modules = []
-    for frame in callers():
+    for frame in calling_frames():
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
     return modules
@@ -322,11 +315,12 @@ ASKS_FOR_NESTED_TENSORS = torch._nested_tensor_from_mask_left_aligned  # pyright
 
 
 def module_of_plan() -> torch.nn.Module | None:
-    """The module that the running ``parallelize_module`` was given: a style is told only the module that it is for.
+    """The module in the outermost running call of ``parallelize_module``.
 
     Seen: 2.11 to 2.15 (a function that calls itself for each part of a path, and the name of its argument)."""
+    # torch passes to a style only the module to which it is applied.
     root = None
-    for frame in callers():
+    for frame in calling_frames():
         if frame.f_code is parallelize_module.__code__:
             root = frame.f_locals.get("module")
         elif root is not None:
@@ -337,16 +331,17 @@ def module_of_plan() -> torch.nn.Module | None:
 def torch_balances_load() -> bool:
     """Whether torch's ``context_parallel`` would cut head-tail: its switch ``_cp_options.enable_load_balance``.
 
-    Who has set it has imported its module. Seen: 2.11 to 2.15."""
+    Seen: 2.11 to 2.15."""
+    # A program that has set the switch has imported its module.
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     options = getattr(sys.modules.get(name), "_cp_options", None)
     return getattr(options, "enable_load_balance", True)
 
 
 def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
-    """The ranks of each line along the axis of a 1-D mesh in the mesh that it was taken from: the same on all ranks.
+    """The ranks of each line along the axis of a 1-D mesh in its root mesh, equal on all ranks.
 
-    For a mesh that was not taken from another, or of several axes in one: its own ranks. Seen: 2.11 to 2.15.
+    For a root mesh, or for a flattened axis, the ranks of the mesh itself. Seen: 2.11 to 2.15.
     """
     root, (name,) = mesh._get_root_mesh(), mesh.mesh_dim_names or ("",)
     names = root.mesh_dim_names or ()
@@ -363,10 +358,8 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
 
 
 def without_groups(mesh: DeviceMesh) -> DeviceMesh:
-    """Make a mesh not keep its groups alive. It still finds them by name while they exist.
-
-    (Meshes keep their groups for code that is being compiled.) Seen: 2.11 to 2.15.
-    """
+    """Make a mesh not keep its groups alive. It still finds them by name while they exist. Seen: 2.11 to 2.15."""
+    # Meshes keep their groups only for the compilation of code.
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 
@@ -386,21 +379,21 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return True
 
 
-# Other autograd.Functions of torch, including compiled graphs, do not run a user's function again.
+# Other autograd.Functions of torch, including compiled graphs, do not recompute a user's function.
 _TORCH_FILES = torch.__path__[0]
 
 
 def running_reruns() -> list[tuple[Any, str | None]]:
-    """The activation checkpoints around the present call, which will run a function again in a backward.
+    """The activation checkpoints around the present call, which will recompute a function in a backward.
 
     Each is (object, name of its attribute that holds the function), innermost first. The name is None for an
-    autograd.Function that is not torch's, because it is not known what its backward does.
+    autograd.Function that is not torch's: its backward may recompute the call.
 
     Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of non-reentrant checkpoints, in
     ``checkpoint``'s generator and in the hooks that it opens).
     """
     reruns: list[tuple[Any, str | None]] = []
-    for frame in callers():
+    for frame in calling_frames():
         code = frame.f_code
         if code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__:
             generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
@@ -409,7 +402,7 @@ def running_reruns() -> list[tuple[Any, str | None]]:
         elif code.co_name == "forward" and code.co_argcount:
             ctx = frame.f_locals.get(code.co_varnames[0])
             if code is checkpoint.CheckpointFunction.forward.__code__:
-                if hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
+                if hasattr(ctx, "run_function"):  # not set yet while the function checks its inputs
                     reruns.append((ctx, "run_function"))
             elif isinstance(ctx, torch.autograd.function.FunctionCtx) and not code.co_filename.startswith(_TORCH_FILES):
                 reruns.append((ctx, None))
@@ -422,12 +415,12 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     return reruns
 
 
-# torch.compile calls such a function while it traces, and uses the result as a constant. Only for functions whose
-# arguments are guarded by identity, such as classes and functions.
+# A decorator: torch.compile calls the function while it traces, and uses the result as a constant. Only for functions
+# whose arguments are guarded by identity, such as classes and functions.
 constant_under_compile: Callable[..., Any] = torch.compiler.assume_constant_result
 
 
-# From 2.14 on opaque values are named custom classes, and the former names warn. Seen: 2.11 to 2.14.
+# From 2.14 on opaque values are called custom classes, and the earlier names warn. Seen: 2.11 to 2.14.
 _OF_CUSTOM_CLASSES = hasattr(opaque_object, "register_custom_class")
 # The base of opaque values, which only 2.11 needs.
 OpaqueValue: Any = getattr(opaque_object, "CustomClassBase" if _OF_CUSTOM_CLASSES else "OpaqueBase")
@@ -436,7 +429,7 @@ OpaqueValue: Any = getattr(opaque_object, "CustomClassBase" if _OF_CUSTOM_CLASSE
 def register_opaque_value(cls: type) -> None:
     """Let custom ops and traced functions take objects of ``cls``, which torch.compile guards by ``==``.
 
-    On 2.11 subclasses are not taken, and a graph reads none of their fields.
+    On 2.11 subclasses are not accepted, and a graph cannot read fields of such objects.
     """
     if _OF_CUSTOM_CLASSES:
         opaque_object.register_custom_class(cls, typ="constant")  # pyright: ignore[reportAttributeAccessIssue]
@@ -447,24 +440,22 @@ def register_opaque_value(cls: type) -> None:
 def new_size(context: Any) -> Any:
     """A size that is known only when an op runs, for its fake implementation.
 
-    ``torch.library.get_ctx().new_dynamic_size()`` raises outside of fullgraph=True, so torch.compile would break the
-    graph there. This is not needed here, because the residual of an attention leaves a graph only for its own backward.
     Seen: 2.11 to 2.15 (the context's ``_shape_env``; torch's device_mesh ops do the same).
     """
+    # ``torch.library.get_ctx().new_dynamic_size()`` raises outside of fullgraph=True, so torch.compile would break the
+    # graph. There is no need for it, because the residual of an attention leaves a graph only for its own backward.
     shapes = context._shape_env
     return context.new_dynamic_size() if shapes is None else allocate_size(shapes)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile or torch.export is tracing the calling code.
-
-    (``torch.compiler.is_compiling()`` is also true while another thread compiles.) Seen: 2.11 to 2.15.
-    """
+    """Whether torch.compile or torch.export traces the calling code. Seen: 2.11 to 2.15."""
+    # ``torch.compiler.is_compiling()`` is also true while another thread compiles.
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def graph_tracer() -> str | None:
-    """What records the operators of this thread as a graph, if it is not torch.compile: its name.
+    """The name of the tracer that records the operators of this thread, if it is not torch.compile. None without one.
 
     Seen: 2.11 to 2.15 (``torch._C._get_dispatch_mode``, the mode of make_fx, which torch.export uses too).
     """
@@ -489,7 +480,7 @@ FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
 
 
 def passes_flex_attention(error: BaseException, *, but: Callable[..., Any]) -> bool:
-    """Whether torch's flex_attention was running or traced when ``error`` was raised, without a call of ``but`` around.
+    """Whether torch's flex_attention ran or was traced when ``error`` was raised, outside of calls of ``but``.
 
     Seen: 2.11 to 2.15 (``real_stack`` of torch.compile's errors: the code that was traced).
     """
@@ -508,25 +499,23 @@ RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
 def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool = False) -> None:
     """Make torch.compile trace ``function`` inside its callers, but not compile it by itself.
 
-    With ``nor_what_it_calls``, functions that it calls are then not compiled either. A ``__torch_function__`` that is
-    compiled by itself is guarded by the identity of the function that it gets. Getters of properties are created for
-    each call, so their identity is not reliable. Seen: 2.11 to 2.15.
+    With ``nor_what_it_calls``, functions that it calls are then not compiled either. Seen: 2.11 to 2.15.
     """
+    # For example, a ``__torch_function__`` that is compiled by itself is guarded by the identity of its function
+    # argument. Getters of properties are created for each call, so their identity changes.
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if nor_what_it_calls else FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
 
 
 def never_compiled(function: F) -> F:
-    """Mark ``function``: torch.compile compiles neither it by itself nor what it calls. For what is never traced.
-
-    :func:`uncompiled` would do, but its wrapper takes longer than a small function.
-    """
+    """A decorator: torch.compile compiles neither the function nor its callees. For functions that are never traced."""
+    # Not :func:`uncompiled`, whose wrapper takes longer than a small function.
     never_compile_alone(function, nor_what_it_calls=True)
     return function
 
 
 def leave_function_mode(mode: Any) -> None:
-    """End a TorchFunctionMode of this thread, also if others were entered after it. Seen: 2.11 to 2.15."""
+    """End a TorchFunctionMode of this thread, also below later modes. Seen: 2.11 to 2.15."""
     above = []
     while overrides._len_torch_function_stack() and (last := overrides._pop_mode()) is not mode:  # pyright: ignore
         above.append(last)
@@ -542,20 +531,17 @@ def without_function_modes() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _without_function_modes(entered: int) -> Iterator[None]:
-    taken = [overrides._pop_mode() for _ in range(entered)]
+    modes = [overrides._pop_mode() for _ in range(entered)]
     try:
         yield
     finally:
-        for mode in reversed(taken):
+        for mode in reversed(modes):
             overrides._push_mode(mode)
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15.
-
-    For code whose ops may differ between a forward and its recomputation, because results are cached or computed only
-    sometimes. A selective checkpoint requires both to run the same ops.
-    """
+    """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15."""
+    # A selective checkpoint requires equal ops in a forward and its recomputation. Cached results have no ops.
     return _disable_current_modes() if dispatch_modes_entered() else _NOTHING
 
 
@@ -568,10 +554,8 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 def with_derivatives() -> contextlib.AbstractContextManager[Any]:
-    """A context in which autograd and vmap work, also in the kernel of an op that a TorchDispatchMode has handled.
-
-    There torch has excluded their dispatch keys. Seen: 2.11 to 2.15.
-    """
+    """A context in which autograd and vmap work in the kernel of an op. Seen: 2.11 to 2.15."""
+    # In an op that a TorchDispatchMode has handled, torch excludes their dispatch keys.
     excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey  # pyright: ignore
     if not excluded.has(keys.FuncTorchBatched):
         return contextlib.nullcontext()
@@ -590,21 +574,20 @@ def with_derivatives() -> contextlib.AbstractContextManager[Any]:
 
 
 def uncompiled(function: F, reason: str | None = None) -> F:
-    """torch.compiler.disable, with types: neither the function nor what it calls is compiled.
+    """torch.compiler.disable, with types: neither the function nor its callees are compiled.
 
-    ``reason`` is part of torch.compile's error where it may not break the graph.
+    ``reason`` is part of torch.compile's error if the graph may not break.
     """
     return torch.compiler.disable(function, reason=reason)  # pyright: ignore[reportReturnType]
 
 
 def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
-    """Sort the hooks in a module's dicts by the order in which they run.
+    """Sort the hooks in a module's dicts by the order of their calls. Names seen: 2.11 to 2.15.
 
-    If some were registered with ``prepend``, torch.compile on 2.11 confuses hooks. ``ours`` are handles of hooks that
-    get the same numbers in every module. torch.compile guards the numbers of hooks that are always called or take
-    kwargs. With torch's own numbers, which differ, it would compile each layer of a model separately. Names seen: 2.11
-    to 2.15.
+    ``ours`` are handles of hooks that get equal numbers in all modules.
     """
+    # torch.compile on 2.11 confuses hooks if some were registered with ``prepend``. And it guards the numbers of hooks
+    # that are always called or take kwargs. With torch's own numbers it would compile each layer separately.
     free = min((0, *module._forward_pre_hooks, *module._forward_hooks)) - 1
     numbers = {handle.id: free - index for index, handle in enumerate(ours)}
     tables: tuple[Any, ...] = (
@@ -620,11 +603,9 @@ def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
 
 
 def resolve_operators() -> None:
-    """Make the Python objects of torch's ops now, which torch makes when an op is first used under a dispatch mode.
-
-    If two threads use an op for the first time, torch 2.13 makes two objects, keeps one, and calls the second one after
-    it was freed: a segmentation fault. Seen: 2.11 to 2.15 (the list of names).
-    """
+    """Make the Python objects of torch's ops, before threads use them. Seen: 2.11 to 2.15 (the list of names)."""
+    # torch makes the object of an op at its first use under a dispatch mode. If two threads use it at once, torch 2.13
+    # makes two objects, keeps one, and calls the second one after it was freed: a segmentation fault.
     for qualified in torch._C._dispatch_get_all_op_names():  # pyright: ignore[reportAttributeAccessIssue]
         namespace, _, name = qualified.partition("::")
         packet, _, overload = name.partition(".")
@@ -632,5 +613,5 @@ def resolve_operators() -> None:
 
 
 def named_range(*words: object) -> contextlib.AbstractContextManager[object]:
-    """A range with this name, in the trace of the profiler that is running; if none is, a context that does nothing."""
+    """A range with this name in the trace of the running profiler. Without a profiler, a context without effect."""
     return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else _NOTHING

@@ -251,7 +251,7 @@ def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index:
     Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("global_token_count", mesh, ordered=False)
-    state_of(group).the(Losses).number += 1
+    state_of(group).get_or_create(Losses).number += 1
     end_forwards(group)
     with collective(group, "global_token_count", ValueError):
         counted = (
@@ -396,7 +396,7 @@ def global_loss(
             f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
             "tokens of all ranks together, from global_token_count"
         )
-    state_of(group).the(Losses).number += 1
+    state_of(group).get_or_create(Losses).number += 1
     _refuse_unnamed_average(group, averaged_over)
     averaged_over = averaged_over or 1
     end_forwards(group)
@@ -489,7 +489,7 @@ class _SumOverGroup(torch.autograd.Function):
 def _raise_if_any(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text: str) -> None:
     """Raise ValueError if ``problem``, equal on all ranks, is not 0. On a GPU the host waits for it only in the first
     call of a function over the group: in later calls, the caller makes its result nan or infinite instead."""
-    checked = state_of(group).the(Losses).checked
+    checked = state_of(group).get_or_create(Losses).checked
     if problem.device.type != "cpu":
         if function in checked or captures_graph():
             return
@@ -722,7 +722,7 @@ def _agree_on_gradients(
         }
         return facts, StatusRow(q_length=zlib.crc32(present), numbers=(gathers.compared, 0))
 
-    gathers = state_of(group).the(ReplicatedGathers)
+    gathers = state_of(group).get_or_create(ReplicatedGathers)
     rows = agree_on_facts(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     gathers.summed = True
     if parameters and all(rows.columns.numbers[0]):

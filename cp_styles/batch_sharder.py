@@ -326,7 +326,7 @@ class BatchSharder:
             )
         sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
-        losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).the(Losses).number
+        losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number
         before, self._losses = self._losses, losses
         unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
         state.trained.clear()

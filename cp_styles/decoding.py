@@ -34,11 +34,11 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel
-from cp_styles.kernels.autocast import as_attended
+from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
-from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
+from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, merge_all
 from cp_styles.layout import SequenceLayout, refuse_other_cut
 from cp_styles.mask import Causal, Full, Mask, PerRow
 from cp_styles.mask.dense import check_plain_mask
@@ -395,7 +395,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
         with Operation(cache.group, common=(ValueError, NotImplementedError)):  # these do not depend on the rank
             if cache._pending_check is not None:
                 _check_equal(name, cache, cache._pending_check())
-            q, k, v = as_attended((q_BHLD, *held))
+            q, k, v = cast_for_attention((q_BHLD, *held))
             scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
             kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
             tile = kernel_for_tiles((q, k, v), named=kernel)
@@ -409,9 +409,9 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             cache._pending_check = read_later((numbers != numbers[:1]).any().long())
             if q.device.type == "cpu":
                 _check_equal(name, cache, cache._pending_check())
-            out, lse = merged(outs, lses)
+            out, lse = merge_all(outs, lses)
         if call.sink_H is not None:
-            out = beside_sink(out, lse, call.sink_H)
+            out = apply_sink(out, lse, call.sink_H)
         state_of(cache.group).phase = GroupPhase.IDLE
         return out.to(q.dtype)
 
@@ -455,7 +455,7 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
             f"{name}: a query of shape {tuple(q.shape)} does not fit a cache whose keys have the shape "
             f"{tuple(keys.shape)}: it is [B, H, L, D], with H a multiple of the cache's heads"
         )
-    if q.dtype != keys.dtype and as_attended((q, keys))[0].dtype != as_attended((q, keys))[1].dtype:
+    if q.dtype != keys.dtype and cast_for_attention((q, keys))[0].dtype != cast_for_attention((q, keys))[1].dtype:
         raise ValueError(f"{name}: a query in {q.dtype} and a cache in {keys.dtype}: both must have one dtype")
     if not q.shape[2] or (q.shape[2] > cache.length and not isinstance(mask, Full)):
         raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")

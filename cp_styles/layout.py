@@ -1,7 +1,7 @@
 """Sequence layouts: which global positions each rank holds.
 
 Tokens, labels, positions, masks, the attention plan and unsharding are all derived from a :class:`SequenceLayout`.
-A load balancer is a function that returns one.
+A load balancer is a function that returns a SequenceLayout.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Chunk: TypeAlias = tuple[int, int]
 class Stripes:
     """Blocks of ``block`` positions, given to ``ranks`` ranks in turn; the last block may be shorter.
 
-    Rank r holds the positions from ``r block`` on, ``block`` in each ``period``. Everything about stripes is computed
-    from these numbers. Nothing is listed that grows with their number.
+    Rank r holds ``block`` positions in each ``period``, from position ``r block`` on. Three numbers describe all
+    stripes, and only :meth:`chunks` lists them.
     """
 
     length: int
@@ -47,18 +47,18 @@ class Stripes:
 
     @property
     def period(self) -> int:
-        """Positions from a block of a rank to its next one."""
+        """The number of positions from a block of a rank to its next block."""
         return self.ranks * self.block
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of positions of each rank."""
+        """The number of positions of each rank."""
         periods, rest = divmod(self.length, self.period)
         starts = range(0, self.period, self.block)
         return tuple(periods * self.block + min(max(rest - start, 0), self.block) for start in starts)
 
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """For each rank, its blocks, listed."""
+        """A list of the blocks of each rank."""
         starts = (range(first, self.length, self.period) for first in range(0, self.period, self.block))
         return tuple(tuple((start, min(start + self.block, self.length)) for start in line) for line in starts)
 
@@ -68,16 +68,16 @@ class Stripes:
         return row // self.block * self.period + row % self.block + rank * self.block
 
     def part(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """What ``rank`` holds of a whole tensor along ``dim >= 0``: a view for stripes of one position, else a copy."""
+        """The part of a whole tensor that ``rank`` holds along ``dim >= 0``: a view for blocks of one, else a copy."""
         if self.block == 1:
             return whole[(slice(None),) * dim + (slice(rank, None, self.ranks),)]
         return whole.index_select(dim, self.positions(rank, whole.device, rows=(0, self.lengths[rank])))
 
     def rows_rank_by_rank(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Where each position is in the concatenation of the rows of all ranks: int64 ``[length]``."""
+        """The index of each position in the concatenation of the rows of all ranks: int64 ``[length]``."""
         periods, rest = divmod(self.length, self.period)
         position = torch.arange(self.length, device=device)
-        start = position // self.block % self.ranks * self.block  # of the rank's blocks in each period
+        start = position // self.block % self.ranks * self.block  # offset of the rank's block in each period
         return start * periods + start.clamp(max=rest) + position // self.period * self.block + position % self.block
 
 
@@ -90,10 +90,10 @@ class SequenceLayout:
     ...), or from chunks of your own with :meth:`from_chunks`.
 
     Attributes:
-        held: what each rank holds: its chunks, or :class:`Stripes` for all ranks. Chunks that are stripes become
-            stripes, where a rank has more than one chunk. So equal cuts are equal layouts.
-        length: number of positions of the whole sequence.
-        lengths: number of positions of each rank.
+        held: the chunks of each rank, or :class:`Stripes` for all ranks. Chunks that are stripes become Stripes, if a
+            rank has more than one chunk. So equal cuts are equal layouts.
+        length: the number of positions of the whole sequence.
+        lengths: the number of positions of each rank.
 
     Example::
 
@@ -113,8 +113,8 @@ class SequenceLayout:
         if isinstance(held, Stripes) and held.length <= held.period:
             held = held.chunks()
         if not isinstance(held, Stripes):
-            lengths = _checked_lengths(held)
-            held = _as_stripes(held, sum(lengths)) or held
+            lengths = _check_chunks(held)
+            held = _find_stripes(held, sum(lengths)) or held
         else:
             lengths = held.lengths
         object.__setattr__(self, "held", held)
@@ -124,31 +124,29 @@ class SequenceLayout:
     def __hash__(self) -> int:
         return self._hash
 
-    # Layouts are cache keys of plans and may have thousands of chunks, so it is computed once.
+    # Computed once, because layouts are cache keys of plans and may have thousands of chunks.
     _hash = cached_property(lambda self: hash(self.held))
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:
         """A layout from ``chunks``: for each rank half-open ranges of global positions, in any order.
 
-        They are sorted, touching ones are joined, and empty ones are dropped.
+        Chunks are sorted, touching chunks are joined, and empty chunks are dropped.
 
         Raises:
             ValueError: a position has no owner, or two.
         """
-        return cls(tuple(tuple(joined_ranges(sorted(c for c in held if c[1] > c[0]))) for held in chunks))
+        return cls(tuple(tuple(join_ranges(sorted(c for c in held if c[1] > c[0]))) for held in chunks))
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """For each rank, half-open ranges of global positions, ascending; no two of them touch.
-
-        The chunks of :class:`Stripes` are listed when they are asked for first. Plans and cuts do not need them.
-        """
+        """For each rank, half-open ranges of global positions, ascending; no two of them touch."""
+        # The chunks of Stripes are listed at the first use. Plans and cuts do not need this list.
         return self.held.chunks() if isinstance(self.held, Stripes) else self.held
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the sequence."""
+        """The number of ranks that share the sequence."""
         return len(self.lengths)
 
     def positions(
@@ -156,7 +154,7 @@ class SequenceLayout:
     ) -> torch.Tensor:
         """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]`` on ``device``.
 
-        ``rows`` asks for a half-open range of the local rows only. No communication.
+        ``rows`` limits the result to a half-open range of the local rows. No communication.
         """
         first, last = (0, self.lengths[rank]) if rows is None else rows
         if isinstance(self.held, Stripes):
@@ -172,9 +170,9 @@ class SequenceLayout:
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
 
-        Contiguous on every rank: at most one copy, and a view of ``tensor`` where one chunk of it is contiguous.
-        Differentiable. No communication. The result remembers its layout (see :func:`cut_with`), so that attention with
-        another layout refuses it.
+        Contiguous on every rank: at most one copy, and a view of ``tensor`` if a rank's only chunk is contiguous.
+        Differentiable. No communication. The result carries a mark with its layout (see :func:`find_cut`), so that
+        attention with another layout refuses it.
 
         Raises:
             ValueError: ``tensor.shape[dim]`` is not :attr:`length`.
@@ -185,13 +183,13 @@ class SequenceLayout:
                 f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
                 f"layout for {tensor.shape[dim]} positions"
             )
-        # Else some ranks could view their part as another shape, and those with one chunk could not.
+        # Contiguous on every rank, so that a view of another shape works on all ranks or on none.
         part = self.part(tensor, dim, rank).contiguous()
         mark_cut(part, (self, dim % tensor.ndim))
         return part
 
     def part(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """:meth:`shard` along ``dim`` for ``rank``, of a ``tensor`` known to be whole. The result remembers nothing."""
+        """:meth:`shard` along ``dim`` for ``rank``, without the check of ``tensor`` and without a mark."""
         if isinstance(self.held, Stripes):
             return self.held.part(tensor, dim % tensor.ndim, rank).contiguous()
         return rows_in(tensor, dim, self.held[rank])
@@ -224,7 +222,7 @@ class SequenceLayout:
         return torch.cat([piece for _, piece in pieces], dim)
 
     def describe(self) -> str:
-        """A text with one line for each rank: how many tokens it holds, and which."""
+        """A text with one line for each rank: the number of its tokens, and its chunks."""
         lines = [f"{self.length} positions on {self.ranks} ranks"]
         for rank, rank_chunks in enumerate(self.chunks):
             shown = " ".join(f"[{start}, {stop})" for start, stop in rank_chunks[:6])
@@ -244,16 +242,15 @@ def holds(dtype: torch.dtype, value: float) -> bool:
 _CUT = "_cp_styles_cut"
 
 
-def cut_with(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
-    """With what :meth:`SequenceLayout.shard` made this tensor object, and along which dim. None for tensors computed
-    from it."""
+def find_cut(tensor: torch.Tensor) -> tuple[SequenceLayout, int] | None:
+    """(layout, dim) if :meth:`SequenceLayout.shard` returned this tensor object, otherwise None."""
     return getattr(tensor, _CUT, None)
 
 
-def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
+def find_cuts(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with its layout."""
-    pairs = []  # by a loop, which torch.compile can trace
-    for value in values:
+    pairs = []
+    for value in values:  # not a comprehension, so that torch.compile can trace it
         cut = getattr(value, _CUT, None)
         if cut is not None:
             pairs.append((value, cut[0]))
@@ -261,11 +258,11 @@ def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
 
 
 def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, shown: str) -> None:
-    """Raise ValueError for a tensor that another layout of as many positions has cut for as many ranks.
+    """Raise ValueError for a tensor that another layout of equal length and ranks has cut.
 
-    Lengths do not show this, because most layouts give equal ones. ``shown`` stands for ``layout`` in the message.
+    ``shown`` is the text of ``layout`` in the message.
     """
-    for tensor, cut in cuts_of(tensors):
+    for tensor, cut in find_cuts(tensors):
         if cut != layout and (cut.length, cut.ranks) == (layout.length, layout.ranks):
             raise ValueError(
                 f"{name}: an input of shape {tuple(tensor.shape)} was cut with another layout than this call uses "
@@ -275,10 +272,10 @@ def refuse_other_cut(name: str, tensors: Iterable[Any], layout: SequenceLayout, 
 
 
 def mark_cut(tensor: torch.Tensor, cut: tuple[SequenceLayout, int] | None) -> None:
-    """Make :func:`cut_with` return ``cut`` for this tensor object."""
+    """Make :func:`find_cut` return ``cut`` for this tensor object."""
     if cut is not None:
         setattr(tensor, _CUT, cut)
-    elif cut_with(tensor) is not None:
+    elif find_cut(tensor) is not None:
         delattr(tensor, _CUT)
 
 
@@ -289,7 +286,7 @@ Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
 def contiguous(length: int, ranks: int) -> SequenceLayout:
     """One range for each rank, in rank order. The first ranks get the remainder.
 
-    Under a causal mask the work is not balanced, and the last rank does most: see :func:`head_tail`.
+    Under a causal mask the work is not balanced: the last rank has most of it. See :func:`head_tail`.
 
     Args:
         length: number of positions.
@@ -299,12 +296,12 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
 
         assert contiguous(10, 3).chunks == (((0, 4),), ((4, 7),), ((7, 10),))
     """
-    _check(length, ranks)
+    _check_sizes(length, ranks)
     return SequenceLayout.from_chunks([chunk] for chunk in ranges_of(even_sizes(length, ranks)))
 
 
 def head_tail(length: int, ranks: int) -> SequenceLayout:
-    """2 P chunks, of which rank r holds chunks r and 2 P - 1 - r. Causal work is equal. Also called zigzag.
+    """Cut into 2 P chunks. Rank r holds chunks r and 2 P - 1 - r. Causal work is equal. Also called zigzag.
 
     Args:
         length: number of positions.
@@ -322,23 +319,23 @@ def head_tail(length: int, ranks: int) -> SequenceLayout:
 def per_document_head_tail(
     length: int, ranks: int, *, documents: Sequence[int], cut_all: bool = False
 ) -> SequenceLayout:
-    """Each document cut head-tail by itself: causal work is balanced for documents of any length, and so are tokens.
+    """Cut each document head-tail by itself. Causal work and tokens are balanced for documents of any length.
 
-    Each token of a document that is cut head-tail costs the same, and more in a longer document. Ranks are filled one
-    after the other, with a mixture of a document whose tokens cost more than the average and a document whose tokens
-    cost less, in the proportion that costs the average. When one of the two ends, the next of its kind takes its place.
-    So most short documents stay whole on one rank, and a long one is cut over few neighbouring ranks. A rank attends to
-    few other ranks, in few tiles.
+    All tokens of a document that is cut head-tail have equal cost, which is higher in a longer document. Ranks are
+    filled one after the other, with a mixture of a document whose tokens cost more than the average and a document
+    whose tokens cost less, in the proportion that costs the average. When one of the two ends, the next document of its
+    kind follows. So most short documents stay whole on one rank, and a long document is cut over few neighbouring
+    ranks. A rank attends to few other ranks, in few tiles.
 
-    The mixtures are rounded to whole tokens. If that leaves the work unbalanced by more than 2 %, as it may in very
-    short sequences, all documents are cut over all ranks, where that is balanced better.
+    The mixtures are rounded to whole tokens. If the work is then unbalanced by more than 2 %, as it may be in very
+    short sequences, all documents are cut over all ranks, if this is better balanced.
 
     Args:
         length: number of positions; the sum of ``documents``.
         ranks: number of ranks.
         documents: lengths of the packed documents, in order.
-        cut_all: cut all documents over all ranks, also the shortest. The remainder of each document goes to the ranks
-            that hold the fewest tokens so far.
+        cut_all: cut all documents over all ranks, also the shortest document. The remainder of each document goes to
+            the ranks with the fewest tokens so far.
 
     Raises:
         ValueError: ``documents`` do not add up to ``length``.
@@ -349,7 +346,7 @@ def per_document_head_tail(
         layout = per_document_head_tail(1000, 4, documents=[600, 300, 100])
         assert layout.lengths == (250, 250, 250, 250)
     """
-    _check(length, ranks)
+    _check_sizes(length, ranks)
     if not all(isinstance(size, Integral) for size in documents):
         raise TypeError(
             f"per_document_head_tail takes the lengths of the documents as int, got {documents!r}; all rows of a batch "
@@ -362,22 +359,22 @@ def per_document_head_tail(
     if cut_all:
         return SequenceLayout.from_chunks(_cut_every_document(documents, ranks)[1])
     best = _pair_documents(documents, ranks)
-    if best[0] * ranks * 100 > sum(map(_pairs, documents)) * 102:
+    if best[0] * ranks * 100 > sum(map(_causal_work, documents)) * 102:
         best = min(best, _cut_every_document(documents, ranks), key=itemgetter(0))
     return SequenceLayout.from_chunks(best[1])
 
 
-def _pairs(size: int, start: int = 0) -> int:
+def _causal_work(size: int, start: int = 0) -> int:
     """Twice the causal work of ``size`` positions of a document, from its position ``start`` on."""
     return size * (2 * start + size + 1)
 
 
-class _Cut:
+class _DocumentCut:
     """A document that is cut head-tail, from its ends to its middle.
 
     Attributes:
         size: number of positions of the document.
-        left: how many of them no rank is planned to take yet.
+        left: the number of positions that are not planned for a rank yet.
     """
 
     def __init__(self, start: int, size: int) -> None:
@@ -385,26 +382,24 @@ class _Cut:
         self._start, self._head, self._tail = start, 0, size
 
     def take(self, tokens: int) -> tuple[list[Chunk], int]:
-        """Take ``tokens`` positions, half of them at the head and half at the tail: chunks, twice their work."""
+        """Take ``tokens`` positions, half at the head and half at the tail. Returns chunks, and twice their work."""
         first, last = tokens - tokens // 2, tokens // 2
         head, tail = self._head, self._tail - last
         self._head, self._tail = head + first, tail
         chunks = [(self._start + at, self._start + at + size) for at, size in ((head, first), (tail, last))]
-        return chunks, _pairs(first, head) + _pairs(last, tail)
+        return chunks, _causal_work(first, head) + _causal_work(last, tail)
 
 
-def _uncut(documents: Sequence[int]) -> list[_Cut]:
-    return [_Cut(end - size, size) for end, size in zip(accumulate(documents), documents, strict=True) if size]
+def _start_cuts(documents: Sequence[int]) -> list[_DocumentCut]:
+    return [_DocumentCut(end - size, size) for end, size in zip(accumulate(documents), documents, strict=True) if size]
 
 
 def _cut_every_document(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
-    """(Twice the work of the busiest rank, chunks of all ranks) for documents that are all cut over all ranks.
-
-    The remainder of a document goes to the ranks with the most room.
-    """
+    """Cut all documents over all ranks. Returns (twice the work of the busiest rank, chunks of all ranks)."""
+    # The remainder of a document goes to the ranks with the most room.
     room, work = list(even_sizes(sum(documents), ranks)), [0] * ranks
     by_rank: list[list[Chunk]] = [[] for _ in range(ranks)]
-    for document in sorted(_uncut(documents), key=lambda document: -document.size):
+    for document in sorted(_start_cuts(documents), key=lambda document: -document.size):
         least, more = divmod(document.size, ranks)
         most = set(sorted(range(ranks), key=lambda rank: -room[rank])[:more])
         for rank in range(ranks):
@@ -417,31 +412,31 @@ def _cut_every_document(documents: Sequence[int], ranks: int) -> tuple[int, list
 
 
 def _pair_documents(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
-    """As :func:`_cut_every_document`, for documents that are cut as :func:`per_document_head_tail` describes."""
+    """Mix long and short documents as :func:`per_document_head_tail` describes. Returns as _cut_every_document."""
     by_rank: list[list[Chunk]] = []
-    length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
-    whole = _uncut(documents)
+    length, remaining, most = sum(documents), sum(map(_causal_work, documents)), 0
+    cuts = _start_cuts(documents)
     queues = [
-        deque(document for document in whole if (document.size + 1) * length >= undone),
-        deque(document for document in whole if (document.size + 1) * length < undone),
+        deque(document for document in cuts if (document.size + 1) * length >= remaining),
+        deque(document for document in cuts if (document.size + 1) * length < remaining),
     ]
     for rank, room in enumerate(even_sizes(length, ranks)):
-        planned: dict[_Cut, int] = {}
-        due = undone // (ranks - rank)
+        planned: dict[_DocumentCut, int] = {}
+        due = remaining // (ranks - rank)
         while room:
-            # If documents of one kind only are left, both are the same document.
+            # If only one kind of documents is left, long and short are one document.
             first = [queue[0] for queue in queues if queue]
             long, short = first[0], first[-1]
-            # The number of tokens of the long one with which the rank gets the work that is due.
+            # The number of tokens of the long document with which the rank gets the work that is due.
             more, unit = due - room * (short.size + 1), long.size - short.size
-            of_long = min(max((2 * more + unit) // (2 * unit), 0), room) if unit else room
-            of_short = room - of_long
+            long_tokens = min(max((2 * more + unit) // (2 * unit), 0), room) if unit else room
+            short_tokens = room - long_tokens
             # Take both in this proportion, up to the end of one of them.
-            if of_long > long.left and long.left * of_short <= short.left * of_long:
-                of_long, of_short = long.left, long.left * of_short // of_long
-            elif of_short > short.left:
-                of_long, of_short = short.left * of_long // of_short, short.left
-            for document, tokens in ((long, of_long), (short, of_short)):
+            if long_tokens > long.left and long.left * short_tokens <= short.left * long_tokens:
+                long_tokens, short_tokens = long.left, long.left * short_tokens // long_tokens
+            elif short_tokens > short.left:
+                long_tokens, short_tokens = short.left * long_tokens // short_tokens, short.left
+            for document, tokens in ((long, long_tokens), (short, short_tokens)):
                 if tokens:
                     planned[document] = planned.get(document, 0) + tokens
                     document.left -= tokens
@@ -450,10 +445,10 @@ def _pair_documents(documents: Sequence[int], ranks: int) -> tuple[int, list[lis
             for queue in queues:
                 if queue and not queue[0].left:
                     queue.popleft()
-        taken = [document.take(tokens) for document, tokens in planned.items()]
-        by_rank.append([chunk for chunks, _ in taken for chunk in chunks])
-        work = sum(pairs for _, pairs in taken)
-        undone -= work
+        shares = [document.take(tokens) for document, tokens in planned.items()]
+        by_rank.append([chunk for chunks, _ in shares for chunk in chunks])
+        work = sum(pairs for _, pairs in shares)
+        remaining -= work
         most = max(most, work)
     return most, by_rank
 
@@ -462,8 +457,8 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
     """Blocks of ``block`` positions, given to the ranks in turn (Brandon et al., Striped Attention, 2023).
 
     With blocks of one position, causal attention to a source is one kernel call on a causal square, and neither layout
-    nor plan grows with the length. With larger ones there is a call for each block and source, or for several short
-    blocks together, with an explicit mask.
+    nor plan grows with the length. With larger blocks there is a call for each block and source, or a call with an
+    explicit mask for several short blocks.
 
     Args:
         length: number of positions.
@@ -477,21 +472,22 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
 
         assert striped(8, 2, block=2).chunks == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
     """
-    _check(length, ranks)
+    _check_sizes(length, ranks)
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     return SequenceLayout(Stripes(length, ranks, block)) if ranks > 1 else contiguous(length, ranks)
 
 
 def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
-    """The part of each rank of ``outer``, cut again among ``inner_ranks`` ranks: for ring x Ulysses.
+    """Cut the part of each rank of ``outer`` again among ``inner_ranks`` ranks: for ring x Ulysses.
 
     Rank ``o * inner_ranks + i`` is inner rank i of outer rank o, as on a mesh with the axes (outer, inner). A gather
-    over the inner axis alone gives the part of outer rank o. Nothing is communicated.
+    over the inner axis alone gives the part of outer rank o. No communication.
 
     Args:
         outer: the layout over the outer (ring) ranks.
-        inner_ranks: number of inner (Ulysses) ranks that share the part of one outer rank. The first get the remainder.
+        inner_ranks: number of inner (Ulysses) ranks that share the part of one outer rank. The first ones get the
+            remainder.
 
     Raises:
         ValueError: ``inner_ranks`` is below 1.
@@ -519,8 +515,8 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     """Equal work under *any* band mask. Blocks of positions, the heaviest first, go to the rank with the least work.
 
     Ranks hold equally many blocks, so that the rest of the model is balanced too. This is the longest-processing-time
-    rule (Graham, 1969), which MagiAttention's dispatch uses too. Where it leaves an imbalance of more than 1 %, the
-    busiest rank and the least busy one exchange a block, repeatedly.
+    rule (Graham, 1969), which MagiAttention's dispatch also uses. If an imbalance of more than 1 % is left, the busiest
+    rank and the least busy rank exchange a block, repeatedly.
 
     Where a balancer is expected, bind the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``.
 
@@ -539,14 +535,14 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
         layout = by_work(1024, 4, mask=SlidingWindow(99))
         assert imbalance(layout, SlidingWindow(99)) < 1.01
     """
-    _check(length, ranks)
+    _check_sizes(length, ranks)
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     block = block or max(1, -(-length // (16 * ranks)))
     work = work_from(mask, torch.arange(0, length, block, device="cpu"), length, length).tolist()
     holder, done = [0] * len(work), [0] * ranks
     room = [-(-len(work) // ranks)] * ranks
-    least = list(range(ranks))  # of the ranks with room: the work times the number of ranks, and the rank
+    least = list(range(ranks))  # a heap of (work * ranks + rank) for the ranks with room
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
         rank = holder[index] = least[0] % ranks
         room[rank] -= 1
@@ -555,7 +551,7 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
             heapq.heapreplace(least, done[rank] * ranks + rank)
         else:
             heapq.heappop(least)
-    _exchange(holder, done, work)
+    _exchange_blocks(holder, done, work)
     by_rank: list[list[Chunk]] = [[] for _ in range(ranks)]
     first = 0
     for index, (rank, later) in enumerate(pairwise((*holder, None)), 1):
@@ -565,18 +561,22 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     return SequenceLayout(tuple(map(tuple, by_rank)))
 
 
-def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
-    """Exchange blocks between the busiest rank and the least busy one, until the busiest has at most 1 % more than the
-    mean, or no exchange helps. ``holder`` is the rank of each block, ``done`` is the work of each rank; both change."""
+def _exchange_blocks(holder: list[int], done: list[int], work: Sequence[int]) -> None:
+    """Exchange blocks between the busiest rank and the least busy rank, in place.
+
+    ``holder`` is the rank of each block, ``done`` is the work of each rank.
+    """
+    # Until the busiest rank has at most 1 % more than the mean, or no exchange helps.
     ranks, total = range(len(done)), sum(done)
     for _ in ranks:
         most, least = max(ranks, key=done.__getitem__), min(ranks, key=done.__getitem__)
         gap = done[most] - done[least]
         if done[most] * len(done) * 100 <= total * 101:
             return
-        gone, come = ([index for index, rank in enumerate(holder) if rank == one] for one in (most, least))
-        left, a, b = min(((abs(gap - 2 * (work[a] - work[b])), a, b) for a in gone for b in come), default=(gap, 0, 0))
-        if left >= gap:
+        heavy, light = ([index for index, rank in enumerate(holder) if rank == each] for each in (most, least))
+        gaps = ((abs(gap - 2 * (work[a] - work[b])), a, b) for a in heavy for b in light)
+        new_gap, a, b = min(gaps, default=(gap, 0, 0))
+        if new_gap >= gap:
             return
         holder[a], holder[b] = least, most
         done[most] += work[b] - work[a]
@@ -584,40 +584,37 @@ def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
 
 
 def layout_made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> SequenceLayout:
-    """``cut(length, ranks)`` of a balancer, or the layout itself, checked.
-
-    Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
-    balancers may depend on data that changes between batches, so they are called every time.
-    """
+    """Call a balancer and check the layout that it returns. A layout as ``cut`` is only checked."""
+    # Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
+    # balancers may depend on data that changes between batches, so they are called every time.
     if callable(cut) and is_deterministic(cut):
-        return _remembered(_by_value(cut), length, ranks)
-    return _made_by(cut, length, ranks)
+        return _cached_layout(_bound_values(cut), length, ranks)
+    return _call_balancer(cut, length, ranks)
 
 
 def layout_of_one(layout: SequenceLayout | Balancer) -> SequenceLayout | Balancer:
-    """The layout of one rank in place of a layout for several; a balancer as it is."""
+    """Replace a layout for several ranks by the layout of one rank. A balancer is returned unchanged."""
     return contiguous(layout.length, 1) if isinstance(layout, SequenceLayout) else layout
 
 
 def is_deterministic(balancer: Balancer) -> bool:
-    """Whether the balancer is known to depend only on length and ranks."""
-    function, constants = _by_value(balancer)[:2]
-    return function in _OWN and all(map(_is_constant, constants))
+    """Whether the balancer is a function of this module with constants, so that it depends on length and ranks only."""
+    function, constants = _bound_values(balancer)[:2]
+    return function in _BALANCERS and all(map(_is_constant, constants))
 
 
-def fact_of(cut: SequenceLayout | Balancer) -> SequenceLayout | str:
-    """A layout or balancer as ranks compare it. The results of a user's own function are compared in its place."""
+def describe_cut(cut: SequenceLayout | Balancer) -> SequenceLayout | str:
+    """The description of a layout or balancer that ranks compare. For a user's own function they compare results."""
     if isinstance(cut, SequenceLayout):
         return cut
-    function, values, names = _by_value(cut)
+    function, values, names = _bound_values(cut)
     return f"{function.__name__}{values or ''}{names or ''}" if is_deterministic(cut) else "a balancer"
 
 
-def _by_value(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
-    """The function, its bound values, and the names of the last ones. (A partial object compares by identity.)
-
-    Masks are replaced by their patterns. No more is needed for a layout, and a pattern holds no tensor of a caller.
-    """
+def _bound_values(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
+    """The function of a balancer, its bound values, and the names of the last values."""
+    # A key of caches, because a partial object compares by identity. Masks are replaced by their patterns, which
+    # determine a layout and hold no tensor of a caller.
     if not isinstance(balancer, functools.partial):
         return balancer, (), ()
     values = (*balancer.args, *balancer.keywords.values())
@@ -632,36 +629,36 @@ def _is_constant(value: Any) -> bool:
 
 
 @remembered(64)
-def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int, ranks: int) -> SequenceLayout:
+def _cached_layout(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int, ranks: int) -> SequenceLayout:
     function, constants, names = parts
     first = len(constants) - len(names)
     named = dict(zip(names, constants[first:], strict=True))
-    return _made_by(functools.partial(function, *constants[:first], **named), length, ranks)
+    return _call_balancer(functools.partial(function, *constants[:first], **named), length, ranks)
 
 
-def _made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> SequenceLayout:
+def _call_balancer(cut: SequenceLayout | Balancer, length: int, ranks: int) -> SequenceLayout:
     layout = cut(length, ranks) if callable(cut) else cut
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"a layout must be a SequenceLayout or a function that makes one, such as head_tail: {cut}")
     if (layout.length, layout.ranks) != (length, ranks):
-        what = "the layout is" if layout is cut else f"{cut} returned one"
+        source = "the layout is" if layout is cut else f"{cut} returned one"
         raise ValueError(
-            f"a layout must cut {length} positions for {ranks} ranks, and {what} for {layout.length} positions on "
+            f"a layout must cut {length} positions for {ranks} ranks, and {source} for {layout.length} positions on "
             f"{layout.ranks} ranks: give the layout of this sequence, or a balancer such as head_tail"
         )
     return layout
 
 
-_OWN = frozenset((contiguous, head_tail, per_document_head_tail, striped, by_work))
+_BALANCERS = frozenset((contiguous, head_tail, per_document_head_tail, striped, by_work))
 
 
-def _check(length: int, ranks: int) -> None:
+def _check_sizes(length: int, ranks: int) -> None:
     if ranks < 1 or length < 0:
         raise ValueError(f"a layout needs length >= 0 and ranks >= 1, got length={length}, ranks={ranks}")
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """``length`` cut into ``parts`` sizes that differ by at most one. The larger ones come first."""
+    """Cut ``length`` into ``parts`` sizes that differ by at most one. The larger sizes come first."""
     base, extra = divmod(length, parts)
     return tuple(base + (index < extra) for index in range(parts))
 
@@ -671,8 +668,8 @@ def ranges_of(sizes: Iterable[int]) -> tuple[Chunk, ...]:
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
-def joined_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
-    """Equal positions in equal order. A range that begins where the range before it ends is joined to it."""
+def join_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
+    """Join each range that begins where the previous range ends. The positions and their order do not change."""
     joined: list[Chunk] = []
     for start, stop in ranges:
         if start == stop:
@@ -685,7 +682,7 @@ def joined_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
 
 
 def rows_in(tensor: torch.Tensor, dim: int, ranges: Sequence[Chunk]) -> torch.Tensor:
-    """The rows of ``tensor`` along ``dim`` that are in ``ranges``. A view if there is one range, else one copy."""
+    """The rows of ``tensor`` along ``dim`` that are in ``ranges``: a view for one range, otherwise one copy."""
     if len(ranges) == 1:
         start, stop = ranges[0]
         return tensor.narrow(dim, start, stop - start)
@@ -693,20 +690,20 @@ def rows_in(tensor: torch.Tensor, dim: int, ranges: Sequence[Chunk]) -> torch.Te
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
-def _checked_lengths(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
-    """The number of positions of each rank, if the chunks are as :class:`SequenceLayout` says."""
-    starts, stops = _edges(chain.from_iterable(chunks))
+def _check_chunks(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
+    """The number of positions of each rank. Raises ValueError for chunks that are not a :class:`SequenceLayout`."""
+    starts, stops = _split_edges(chain.from_iterable(chunks))
     if sorted(starts) != [0, *sorted(stops)][:-1] or any(map(ge, starts, stops)):
-        starts, stops = _edges(sorted(zip(starts, stops, strict=True)))
+        starts, stops = _split_edges(sorted(zip(starts, stops, strict=True)))
         edges = zip(starts, stops, [0, *stops], strict=False)
-        start, stop, next_one = next(entry for entry in edges if entry[0] != entry[2] or entry[1] <= entry[0])
+        start, stop, expected = next(entry for entry in edges if entry[0] != entry[2] or entry[1] <= entry[0])
         raise ValueError(
             f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
-            f"where position {next_one} comes next"
+            f"where position {expected} comes next"
         )
     lengths = []
     for rank, rank_chunks in enumerate(chunks):
-        starts, stops = _edges(rank_chunks)
+        starts, stops = _split_edges(rank_chunks)
         if any(map(ge, stops, starts[1:])):
             raise ValueError(
                 f"the chunks of rank {rank} must ascend and not touch, got {rank_chunks}; see from_chunks()"
@@ -715,14 +712,14 @@ def _checked_lengths(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _as_stripes(chunks: tuple[tuple[Chunk, ...], ...], length: int) -> Stripes | None:
-    """The stripes that these chunks are; None if they are not, or if no rank has more than one."""
+def _find_stripes(chunks: tuple[tuple[Chunk, ...], ...], length: int) -> Stripes | None:
+    """The Stripes that equal these chunks. None if there are none, or if no rank has more than one chunk."""
     if len(chunks) < 2 or len(chunks[0]) < 2 or chunks[0][1][0] != len(chunks) * chunks[0][0][1]:
         return None
     stripes = Stripes(length, len(chunks), chunks[0][0][1])
     return stripes if stripes.chunks() == chunks else None
 
 
-def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
+def _split_edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
     chunks = list(chunks)
     return [start for start, _ in chunks], [stop for _, stop in chunks]

@@ -36,11 +36,11 @@ def compiled_flex_on_cpu() -> Iterator[Counter[str]]:
         patch.setattr(flex_compiled, "_compile", lambda function: function)
         patch.setattr(flex_compiled, "flex_attention", lambda *args, **options: _attend(calls, *args, **options))
         patch.setattr(door, "compiled_takes", takes)
-        flex_compiled._compiled.cache_clear()
+        flex_compiled._compile_variant.cache_clear()
         try:
             yield calls
         finally:
-            flex_compiled._compiled.cache_clear()
+            flex_compiled._compile_variant.cache_clear()
 
 
 def _demand(condition: bool, message: str, kind: type[Exception] = KernelError) -> None:

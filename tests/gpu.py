@@ -419,7 +419,7 @@ class FlexAttention(nn.Module):
 def compiled_flex() -> Iterator[Check]:
     """The caller of flex_attention is compiled. The parts of head-tail make tiles whose rows are slices of a rank's."""
     length, dtype = 512, torch.float32 if STAND_INS else torch.bfloat16
-    real, tiles = CompiledFlexKernel._of_tile, {"compiled": 0, "slices": 0}
+    real, tiles = CompiledFlexKernel._attend_tile, {"compiled": 0, "slices": 0}
 
     def counted(kernel: CompiledFlexKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any):
         results = real(kernel, q, k, v, **options)  # where torch has compiled too often it raises
@@ -446,7 +446,7 @@ def compiled_flex() -> Iterator[Check]:
             from tests.flex_op import compiled_flex_on_cpu
 
             stack.enter_context(compiled_flex_on_cpu())
-        stack.enter_context(patch.object(CompiledFlexKernel, "_of_tile", counted))
+        stack.enter_context(patch.object(CompiledFlexKernel, "_attend_tile", counted))
         stack.enter_context(messages_over_the_host())
         rank, ranks = stack.enter_context(group(ON_HOST))
         yield "flex", partial(compare, init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("cp",)), rank)

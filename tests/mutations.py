@@ -53,406 +53,213 @@ class Mistake(NamedTuple):
     tests: str
 
 
+def mistakes(table: str) -> list[Mistake]:
+    """From three rows each: the name and the tests, the function and the piece, the piece that takes its place. A row
+    goes on in lines that are indented by 8."""
+    rows = [tuple(row.strip().split(" | ", 1)) for row in re.sub(r"\n {8}", " ", table).strip().splitlines()]
+    return [
+        Mistake(name, function, right, "".join(wrong), tests)
+        for (name, tests), (function, right), (_, *wrong) in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
+    ]
+
+
 # What random attentions and programs are for: a wrong result, or an error that not all ranks hear, in what they call.
-FUZZED = [
-    Mistake(
-        "mask: causal without the diagonal", "Causal.bounds", "q_positions_L + 1", "q_positions_L", "unit/test_mask.py"
-    ),
-    Mistake(
-        "mask: a window one short on the left", "SlidingWindow.bounds", "- left)", "- left + 1)", "unit/test_mask.py"
-    ),
-    Mistake(
-        "mask: the first token of a document in the one before",
-        "Documents.bounds",
-        "right=True",
-        "right=False",
-        "unit/test_mask.py",
-    ),
-    Mistake("mask: the wider of two lower bounds", "All.bounds", "maximum", "minimum", "unit/test_mask.py"),
-    Mistake(
-        "mask: every row of the batch has the first one's",
-        "PerRow.row",
-        "masks[index]",
-        "masks[0]",
-        "ranks/engine/test_per_row.py",
-    ),
-    Mistake(
-        "mask: partial blocks of a BlockMask as full ones",
-        "FlexMask.bias",
-        "states == 2",
-        "states >= 1",
-        "unit/test_flex_mask.py",
-    ),
-    Mistake("layout: chunks of a rank in reverse", "rows_in", "(parts,", "(parts[::-1],", "unit/test_layout.py"),
-    Mistake("plan: a causal tile without its mask", "_of_one", ".CAUSAL", ".FULL", "unit/test_plan.py"),
-    Mistake(
-        "plan: a source's first chunk has no rows before its positions",
-        "Chunks.rows",
-        "torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])",
-        "positions + self._to_row[chunk]",
-        "unit/test_plan.py",
-    ),
-    Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
-    Mistake(
-        "merge: a sink's share and the rest exchanged",
-        "beside_sink",
-        "lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL)",
-        "_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
-        "ranks/test_random.py -k attentions",
-    ),
-    Mistake(
-        "strategy: a tile's band is not masked",
-        "_masked_bias",
-        ').masked_fill(outside, float("-inf")',
-        "",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "Ulysses: sinks of the first heads",
-        "_Levels.of_heads",
-        "self._own",
-        ": self._heads",
-        "ranks/test_random.py -k attentions",
-    ),
-    Mistake(
-        "Ulysses: masks of the first heads",
-        "_Levels.__init__",
-        "before + start, before + stop",
-        "0, stop - start",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "Ulysses: key heads counted from the first rank's",
-        "_geometry",
-        "share - kv_start",
-        "share",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "doors: in float32, autocast is forgotten",
-        "as_attended",
-        "() and not any_autocast",
-        "",
-        "ranks/engine/test_precision.py",
-    ),
-    Mistake(
-        "functions: a call has the mask of an earlier one",
-        "binding_of_call",
-        "key = name, mesh, strategy, layout, mask, kernel, checks",
-        "key = name, mesh, strategy, layout, kernel, checks",
-        "ranks/engine/test_wire.py",
-    ),
-    Mistake(
-        "kernel: a negative scale's sign is lost", "SdpaKernel.backward", "dq * sign", "dq", "unit/test_kernels.py"
-    ),
-    Mistake(
-        "kernel: the logsumexp's gradient with the other sign",
-        "LseGradient.backward",
-        "value=-",
-        "value=",
-        "ranks/flex/test_flex.py",
-    ),
-    Mistake(
-        "batch: labels across documents",
-        "next_token_labels",
-        "starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length",
-        "torch.ones_like(ahead, dtype=torch.bool",
-        "unit/test_batch.py",
-    ),
-    Mistake(
-        "engine: backwards begin without the other ranks",
-        "run_backward",
-        "begin_backward(binding.group, forward, binding.checks.agreement)",
-        "pass",
-        "ranks/engine/test_half_way.py -k another_order",
-    ),
-    Mistake(
-        "agreement: a refusal is not heard",
-        "_raise_if_refused",
-        "rank for rank, row in enumerate(rows) if row.status == status",
-        "",
-        "ranks/doors/test_errors.py ranks/engine/test_disagreement.py",
-    ),
-    Mistake(
-        "agreement: ranks that differ go on",
-        "compare",
-        "rank for rank, number in enumerate(numbers) if number != numbers[0]",
-        "",
-        "ranks/engine/test_disagreement.py",
-    ),
-    Mistake("mask: a window one short on the right", "SlidingWindow.bounds", "right + 1", "right", "unit/test_mask.py"),
-    Mistake(
-        "mask: chunks that see one key of the next",
-        "Chunked.bounds",
-        "start + self.size",
-        "start + self.size + 1",
-        "unit/test_mask.py",
-    ),
-    Mistake(
-        "mask: prefixes counted from the sequence's start",
-        "Documents.bounds",
-        "start + prefixes[0][index]",
-        "prefixes[0][index]",
-        "unit/test_mask.py",
-    ),
-    Mistake(
-        "mask: pieces that are cut keep their first bound",
-        "Pieces.part",
-        "torch.addcmul(self.hi, self.hi_step, skipped)",
-        "self.hi",
-        "unit/test_mask.py",
-    ),
-    Mistake(
-        "layout: the last period of stripes like the others",
-        "Stripes.rows_rank_by_rank",
-        "start.clamp(max=rest)",
-        "start",
-        "unit/test_layout.py",
-    ),
-    Mistake(
-        "merge: the weight of the other side",
-        "TorchMerge.__call__",
-        "weight = torch.sigmoid(new_lse_BHL - lse_BHL)",
-        "weight = torch.sigmoid(lse_BHL - new_lse_BHL)",
-        "unit/test_merge.py",
-    ),
-    Mistake(
-        "merge: the larger logsumexp for the sum",
-        "TorchMerge.__call__",
-        "logaddexp(lse_BHL, new_lse_BHL, out",
-        "maximum(lse_BHL, new_lse_BHL, out",
-        "unit/test_merge.py",
-    ),
-    Mistake(
-        "merge: a sink's gradient with the other sign",
-        "sink_gradient",
-        "-(p_BHL",
-        "(p_BHL",
-        "ranks/test_random.py -k attentions",
-    ),
-    Mistake(
-        "kernel: softmax's backward without the row's mean",
-        "ReferenceKernel.backward",
-        "- (grad * out).sum(-1, keepdim=True)",
-        "",
-        "unit/test_kernels.py",
-    ),
-    Mistake(
-        "strategy: causal tiles attended in full",
-        "_PlanRun._call_kernel",
-        "call.cover is Cover.CAUSAL",
-        "False",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "Ulysses: of several queries' gradients for a key head, one",
-        "_Levels.unpaired",
-        "index_add_",
-        "index_copy_",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "batch: tokens without a label are counted",
-        "global_token_count",
-        "(counted.sum(),",
-        "(torch.tensor(labels.numel()),",
-        "ranks/engine/test_batch.py",
-    ),
-    Mistake(
-        "agreement: ranks at different places go on",
-        "_apart",
-        "len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1",
-        "False",
-        "ranks/engine/test_disagreement.py",
-    ),
-    Mistake(
-        "scope: not there in a recomputation",
-        "SequenceScope.for_checkpoint",
-        "), self",
-        "), contextlib.nullcontext()",
-        "ranks/doors/test_scope.py",
-    ),
-]
+FUZZED = mistakes(r"""
+mask: causal without the diagonal | unit/test_mask.py
+    Causal.bounds | q_positions_L + 1
+    becomes | q_positions_L
+mask: a window one short on the left | unit/test_mask.py
+    SlidingWindow.bounds | - left)
+    becomes | - left + 1)
+mask: the first token of a document in the one before | unit/test_mask.py
+    Documents.bounds | right=True
+    becomes | right=False
+mask: the wider of two lower bounds | unit/test_mask.py
+    All.bounds | maximum
+    becomes | minimum
+mask: every row of the batch has the first one's | ranks/engine/test_per_row.py
+    PerRow.row | masks[index]
+    becomes | masks[0]
+mask: partial blocks of a BlockMask as full ones | unit/test_flex_mask.py
+    FlexMask.bias | states == 2
+    becomes | states >= 1
+layout: chunks of a rank in reverse | unit/test_layout.py
+    rows_in | (parts,
+    becomes | (parts[::-1],
+plan: a causal tile without its mask | unit/test_plan.py
+    _tile_run | .CAUSAL
+    becomes | .FULL
+plan: a source's first chunk has no rows before its positions | unit/test_plan.py
+    Chunks.rows | torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])
+    becomes | positions + self._to_row[chunk]
+merge: rows that are begun are overwritten | unit/test_merge.py
+    _overlaps | place % 2 == 1 or
+    becomes nothing
+merge: a sink's share and the rest exchanged | ranks/test_random.py -k attentions
+    apply_sink | lse_BHL - _sink_logit(sink_H, lse_BHL.dtype, level_BHL)
+    becomes | _sink_logit(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL
+strategy: a tile's band is not masked | ranks/engine/test_parity_grid.py
+    _masked_bias | ).masked_fill(outside, float("-inf")
+    becomes nothing
+Ulysses: sinks of the first heads | ranks/test_random.py -k attentions
+    _Levels.select_heads | self._local_heads
+    becomes | : self._heads
+Ulysses: masks of the first heads | ranks/engine/test_parity_grid.py
+    _Levels.__init__ | before + start, before + stop
+    becomes | 0, stop - start
+Ulysses: key heads counted from the first rank's | ranks/engine/test_parity_grid.py
+    _make_geometry | share - kv_start
+    becomes | share
+doors: in float32, autocast is forgotten | ranks/engine/test_precision.py
+    cast_for_attention | () and not any_autocast
+    becomes nothing
+functions: a call has the mask of an earlier one | ranks/engine/test_wire.py
+    binding_of_call | key = name, mesh, strategy, layout, mask, kernel, checks
+    becomes | key = name, mesh, strategy, layout, kernel, checks
+kernel: a negative scale's sign is lost | unit/test_kernels.py
+    SdpaKernel.backward | dq * sign
+    becomes | dq
+kernel: the logsumexp's gradient with the other sign | ranks/flex/test_flex.py
+    LseGradient.backward | value=-
+    becomes | value=
+batch: labels across documents | unit/test_batch.py
+    next_token_labels | starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length
+    becomes | torch.ones_like(ahead, dtype=torch.bool
+engine: backwards begin without the other ranks | ranks/engine/test_half_way.py -k another_order
+    run_backward | begin_backward(binding.group, forward, binding.checks.agreement)
+    becomes | pass
+agreement: a refusal is not heard | ranks/doors/test_errors.py ranks/engine/test_disagreement.py
+    _raise_if_refused | rank for rank, row in enumerate(rows) if row.status == status
+    becomes nothing
+agreement: ranks that differ go on | ranks/engine/test_disagreement.py
+    compare | rank for rank, number in enumerate(numbers) if number != numbers[0]
+    becomes nothing
+mask: a window one short on the right | unit/test_mask.py
+    SlidingWindow.bounds | right + 1
+    becomes | right
+mask: chunks that see one key of the next | unit/test_mask.py
+    Chunked.bounds | start + self.size
+    becomes | start + self.size + 1
+mask: prefixes counted from the sequence's start | unit/test_mask.py
+    Documents.bounds | start + prefixes[0][index]
+    becomes | prefixes[0][index]
+mask: pieces that are cut keep their first bound | unit/test_mask.py
+    Pieces.part | torch.addcmul(self.hi, self.hi_step, skipped)
+    becomes | self.hi
+layout: the last period of stripes like the others | unit/test_layout.py
+    Stripes.rows_rank_by_rank | start.clamp(max=rest)
+    becomes | start
+merge: the weight of the other side | unit/test_merge.py
+    TorchMerge.__call__ | weight = torch.sigmoid(new_lse_BHL - lse_BHL)
+    becomes | weight = torch.sigmoid(lse_BHL - new_lse_BHL)
+merge: the larger logsumexp for the sum | unit/test_merge.py
+    TorchMerge.__call__ | logaddexp(lse_BHL, new_lse_BHL, out
+    becomes | maximum(lse_BHL, new_lse_BHL, out
+merge: a sink's gradient with the other sign | ranks/test_random.py -k attentions
+    sink_gradient | -(p_BHL
+    becomes | (p_BHL
+kernel: softmax's backward without the row's mean | unit/test_kernels.py
+    ReferenceKernel.backward | - (grad * out).sum(-1, keepdim=True)
+    becomes nothing
+strategy: causal tiles attended in full | ranks/engine/test_parity_grid.py
+    _PlanRun._call_kernel | call.cover is Cover.CAUSAL
+    becomes | False
+Ulysses: of several queries' gradients for a key head, one | ranks/engine/test_parity_grid.py
+    _Levels.unpair_gradients | index_add_
+    becomes | index_copy_
+batch: tokens without a label are counted | ranks/engine/test_batch.py
+    global_token_count | (counted.sum(),
+    becomes | (torch.tensor(labels.numel()),
+agreement: ranks at different places go on | ranks/engine/test_disagreement.py
+    _are_at_different_calls | len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1
+        or len(index - {0}) > 1
+    becomes | False
+scope: not there in a recomputation | ranks/doors/test_scope.py
+    SequenceScope.for_checkpoint | ), self
+    becomes | ), contextlib.nullcontext()
+""")
 
 # What they do not call: kernels of CUDA, other libraries, collectives, decoding, verify, guards, and what a rank does
 # that leaves. And what is seldom: backwards in another order on one rank.
-OTHERS = [
-    Mistake(
-        "engine: backwards of all forwards are alike",
-        "begin_backward",
-        "place_of(forward, 0)",
-        "0",
-        "ranks/engine/test_half_way.py -k another_order",
-    ),
-    Mistake(
-        "merge: what rows of a pack had before keeps its weight",
-        "TorchMerge.__call__",
-        "out_BHLE.mul_(weight.unsqueeze(-1))",
-        "pass",
-        "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
-    ),
-    Mistake(
-        "plan: stripes of keys like those of queries",
-        "holders_of",
-        "all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))",
-        "isinstance(q_layout.held, Stripes) and q_layout.held.block == 1",
-        "unit/test_plan.py",
-    ),
-    Mistake(
-        "kernels: a window that no kernel is told of",
-        "_run",
-        "window or",
-        "None or",
-        "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
-    ),
-    Mistake(
-        "kernels: bands of other widths in one pack",
-        "calls_of",
-        "(tile.cover, tile.window), ",
-        "tile.cover, ",
-        "ranks/flex/test_varlen_kernel.py",
-    ),
-    Mistake(
-        "mixers: what came before a fragment does not decay in it",
-        "_KernelCall.compose",
-        "factor @ before",
-        "before",
-        "ranks/mixers/test_recurrence.py",
-    ),
-    Mistake(
-        "mixers: a map reaches back less far than it is taken to",
-        "plan_rounds",
-        "distance *= 2",
-        "distance *= 3",
-        "ranks/mixers/test_recurrence.py",
-    ),
-    Mistake(
-        "mixers: a recomputation may end before its last exchange",
-        "_Tied.forward",
-        "ctx.save_for_backward(x.new_empty(0))",
-        "ctx.save_for_backward()",
-        "ranks/test_random.py -k mixers",
-    ),
-    Mistake(
-        "mixers: layouts of balancers are not compared",
-        "agreed_layouts",
-        "agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()",
-        "made()",
-        "ranks/mixers/test_recurrence.py -k balancers",
-    ),
-    Mistake(
-        "mixers: ranks that wait for a kernel's state do not hear of its error",
-        "CutSequence.compared_call",
-        "with Operation(self.group, state):",
-        "if True:",
-        "ranks/mixers/test_recurrence.py -k error_in_a_kernel",
-    ),
-    Mistake(
-        "mixers: arguments that cannot be understood are passed on",
-        "refuse_arguments",
-        "if used:",
-        "if False:",
-        "ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused",
-    ),
-    Mistake(
-        "CUDA: a dead row's logsumexp is a number",
-        "SdpaKernel.backward",
-        '.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))',
-        "",
-        "unit/test_cuda_kernels.py",
-    ),
-    Mistake(
-        "trainers: samples are not compared",
-        "BatchSharder.__call__",
-        '{f"the samples ({name})": _content(x) for name, x in whole.items()}',
-        "{}",
-        "ranks/doors/test_batch_sharder.py",
-    ),
-    Mistake(
-        "transformers: a mask that is dropped is not missed",
-        "_attend.refuse",
-        "attention_mask is None and is_causal and calls.forward_state.made_mask is not None",
-        "False",
-        "clients/test_transformers.py -k dropped",
-    ),
-    Mistake(
-        "agreement: messages leave before the rows of the others are read",
-        "exchange",
-        "operations.settle() tag",
-        "tag",
-        "ranks/engine/test_agreement.py -k no_message_is_left",
-    ),
-    Mistake(
-        "agreement: an interrupted rank leaves messages out",
-        "Mailbox.start",
-        "self._post(number - 1, before)",
-        "pass",
-        "ranks/engine/test_mailbox.py",
-    ),
-    Mistake(
-        "batch: some gradients are sums, and others are not",
-        "sum_gradients",
-        "parameter.grad = None",
-        "pass\n       ",
-        "ranks/engine/test_half_way.py -k no_optimizer",
-    ),
-    Mistake(
-        "compiled: a graph's backward remembers no scope",
-        "_attention",
-        "_pickled(scope, binding.name)",
-        'b""',
-        "ranks/compile/test_compile.py -k documents",
-    ),
-    Mistake(
-        "checkpoint: received keys outlive the layer",
-        "results_are_kept",
-        "return any(",
-        "return False and any(",
-        "ranks/doors/test_selective_checkpoint.py -k outlive",
-    ),
-    Mistake(
-        "ring: heads in turns have the mask of the first ones",
-        "MovingKV.forward",
-        "before + queries.start, before + min(queries.stop, q_BHLD.shape[1])",
-        "0, at_once * share",
-        "ranks/engine/test_attention_parity.py -k by_turns",
-    ),
-    Mistake(
-        "decoding: room for new tokens counts as keys",
-        "KVCache._marked",
-        "self._unused() : self._used_rows]",
-        "self._unused() :]",
-        "ranks/doors/test_decode.py",
-    ),
-    Mistake(
-        "engine: a rank leaves an operation, and nobody hears of it",
-        "abort_group",
-        "            end_connections(gloo)",
-        "            pass",
-        "ranks/engine/test_half_way.py -k 'stand_still or goes_on'",
-    ),
-    Mistake(
-        "mixing layers: a recurrence is called on a part",
-        "refuse_mixing_layers",
-        "isinstance(layer, _MIXING) and",
-        "False and",
-        "ranks/doors/test_guards.py -k 'mixes or local'",
-    ),
-    Mistake(
-        "mixing layers: the layer that a mixer calls is refused",
-        "mark_mixing",
-        "state.mixing = True",
-        "state.mixing = False",
-        "ranks/doors/test_guards.py -k mixers_call",
-    ),
-    Mistake(
-        "tp: rows that it does not divide leave as plain tensors",
-        "OnMeshAxis._refuse_uneven",
-        "% axis.size() ==",
-        ">",
-        "ranks/tensor_parallel/test_tp_refusals.py",
-    ),
-]
+OTHERS = mistakes(r"""
+engine: backwards of all forwards are alike | ranks/engine/test_half_way.py -k another_order
+    begin_backward | pack_call_number(forward, 0)
+    becomes | 0
+merge: what rows of a pack had before keeps its weight | unit/test_merge.py ranks/flex/test_varlen_kernel.py
+    TorchMerge.__call__ | out_BHLE.mul_(weight.unsqueeze(-1))
+    becomes | pass
+plan: stripes of keys like those of queries | unit/test_plan.py
+    make_holders | all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))
+    becomes | isinstance(q_layout.held, Stripes) and q_layout.held.block == 1
+kernels: a window that no kernel is told of | unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py
+    _run | window or
+    becomes | None or
+kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
+    make_calls | (tile.cover, tile.window),
+    becomes | tile.cover,
+mixers: what came before a fragment does not decay in it | ranks/mixers/test_recurrence.py
+    _KernelCall.compose | factor @ before
+    becomes | before
+mixers: a map reaches back less far than it is taken to | ranks/mixers/test_recurrence.py
+    plan_rounds | distance *= 2
+    becomes | distance *= 3
+mixers: a recomputation may end before its last exchange | ranks/test_random.py -k mixers
+    _Tied.forward | ctx.save_for_backward(x.new_empty(0))
+    becomes | ctx.save_for_backward()
+mixers: layouts of balancers are not compared | ranks/mixers/test_recurrence.py -k balancers
+    agree_on_layouts | agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
+    becomes | make_layouts()
+mixers: ranks that wait for a kernel's state do not hear of its error
+        | ranks/mixers/test_recurrence.py -k error_in_a_kernel
+    CutSequence.compared_call | with Operation(self.group, state):
+    becomes | if True:
+mixers: arguments that cannot be understood are passed on
+        | ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused
+    refuse_arguments | if used:
+    becomes | if False:
+CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
+    SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
+    becomes nothing
+trainers: samples are not compared | ranks/doors/test_batch_sharder.py
+    BatchSharder.__call__ | {f"the samples ({name})": _content(x) for name, x in whole.items()}
+    becomes | {}
+transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
+    _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
+    becomes | False
+agreement: messages leave before the rows of the others are read | ranks/engine/test_agreement.py -k no_message_is_left
+    exchange | operations.run_deferred_check() tag
+    becomes | tag
+agreement: an interrupted rank leaves messages out | ranks/engine/test_mailbox.py
+    Mailbox.start | self._post(number - 1, previous)
+    becomes | pass
+batch: some gradients are sums, and others are not | ranks/engine/test_half_way.py -k no_optimizer
+    sum_gradients | parameter.grad = None
+    becomes | pass
+compiled: a graph's backward remembers no scope | ranks/compile/test_compile.py -k documents
+    _attention | _pickle_scope(scope, binding.name)
+    becomes | b""
+checkpoint: received keys outlive the layer | ranks/doors/test_selective_checkpoint.py -k outlive
+    results_are_kept | return any(
+    becomes | return False and any(
+ring: heads in turns have the mask of the first ones | ranks/engine/test_attention_parity.py -k by_turns
+    MovingKV.forward | before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
+    becomes | 0, at_once * share
+decoding: room for new tokens counts as keys | ranks/doors/test_decode.py
+    KVCache._marked | self._unused() : self._used_rows]
+    becomes | self._unused() :]
+engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_half_way.py -k 'stand_still or goes_on'
+    abort_group | end_connections(gloo)
+    becomes | pass
+mixing layers: a recurrence is called on a part | ranks/doors/test_guards.py -k 'mixes or local'
+    refuse_mixing_layers | isinstance(layer, _MIXING) and
+    becomes | False and
+mixing layers: the layer that a mixer calls is refused | ranks/doors/test_guards.py -k mixers_call
+    mark_mixing | state.mixing = True
+    becomes | state.mixing = False
+tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/test_tp_refusals.py
+    OnMeshAxis._refuse_uneven | % axis.size() ==
+    becomes | >
+""")
 
 
 def pattern(text: str) -> re.Pattern[str]:

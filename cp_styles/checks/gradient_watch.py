@@ -53,7 +53,7 @@ from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
-from cp_styles.comm.point_to_point import gather_numbers, largest_over
+from cp_styles.comm.point_to_point import gather_numbers, reduce_max
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
@@ -129,7 +129,7 @@ class ParameterWatch(RankCheck):
             return 0
         self._count = self._counts_of.setdefault(self if model is None else model, _Count())
         if self._news is None:
-            self._news = state_of(world_group()).the(_News)
+            self._news = state_of(world_group()).get_or_create(_News)
         if self._count.parameters != self._news.parameters:
             self._count.parameters, self._count.attentions = self._news.parameters, 0
         # A power of two has no bit in common with the number below it.
@@ -237,7 +237,7 @@ class ParameterWatch(RankCheck):
             return None
         few = differing[:: -(-len(differing) // _MOST_COMPARED)]
         values = [_sampled(entry.part).double() for entry in few]
-        spread = largest_over([x for value in values for x in (value, -value)], group)
+        spread = reduce_max([x for value in values for x in (value, -value)], group)
         tolerance = _ROUNDING * math.sqrt(self._attentions)
         beyond = False
         for most, least in zip(spread[::2], spread[1::2], strict=True):
@@ -346,7 +346,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.number += 1
     if here is not None and (everyone := here()) is not None:
         stepped = {id(x) for part in optimizer.param_groups for x in part["params"] if x.grad is not None}
-        state_of(everyone).the(_News).parameters += len(stepped - steps.stepped)
+        state_of(everyone).get_or_create(_News).parameters += len(stepped - steps.stepped)
         steps.stepped |= stepped
     package = sys.modules.get("torch.distributed.optim")  # slow to import, and who has such an optimizer has done it
     zero = package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)

@@ -66,7 +66,7 @@ def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
 def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
     """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
     x = args[0] if args else None
-    calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.entered()
+    calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.current()
     if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
         return
     ranks, dim = x.device_mesh.size(), getattr(next(iter(x.placements), None), "dim", None)
@@ -89,7 +89,7 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
     if not _mixes(layer):
         return
     if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
-        calls = AttentionCalls.entered()
+        calls = AttentionCalls.current()
         if calls is None or calls.forward_state.mixing:
             return
         past = cache_given(calls.inputs)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import callers, graph_task_id
+from cp_styles._compat import calling_frames, graph_task_id
 from cp_styles.bounded_cache import known_about
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
@@ -47,7 +47,7 @@ class Proof:
         if graph_task_id() >= 0:  # a checkpoint computes again, outside of the DDP module
             return
         self.reducer, self.reduces = None, False
-        for frame in callers():  # DDP registers nothing with the module that it wraps
+        for frame in calling_frames():  # DDP registers nothing with the module that it wraps
             if frame.f_code is DistributedDataParallel.forward.__code__:
                 module = frame.f_locals["self"]
                 self.reducer, self.reduces = ref(module), module.require_backward_grad_sync

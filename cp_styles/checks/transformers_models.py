@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import callers
+from cp_styles._compat import calling_frames
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
@@ -182,7 +182,7 @@ def frame_of(function: str) -> FrameType | None:
     """The frame of a function of transformers that is running, and samples tokens: "generate", or what it calls."""
     if torch.is_grad_enabled():
         return None
-    for frame in callers():
+    for frame in calling_frames():
         if frame.f_code.co_name == function and frame.f_globals.get("__name__", "").startswith("transformers."):
             return frame
     return None

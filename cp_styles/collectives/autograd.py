@@ -13,7 +13,7 @@ from cp_styles.batch import Losses, ReplicatedGathers, Summed, note_summed
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
-from cp_styles.comm.agreement import Meeting, StatusRow, place_of, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, pack_call_number, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import Operation
 
@@ -78,7 +78,7 @@ def _begin_backward(peers: Peers, number: int) -> None:
     """
     group = resolve_group(peers.name)
     where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", state_of(group).operations.axis, group
-    start_status(lambda: StatusRow(place=place_of(number, 0)), *where)()
+    start_status(lambda: StatusRow(place=pack_call_number(number, 0)), *where)()
 
 
 def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
@@ -110,8 +110,8 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
     state, behind = state_of(resolve_group(peers.name)), part.grad_fn
-    state.the(Losses).number += 1  # losses of whole sequences, as in preference training
-    gathers = state.the(ReplicatedGathers)
+    state.get_or_create(Losses).number += 1  # losses of whole sequences, as in preference training
+    gathers = state.get_or_create(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
         if reduced:

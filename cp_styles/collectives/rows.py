@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.collectives.peers import Peers
-from cp_styles.layout import SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of, refuse_other_cut
+from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, ranges_of, refuse_other_cut
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Rows(NamedTuple):
     def in_order(self) -> bool:
         """Whether the shards one after another are in global order."""
         chunks = self.layout.held
-        return not isinstance(chunks, Stripes) and len(joined_ranges(chain.from_iterable(chunks))) <= 1
+        return not isinstance(chunks, Stripes) and len(join_ranges(chain.from_iterable(chunks))) <= 1
 
     def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
         if isinstance(chunks := self.layout.held, Stripes):
             out = whole.new_empty(whole.shape) if out is None else out
             return out.index_copy_(0, chunks.rows_rank_by_rank(whole.device), whole)
-        ranges = joined_ranges(chain.from_iterable(chunks))
+        ranges = join_ranges(chain.from_iterable(chunks))
         if len(ranges) <= 1:
             return whole if out is None else out.copy_(whole)
         pieces = [whole.narrow(0, start, stop - start) for start, stop in ranges]
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
         """
         if isinstance(chunks := self.layout.held, Stripes):
             return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)
-        ranges = joined_ranges(chain.from_iterable(chunks))
+        ranges = join_ranges(chain.from_iterable(chunks))
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)

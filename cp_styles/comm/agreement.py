@@ -1,17 +1,4 @@
-"""The agreement of ranks before an operation: they exchange a row of numbers, and all raise if the rows do not fit.
-
-[Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`). All
-rows have the same width, and each says for which operation (meeting) it is. So ranks at different operations (for
-example because a loop is longer on one rank) read each other's rows, instead of waiting or mixing up messages. Ranks
-meet before every attention, and before its backward, where they say of which forward it is. A different number or order
-of calls is therefore noticed at the next attention over the group, forward or backward, or at a function of
-:mod:`cp_styles.batch`. If a rank does none of these any more, its peers wait for the timeout of the group.
-
-[Note: agreement without waiting] A rank that knows its lengths starts the meeting and goes on: it makes its plan, packs
-what it will send, or computes what needs no message. It reads the rows before its first message, and at the
-latest before the attention returns. So an error on one rank is still an error on every rank, and no message was sent
-that nobody receives.
-"""
+"""The agreement of ranks before an operation: they exchange a row of numbers, and all raise if the rows do not fit."""
 
 from __future__ import annotations
 
@@ -49,7 +36,7 @@ class RankStatus(enum.IntEnum):
 
 
 class Meeting(enum.IntEnum):
-    """The operations before which ranks meet. ``words`` say where a rank is."""
+    """The operations before which ranks meet. ``words`` describe, for messages, where a rank is."""
 
     words: str
 
@@ -73,9 +60,9 @@ class Meeting(enum.IntEnum):
         return meeting
 
 
-_OF_BACKWARDS = (Meeting.BACKWARD, Meeting.COLLECTIVE_BACKWARD)
-# Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
-_AGAIN = 64
+_BACKWARD_MEETINGS = (Meeting.BACKWARD, Meeting.COLLECTIVE_BACKWARD)
+# Added to the number of a meeting inside a backward: a recomputed attention must not match the first run of another.
+_RECOMPUTED = 64
 
 
 class StatusRow(NamedTuple):
@@ -87,10 +74,10 @@ class StatusRow(NamedTuple):
         status: a :class:`RankStatus`.
         meeting: the :class:`Meeting` of this rank.
         who: a hash of the name of the module or function.
-        place: which module calls and the index of the call in its forward, see :func:`place_of`; in a backward, the
+        place: the module and the index of the call in its forward, see :func:`pack_call_number`; in a backward, the
             number of its forward.
-        facts: a hash of what must be the same on all ranks, see :func:`compare`.
-        numbers: others, which the caller judges, see :class:`~cp_styles.engine.observers.RankCheck`.
+        facts: a hash of the facts that must be equal on all ranks, see :func:`compare`.
+        numbers: the numbers of the checks, see :class:`~cp_styles.engine.observers.RankCheck`.
     """
 
     q_length: int = 0
@@ -103,36 +90,46 @@ class StatusRow(NamedTuple):
     numbers: tuple[int, ...] = (0, 0)
 
 
-_OWN = len(StatusRow._fields) - 1
-assert _OWN + len(StatusRow().numbers) == WIDTH  # such rows travel directly
+_FIRST_CHECK = len(StatusRow._fields) - 1
+assert _FIRST_CHECK + len(StatusRow().numbers) == WIDTH  # rows of this width are direct messages
 
 
-def place_of(which: int, index: int) -> int:
-    """``which`` of several equal callers, and an index below _INDICES, as one number. 0 is unknown and matches any."""
-    return which * _INDICES + index % _INDICES
+def pack_call_number(which: int, index: int) -> int:
+    """Pack ``which``, a hash of the caller, and the index of its call into one number. 0 is unknown and matches any."""
+    return which * _CALLS_OF_MODULE + index % _CALLS_OF_MODULE
 
 
-_INDICES = 2**16
+_CALLS_OF_MODULE = 2**16
 
 
 class StatusRows(list[StatusRow]):
     """The rows of all ranks, in group order.
 
     Attributes:
-        columns: all ranks' values of each field; ``numbers`` has them for each check.
-        equal: whether rows differ in nothing but lengths, so that there is nothing to compare.
+        columns: the values of all ranks for each field; in ``numbers`` for each check.
+        equal: whether rows differ in lengths only, so that nothing is left to compare.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         """``rows`` have WIDTH numbers each."""
         super().__init__()
         for row in rows:
-            self.append(StatusRow._make((*row[:_OWN], tuple(row[_OWN:]))))
+            self.append(StatusRow._make((*row[:_FIRST_CHECK], tuple(row[_FIRST_CHECK:]))))
         fields = tuple(zip(*rows, strict=True))
-        self.columns: Any = StatusRow._make((*fields[:_OWN], fields[_OWN:]))
+        self.columns: Any = StatusRow._make((*fields[:_FIRST_CHECK], fields[_FIRST_CHECK:]))
         self.equal = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
 
 
+# [Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`).
+# All rows have the same width, and each has the number of its operation (meeting). So ranks at different operations,
+# for example because a loop is longer on one rank, read each other's rows, instead of waiting or mixing up messages.
+# Ranks meet before every attention, and before its backward, with the number of the forward. A different number or
+# order of calls is therefore an error at the next attention over the group, forward or backward, or at a function of
+# :mod:`cp_styles.batch`. If a rank makes no further such call, its peers wait for the timeout of the group.
+#
+# [Note: agreement without waiting] A rank with a known length starts the meeting and goes on: it makes its plan, packs
+# its messages, or computes with its own keys. It reads the rows before its first message, and at the latest before the
+# attention returns. So an error on one rank is still an error on every rank, and every sent message has a receiver.
 def start_status(
     build: Callable[[], StatusRow],
     meeting: Meeting,
@@ -145,25 +142,28 @@ def start_status(
     path: str = "",
     state: GroupState | None = None,
 ) -> Callable[[], StatusRows]:
-    """Start a meeting. The result returns the rows of all ranks; ``build()`` makes this rank's row, now. See
-    [Note: meetings].
+    """Start a meeting: see [Note: meetings]. The result, a function, waits for and returns the rows of all ranks.
 
-    Unless the ranks agree (``agrees``), ``assumed`` makes the rows of all ranks from this rank's row, as if all ranks
-    made the same call; None if they are not known. ``path`` is the module that calls, for messages. ``state`` is the
-    state of the group, if the caller has it.
+    If ``build`` raises an Exception, this rank raises it after the meeting, and its peers raise too.
 
-    If ``build`` raises an Exception, this rank raises it when all know, and its peers raise too.
-    (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
-    Communication: one all-gather of a row; none unless ``agrees``. If a rank refuses, one of its reason.
+    Args:
+        build: makes this rank's row. It is called at once.
+        meeting, name, axis, group: the operation, and its caller for messages.
+        agrees: False: the ranks exchange nothing.
+        assumed: makes the rows of all ranks from this rank's row, if they exchange nothing. None: it is not possible.
+        path: the module that calls, for messages.
+        state: the state of the group, if the caller has it.
+
+    Communication: one all-gather of a row; none unless ``agrees``. If a rank refuses, another one of the reasons.
 
     Raises:
-        ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
+        ValueError: on every rank, if a rank has refused, or if the ranks are not at the same meeting.
     """
     state = state or check_not_aborted(group, name)
     operations = state.operations
     if operations.broken:
         check_not_aborted(group, name)  # raises
-    operations.check = None  # of an attention that has failed
+    operations.check = None  # a check that is left is of an attention that has failed
     problem: Exception | None = None
     row = StatusRow(status=RankStatus.BAD_INPUTS)
     try:
@@ -171,24 +171,24 @@ def start_status(
             row = build()
     except Exception as error:
         problem = error
-    except BaseException as error:  # an interrupt. A program that goes on after it is not where its peers are
+    except BaseException as error:  # an interrupt: after it, this program may go on at another place than its peers
         abort_group(group, error)
         raise
     operations.user, operations.axis = name, axis
-    again = _AGAIN if meeting not in _OF_BACKWARDS and graph_task_id() >= 0 else 0
-    mine = row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
+    recomputed = _RECOMPUTED if meeting not in _BACKWARD_MEETINGS and graph_task_id() >= 0 else 0
+    row = row._replace(meeting=meeting + recomputed, who=zlib.crc32(name.encode()))
     if not agrees:
         if problem is not None:
-            abort_group(group, problem)  # its peers take part, and wait for this rank's messages
+            abort_group(group, problem)  # peers take part in the operation, and wait for this rank's messages
             raise problem
         if assumed is None:
             raise ValueError(
                 f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a SequenceLayout "
                 "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
-        rows: Any = [(*row[:_OWN], *row.numbers) for row in assumed(mine)]
+        rows: Any = [(*each[:_FIRST_CHECK], *each.numbers) for each in assumed(row)]
         return partial(StatusRows, rows)
-    numbers: Any = *mine[:_OWN], *mine.numbers
+    numbers: Any = *row[:_FIRST_CHECK], *row.numbers
     started = _StartedMeeting(numbers, problem, meeting, name, axis, group, path)
     if problem is not None:
         started()
@@ -202,13 +202,12 @@ def start_status(
 
 @dataclass
 class _StartedMeeting:
-    """A meeting that has started. Calling it waits for the other ranks, and returns the rows.
+    """A meeting that has started. Calling it waits for the other ranks, and returns the rows of all ranks."""
 
-    Not a function inside of :func:`start_status`: an error's traceback would keep that and the group in it, whose
-    connections then stay open, and another rank would wait for this one.
-    """
+    # A class and not a closure: the traceback of an error would keep the closure and its group alive. Connections would
+    # then stay open, and another rank would wait for this rank.
 
-    mine: Sequence[int]
+    row: Sequence[int]
     problem: Exception | None
     meeting: Meeting
     name: str
@@ -220,8 +219,8 @@ class _StartedMeeting:
     def __call__(self) -> StatusRows:
         try:
             with named_range("agreement:", self.name):
-                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
-        except BaseException as error:  # its peers may have this rank's row, and count on it
+                rows = StatusRows((self.gathered or start_numbers(self.row, self.group))())
+        except BaseException as error:  # peers may have this rank's row, and wait for its messages
             abort_group(self.group, error)
             if isinstance(error, RuntimeError):
                 error.add_note(
@@ -231,35 +230,36 @@ class _StartedMeeting:
             raise
         if self.problem is None and rows.equal:
             return rows
-        reasons = self._reasons(rows)
+        reasons = self._gather_reasons(rows)
         if self.problem is not None:
             raise self.problem
         _raise_if_refused(rows, self.name, self.axis, reasons)
-        _raise_if_apart(rows, self.name, self.axis, self.path)
+        _raise_if_at_different_calls(rows, self.name, self.axis, self.path)
         return rows
 
-    def _reasons(self, rows: StatusRows) -> str:
-        """Why ranks have refused, if some have, and all are here to say and to read it."""
+    def _gather_reasons(self, rows: StatusRows) -> str:
+        """The reasons of the ranks that have refused. Empty unless all ranks are here to exchange them."""
         refused = [rank for rank, row in enumerate(rows) if row.status == RankStatus.BAD_INPUTS]
-        if len(refused) in (0, len(rows)) or RankStatus.NO_CALL in rows.columns.status or _apart(rows):
+        if len(refused) in (0, len(rows)) or RankStatus.NO_CALL in rows.columns.status or _are_at_different_calls(rows):
             return ""
         problem = self.problem
-        texts = _texts("" if problem is None else f"{type(problem).__name__}: {problem}"[: _ROOM // 8], self.group)
-        return "".join(f"; rank {rank}: {texts[rank]}" for rank in refused[:_MOST_SHOWN])
+        text = "" if problem is None else f"{type(problem).__name__}: {problem}"[: _TEXT_BYTES // 8]
+        texts = _gather_texts(text, self.group)
+        return "".join(f"; rank {rank}: {texts[rank]}" for rank in refused[:_MAX_RANKS_SHOWN])
 
 
 def report_failure(name: str, group: dist.ProcessGroup) -> None:
-    """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
+    """Report to the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
-    It does nothing inside a backward, or if its peers know already or cannot learn of it: see
-    :class:`~cp_styles.comm.group_state.GroupPhase`.
-    It waits for its peers for at most half a minute, because they may be waiting for this rank somewhere else.
+    It sends nothing inside a backward, and in the phase TOGETHER: see :class:`~cp_styles.comm.group_state.GroupPhase`.
+    It waits for at most half a minute, because peers may wait for this rank somewhere else. Communication: one
+    all-gather of a row.
     """
     state = state_of(group)
     if group.size() > 1 and graph_task_id() < 0 and state.phase is not GroupPhase.TOGETHER:
         state.phase = GroupPhase.TOGETHER
         row = StatusRow(status=RankStatus.NO_CALL, meeting=Meeting.ATTENTION, who=zlib.crc32(name.encode()))
-        numbers: Any = *row[:_OWN], *row.numbers
+        numbers: Any = *row[:_FIRST_CHECK], *row.numbers
         offer_numbers(numbers, group, _PATIENCE_SECONDS)
 
 
@@ -267,30 +267,28 @@ _PATIENCE_SECONDS = 30.0
 
 
 def _raise_if_refused(rows: StatusRows, name: str, axis: str, reasons: str) -> None:
-    for status, what in (
-        (RankStatus.BAD_INPUTS, "their inputs"),
-        (RankStatus.NO_CALL, "the attention inside"),
-    ):
+    for status, subject in ((RankStatus.BAD_INPUTS, "their inputs"), (RankStatus.NO_CALL, "the attention inside")):
         refused = [rank for rank, row in enumerate(rows) if row.status == status]
         if refused:
             raise ValueError(
-                f"{name}: ranks {refused} of mesh axis {axis!r} refused {what} (their own error says why); this rank "
-                f"stops with them{see('Another rank has refused')}{reasons}"
+                f"{name}: ranks {refused} of mesh axis {axis!r} refused {subject} (their errors have the reason); this "
+                f"rank stops with them{see('Another rank has refused')}{reasons}"
             )
 
 
-def _apart(rows: StatusRows) -> bool:
-    """Whether the ranks are at different meetings or places. A number 0 is not known, and fits any other."""
-    which, index = {row.place // _INDICES for row in rows}, {row.place % _INDICES for row in rows}
+def _are_at_different_calls(rows: StatusRows) -> bool:
+    """Whether the ranks are at different meetings or calls. A number 0 is unknown, and matches any number."""
+    which, index = {row.place // _CALLS_OF_MODULE for row in rows}, {row.place % _CALLS_OF_MODULE for row in rows}
     return len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1
 
 
-def _raise_if_apart(rows: StatusRows, name: str, axis: str, path: str) -> None:
-    if not _apart(rows):
+def _raise_if_at_different_calls(rows: StatusRows, name: str, axis: str, path: str) -> None:
+    if not _are_at_different_calls(rows):
         return
-    here = ", ".join(f"rank {rank} is {_where(row, rows)}" for rank, row in enumerate(rows[:_MOST_SHOWN]))
+    shown = enumerate(rows[:_MAX_RANKS_SHOWN])
+    here = ", ".join(f"rank {rank} is {_describe_position(row, rows)}" for rank, row in shown)
     here += f" (this rank: in {path!r})" if path else ""
-    more = ", ..." if len(rows) > _MOST_SHOWN else ""
+    more = ", ..." if len(rows) > _MAX_RANKS_SHOWN else ""
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} are not at the same place: {here}{more}. They call attention, or "
         "another function that communicates over this axis, a different number of times or in a different order: "
@@ -299,20 +297,20 @@ def _raise_if_apart(rows: StatusRows, name: str, axis: str, path: str) -> None:
     )
 
 
-_MOST_SHOWN = 16
+_MAX_RANKS_SHOWN = 16
 
 
-def _where(row: StatusRow, rows: StatusRows) -> str:
-    again, meeting = divmod(row.meeting, _AGAIN)
+def _describe_position(row: StatusRow, rows: StatusRows) -> str:
+    recomputed, meeting = divmod(row.meeting, _RECOMPUTED)
     text = Meeting(meeting).words
-    which, index = divmod(row.place, _INDICES)
+    which, index = divmod(row.place, _CALLS_OF_MODULE)
     if index:
         text += f" (call {index} of its module's forward)"
-    if which and meeting in _OF_BACKWARDS:
+    if which and meeting in _BACKWARD_MEETINGS:
         text += f" (call {which} over these ranks)"
-    elif which and len({other.place // _INDICES for other in rows}) > 1:
+    elif which and len({other.place // _CALLS_OF_MODULE for other in rows}) > 1:
         text += f" in module {which:08x}"
-    if again:
+    if recomputed:
         text += " again, in a backward"
     if len({other.who for other in rows}) > 1:
         text += f" in module or function {row.who:08x}"
@@ -320,7 +318,7 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
 
 
 def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) -> None:
-    """The meeting at the start of the backward of forward number ``forward``. It ends before the first message.
+    """Start the meeting of the backward of forward number ``forward``. The ranks compare before the first message.
 
     Communication: one all-gather of a row; none unless ``agrees``.
     """
@@ -330,25 +328,28 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     state.phase = GroupPhase.BACKWARD
     if agrees:
         state.forward_open = False
-        row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
+        row, where = (
+            StatusRow(place=pack_call_number(forward, 0)),
+            (state.operations.user, state.operations.axis, group),
+        )
         state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
 
 
 def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
-    For functions that communicate over ``caller``, all of whose ranks call them. They meet in any case over ``caller``
-    if they have ever attended over it, else over the groups of its parts: some ranks may be at their next attention,
-    and would not hear of the function. Communication: one all-gather of a row over each such group.
+    For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
+    then, instead of waiting. Communication: one all-gather of a row over each such group.
     """
-    # A fact decides that is equal on all ranks of a group: some ranks may have attended over other groups since.
     callers = set(dist.get_process_group_ranks(caller))
-    whole = bool(state_of(caller).lengths)
+    attends = bool(state_of(caller).lengths)
     for group, state in states():
         if not state.lengths or state.stand_in is not None or not is_of_this_world(group):
             continue
-        among = group is caller if whole else callers.issuperset(dist.get_process_group_ranks(group))
-        if state.forward_open or among:
+        # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
+        # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group.
+        always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
+        if state.forward_open or always:
             state.forward_open = False
             start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
 
@@ -362,7 +363,7 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
 
 
 Caller: TypeAlias = tuple[str, str, dist.ProcessGroup]
-"""Who meets: the name of the module or function, the name of the mesh axis, and the group."""
+"""The caller of a meeting: the name of the module or function, the name of the mesh axis, and the group."""
 
 
 def agree_on_facts(
@@ -373,7 +374,7 @@ def agree_on_facts(
     path: str = "",
     **options: Any,
 ) -> StatusRows:
-    """A meeting at which facts are compared. ``describe()`` returns them by name, and what else is in the row.
+    """Run a meeting that compares facts. ``describe()`` returns the facts by name, and a row for the other fields.
 
     ``path`` and ``options``: see :func:`start_status`. Raises ValueError on every rank, see :func:`compare`.
     """
@@ -392,49 +393,49 @@ def agree_on_facts(
 def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
     """Raise ValueError on every rank unless all rows have the same ``facts``.
 
-    ``facts()`` are the values of which the number is a hash, by name, so that one of them differs. Messages show short
-    texts of them. Communication: none; before an error one all-gather of these texts.
+    ``facts()`` returns the hashed values by name. The message names one that differs, with short texts of its values.
+    Communication: none; before an error one all-gather of these texts.
     """
     (name, axis, group), numbers = where, rows.columns.facts
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if not odd:
         return
     try:
-        text = json.dumps({what: short(value) for what, value in facts().items()})
-    except Exception as error:  # its peers wait for this rank's texts
+        text = json.dumps({fact: short(value) for fact, value in facts().items()})
+    except Exception as error:  # peers wait for this rank's texts
         text = json.dumps({"a value without a text": short(f"{type(error).__name__}: {error}")})
-    text = text if len(text) <= _ROOM else json.dumps({"the facts": short(text)})
-    ranks = [json.loads(text) for text in _texts(text, group)]
-    whats = dict.fromkeys(what for texts in ranks for what in texts)
-    named = next((what for what in whats if len({texts.get(what) for texts in ranks}) > 1), "")
-    listed = ", ".join(f"rank {rank}: {texts.get(named)}" for rank, texts in enumerate(ranks[:_MOST_SHOWN]))
-    if not named:
-        named, listed = f"one of {', '.join(whats)}", "their texts are equal"
+    text = text if len(text) <= _TEXT_BYTES else json.dumps({"the facts": short(text)})
+    ranks = [json.loads(text) for text in _gather_texts(text, group)]
+    names = dict.fromkeys(fact for texts in ranks for fact in texts)
+    fact = next((fact for fact in names if len({texts.get(fact) for texts in ranks}) > 1), "")
+    values = ", ".join(f"rank {rank}: {texts.get(fact)}" for rank, texts in enumerate(ranks[:_MAX_RANKS_SHOWN]))
+    if not fact:
+        fact, values = f"one of {', '.join(names)}", "their texts are equal"
     raise ValueError(
-        f"{name}: the ranks of mesh axis {axis!r} disagree on {named}: ranks {odd} differ from rank 0 ({listed})"
+        f"{name}: the ranks of mesh axis {axis!r} disagree on {fact}: ranks {odd} differ from rank 0 ({values})"
         f"{advice}{see('Ranks that disagree')}"
     )
 
 
-def _texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """The texts of all ranks, in one message of fixed size: nothing is unpickled."""
-    numbers = list(text.encode(errors="replace").ljust(_ROOM)[:_ROOM])
+def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """The texts of all ranks, in messages of _TEXT_BYTES. Nothing is unpickled."""
+    numbers = list(text.encode(errors="replace").ljust(_TEXT_BYTES)[:_TEXT_BYTES])
     try:
         return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
-    except BaseException as error:  # its peers wait for this text
+    except BaseException as error:  # peers wait for this text
         abort_group(group, error)
         raise
 
 
-_ROOM = 4096
+_TEXT_BYTES = 4096
 
 
 def short(value: Any) -> str:
-    """A short :func:`plain` text for a value; short texts stay."""
+    """The :func:`plain` text of a value, cut if it is long. Strings are their own texts."""
     text = value if isinstance(value, str) else plain(value)
     return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
 
 
 def plain(value: Any) -> str:
-    """A text for ``value`` that is the same on every rank: without addresses, functions by name."""
+    """A text for ``value`` that is equal on every rank: without addresses, functions by name."""
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -27,26 +27,26 @@ class Checks:
     number of a model's tokens are not looked at: :func:`~cp_styles.verify.verify` finds these.
 
     Args:
-        agreement: False: the ranks never agree, and each assumes that its peers call as it does. For jobs that ran
+        agreement: False: the ranks never agree, and each assumes that its peers make equal calls. For jobs that ran
             with the default before. The layout of the attention must be a ``SequenceLayout``, of the style or
             call, or of a ``SequenceScope``. Nothing is promised where ranks differ: if their lengths, plans or order of
             calls differ, a rank waits until the timeout of the process group or the transport raises. If only values
             differ (a scale, a mask with the same shape of plan), the result is silently wrong. Unreduced gradients are
             not found.
-        only_warn: give an :class:`~cp_styles.UnreducedGradientsWarning` about parameters in place of the error, once
+        only_warn: give an :class:`~cp_styles.UnreducedGradientsWarning` about parameters instead of the error, once
             for each process group.
         local: parameters that are meant to differ between these ranks, such as experts that exist on one rank only.
             Modules, with all their parameters, and single parameters. They are left out of the comparison for all
             attention over these ranks. (DTensors that are cut over these ranks need not be named.)
-        inputs: False: the arguments of models are not looked at. For models that handle context parallelism themselves.
+        inputs: False: the arguments of models are not checked. For models that handle context parallelism themselves.
 
-    Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
-    balancer that is no function of this package there are two an attention: its results are compared. With a
-    SequenceLayout a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
-    None without ``agreement``.
+    Communication: an all-gather of a row of integers for each attention, on the host, and one before each backward. A
+    second all-gather compares the results of a balancer that is not a function of this package. With a SequenceLayout a
+    rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py. None without
+    ``agreement``.
 
     Raises:
-        TypeError: ``local`` has something else than modules and parameters.
+        TypeError: ``local`` has an item that is neither a module nor a parameter.
 
     Example::
 

@@ -1,14 +1,4 @@
-"""What this rank knows of a process group: who uses it, what the ranks have agreed on, whether they can go on.
-
-[Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
-before its first message, and all of them then send and receive what its plan says. A rank that leaves it by an error
-owes its peers messages. They would wait for these, or take later messages for them: NCCL matches messages by order,
-and its ranks do not stand still. So such a rank ends its connections over gloo. Every rank that waits for it gets an
-error at once, leaves its own operation, and ends its own connections. All others learn of it at their next meeting,
-which is over gloo too. From then on the group is of no use, and every call over it raises.
-
-The number of the operation is the tag of its messages. Gloo never takes a message of one operation for one of another.
-"""
+"""The state of a process group on this rank: its user, the agreements of its ranks, and whether they can go on."""
 
 from __future__ import annotations
 
@@ -28,21 +18,28 @@ from cp_styles.bounded_cache import LatestEntries
 T = TypeVar("T")
 
 
+# [Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
+# before its first message, and then each rank sends and receives the messages of its plan. A rank that leaves it by an
+# error owes its peers messages. Peers would wait for these, or match later messages with them, as NCCL matches by
+# order. So such a rank ends its connections over gloo. Every rank that waits for it gets an error at once, leaves its
+# own operation, and ends its own connections. The remaining ranks get the error at their next meeting, which is over
+# gloo too. From then on every call over the group raises.
+#
+# The number of the operation is the tag of its messages. So gloo never mixes up messages of two operations.
 @dataclass(eq=False, slots=True)
 class Operations:
-    """State that a group and its parts share: the operations over them. It must not hold the groups, but for ``check``.
+    """State that a group and its parts share: their operations. Only ``check`` may hold the group.
 
     Attributes:
         user: the module or function that uses the group, for messages.
         axis: the name of the mesh axis of its ranks, for messages; "group" if only the group is known.
-        check: is called once, before the next message over the group or a part of it, or at the next :meth:`settle`. So
-            the ranks agree while each of them prepares, or computes what needs no message. If it raises, no
-            message was sent that another rank would have to receive.
-        agreed: the ranks have agreed on the operation that is under way, so its peers count on this rank.
-        forwards: the number of attention forwards on which the ranks have agreed. The number of a forward names it in
-            its backward.
-        collectives: the same for :mod:`cp_styles.collectives`.
-        backward_of: the number of the forward whose backward is under way; 0 in a forward.
+        check: a deferred check. It runs once, at the latest before the next message over the group or a part of it.
+            If it raises, no message of the operation was sent. See [Note: agreement without waiting] in agreement.py.
+        agreed: the ranks have agreed on the running operation, so peers wait for messages of this rank.
+        forwards: the number of attention forwards on which the ranks have agreed. A backward has the number of its
+            forward.
+        collectives: the number of operations of :mod:`cp_styles.collectives`.
+        backward_of: the number of the forward whose backward runs; 0 in a forward.
         broken: the error by which this rank has left an operation; empty if there was none.
     """
 
@@ -59,16 +56,16 @@ class Operations:
         """The name of a module or function that uses the group, with the axis."""
         return user if "mesh axis" in user else f"{user} (mesh axis {self.axis!r})"
 
-    def settle(self) -> None:
+    def run_deferred_check(self) -> None:
         """Run :attr:`check` now, if there is one."""
-        while self.check is not None:  # one may find that there is more to check
+        while self.check is not None:  # a check may set another one
             check, self.check = self.check, None
             check()
             self.agreed = True
 
     @property
     def tag(self) -> int:
-        """The tag of the messages of the operation that is under way."""
+        """The tag of the messages of the running operation."""
         number = 2 * self.backward_of + 1 if self.backward_of else 2 * self.forwards
         return _FIRST_TAG + number % _FIRST_TAG
 
@@ -78,31 +75,31 @@ _FIRST_TAG = 2**29
 
 
 class GroupPhase(enum.Enum):
-    """The state of a rank in the attentions over a group: whether its peers know of an error of this rank."""
+    """The state of a rank in the attentions over a group: whether an error of this rank must be reported to peers."""
 
     IDLE = enum.auto()
-    """Peers do not know, and may wait for this rank: :func:`~cp_styles.comm.agreement.report_failure` tells them."""
+    """Peers may wait for this rank: :func:`~cp_styles.comm.agreement.report_failure` must report an error to them."""
     TOGETHER = enum.auto()
-    """Every rank raises, as after an agreement, or peers wait for messages and cannot be told."""
+    """No report: every rank raises, as after an agreement, or peers are blocked in a receive."""
     BACKWARD = enum.auto()
-    """As IDLE, after the begin of a backward: peers may be through with the forward."""
+    """Like IDLE, after the start of a backward: peers may have left the forward."""
 
 
 @dataclass(eq=False)
 class StandIn:
-    """A group that takes the place of another group on this rank, wherever a style, block or function resolves it.
-
-    An attribute of the group and no context variable: a device's backward runs in a thread of its own.
+    """A group that replaces another group on this rank, wherever a style, block or function resolves it.
 
     Attributes:
         group: of as many ranks, or of this rank alone.
         mesh: the mesh of the step, with this rank alone on the axis of the sequence; None for a group of as many ranks.
-        made: what other layers have made over ``group``, which ends with it.
+        objects: objects that other layers have made over ``group``. They end with it.
     """
+
+    # An attribute of the group's state and not a context variable, because a backward on a device has its own thread.
 
     group: dist.ProcessGroup
     mesh: DeviceMesh | None = None
-    made: dict[Any, Any] = field(default_factory=dict)
+    objects: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -110,24 +107,24 @@ class GroupState:
     """The state of a group on this rank. It must not hold the group.
 
     Attributes:
-        operations: what it shares with the group of which it is a part.
-        phase: whether peers know of an error of this rank.
+        operations: the operations over the group, shared with its parts.
+        phase: whether an error of this rank must be reported to peers.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
-        lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
-        modules: to how many modules each style was applied over this group.
+        lengths: global numbers of queries and keys, by the local numbers, in the latest call with these.
+        modules: the number of modules to which each style was applied over this group.
         meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.dtensors`.
-        in_order: meshes whose ranks are known to be in the order of the group.
+        in_order: meshes whose ranks were found to be in the order of the group.
         opened: there was a collective on a device.
         host: gloo for a group without a CPU backend, for agreement; False if it does not connect the ranks.
-        mailbox: the rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and "new"
-            before the first one.
+        mailbox: sends rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and
+            "new" before the first row.
         parts: parts of the group, by their ranks. Never the group itself.
-        objects: of other layers, see :meth:`the`.
-        stand_in: what takes the place of the group while :func:`cp_styles.verify.verify` runs a step.
-        alone: the group is this rank alone, in place of the ranks of a sequence, in such a run.
+        objects: objects of other layers, see :meth:`get_or_create`.
+        stand_in: the group that replaces this group while :func:`cp_styles.verify.verify` runs a step.
+        alone: the group is this rank alone, and replaces the ranks of a sequence in such a run.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
         trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
-        proofs: of the models that have a backward in such a run; None where training is no such run.
+        proofs: proofs of the models that have a backward in a run of verify; None outside of such a run.
     """
 
     operations: Operations = field(default_factory=Operations)
@@ -150,13 +147,13 @@ class GroupState:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context that begins with a meeting: if a rank raises in it, every rank does. An error leaves the phase."""
+        """A context in which every rank raises if one does, because it begins with a meeting."""
         self.phase = GroupPhase.TOGETHER
         yield
-        self.phase = GroupPhase.IDLE
+        self.phase = GroupPhase.IDLE  # not after an error, which needs no report
 
-    def the(self, kind: Callable[[], T]) -> T:
-        """The group's only object of a class of another layer, made at its first use."""
+    def get_or_create(self, kind: Callable[[], T]) -> T:
+        """The only object of this class for the group. It is made at the first use."""
         if kind not in self.objects:
             self.objects[kind] = kind()
         return self.objects[kind]
@@ -170,14 +167,15 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     return _states.setdefault(group, GroupState()) if state is None else state
 
 
-def note_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Let ``part`` share the operations of ``group``. (It must not have the whole state, which holds the part.)"""
+def register_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Let ``part`` share the operations of ``group``."""
+    # Not the whole state, which holds the part.
     _states[part] = GroupState(state_of(group).operations)
 
 
 def states() -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
-    """The groups of all ranks that are threads of this process."""
-    for reference in _states.keyrefs():  # a list: others add groups of their own meanwhile
+    """All groups of this process and their states, also groups of other ranks that are threads."""
+    for reference in _states.keyrefs():  # a list, because other threads add groups
         group = reference()
         state = None if group is None else _states.get(group)
         if group is not None and state is not None:

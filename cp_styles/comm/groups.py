@@ -35,28 +35,28 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         if mesh.ndim != 1:
             raise ValueError(f'{name} needs a 1-D mesh, got axes {mesh.mesh_dim_names}: pass mesh["cp"]')
         axis = (mesh.mesh_dim_names or ("cp",))[0]
-        if is_traced():  # torch.compile does not know the contents of a mesh
+        if is_traced():  # torch.compile cannot read the contents of a mesh
             return axis, mesh.get_group()
         group = _group_on(mesh, name)
         state = state_of(group)
         state.operations.axis = axis
         if ordered and mesh not in state.in_order:
             refuse_other_order(mesh, group)
-            state.in_order.add(mesh)  # looking at the ranks takes as long as a small tile
-        return axis, acting(group)
+            state.in_order.add(mesh)  # once, because reading the ranks takes as long as a small tile
+        return axis, resolve_stand_in(group)
     if isinstance(mesh, dist.ProcessGroup):
-        return "group", acting(mesh)
+        return "group", resolve_stand_in(mesh)
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # dist.new_group returns it on ranks outside of the group
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
-    whole, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
-    if not (isinstance(whole, DeviceMesh) and isinstance(axis, str)):
+    composed, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
+    if not (isinstance(composed, DeviceMesh) and isinstance(axis, str)):
         got = type(mesh).__name__
         raise TypeError(f"{name} needs a 1-D DeviceMesh, (mesh, axis name) or a process group, got {got}")
-    if axis not in (whole.mesh_dim_names or ()):
-        raise ValueError(f"{name}: the mesh has the axes {whole.mesh_dim_names}, not {axis!r}: name one of them")
+    if axis not in (composed.mesh_dim_names or ()):
+        raise ValueError(f"{name}: the mesh has the axes {composed.mesh_dim_names}, not {axis!r}: name one of them")
     if is_traced():  # torch.compile cannot slice a mesh
-        return axis, whole.get_group(axis)
-    return axis_and_group(name, whole[axis], ordered=ordered)
+        return axis, composed.get_group(axis)
+    return axis_and_group(name, composed[axis], ordered=ordered)
 
 
 def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
@@ -71,7 +71,7 @@ def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
         ) from None
 
 
-def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def resolve_stand_in(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """``group``, or the group that takes its place while :func:`cp_styles.verify.verify` runs a step."""
     stand_in = state_of(group).stand_in
     if stand_in is None:
@@ -80,22 +80,20 @@ def acting(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return stand_in.group
 
 
-def group_behind(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
-    """The group of a call's argument without a look at the order of its ranks. None: ask :func:`axis_and_group`."""
+def group_if_simple(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
+    """The group of a 1-D mesh or group, without a check of its order. None: :func:`axis_and_group` finds the group."""
     if isinstance(mesh, DeviceMesh):
-        return acting(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
-    return acting(mesh) if isinstance(mesh, dist.ProcessGroup) else None
+        return resolve_stand_in(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
+    return resolve_stand_in(mesh) if isinstance(mesh, dist.ProcessGroup) else None
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Raise ValueError, on every rank, if a 1-D mesh and its group have the ranks in different orders.
-
-    DTensor and get_local_rank() number ranks by the mesh, and communication by the group, so a rank would hold one part
-    of the sequence and be treated as holding another.
-    """
-    with without_dispatch_modes():  # a recomputation does not look again
+    """Raise ValueError, on every rank, if a 1-D mesh and its group have the ranks in different orders."""
+    # DTensor and get_local_rank() number ranks by the mesh, and communication by the group. A rank would hold one shard
+    # of the sequence and be treated as the holder of another.
+    with without_dispatch_modes():  # a checkpoint would count these operations, and its recomputation skips them
         lines, ranks, group_ranks = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
-    # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can look at all lines of it.
+    # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can check all its lines.
     ascending = group_ranks == sorted(group_ranks)
     unordered = [ranks] if ranks != group_ranks else [line for line in lines if ascending and line != sorted(line)]
     if unordered:
@@ -106,7 +104,7 @@ def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
 
 
 def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of a DTensor; None for a tensor that is this rank's alone."""
+    """The mesh of a DTensor; None for a local tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
@@ -126,6 +124,6 @@ def world_group() -> dist.ProcessGroup:
 
 
 def world() -> ref[dist.ProcessGroup] | None:
-    """Which rank this is, for tables of the whole process: ranks may be threads, each with a world of its own."""
+    """A key of this rank for tables of the process, in which ranks may be threads, each with its own world."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return None if group is None else ref(group)

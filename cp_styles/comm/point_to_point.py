@@ -1,16 +1,4 @@
-"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group.
-
-[Note: direct messages] An all-gather of gloo is run by a thread of its own, in 2 (P - 1) messages, one by one.
-These messages are posted by the calling thread, all at once. The messages alone take 0.10 ms instead of 0.23 ms on 2
-ranks, 0.8 instead of 3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, which share 2 processor cores. The
-receives of the next gather are posted together with a gather. So a row arrives without waiting for its receiver to ask
-for it, and a rank that comes last does not wait at all.
-
-[Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number
-is in the tag of each message, so a row that was left unread is never taken for a row of a later gather. Two ranks
-exchange messages in the order in which they posted them. So when a gather is complete, all earlier ones are. Until then
-their buffers are kept here: gloo stops reading from a rank whose message has lost its buffer.
-"""
+"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group."""
 
 from __future__ import annotations
 
@@ -29,29 +17,29 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import (
+    connect_gloo,
     cpu_backend_of,
     dispatch_modes_entered,
-    gloo_beside,
+    exchange_texts,
     let_profilers_record,
-    part_of_group,
+    make_part_of_group,
     resolve_group,
-    texts_of_ranks,
     without_torch_func,
 )
-from cp_styles.comm.group_state import GroupState, Operations, note_part, state_of
+from cp_styles.comm.group_state import GroupState, Operations, register_part, state_of
 from cp_styles.troubleshooting import see
 
 
 class TransferError(RuntimeError):
     """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout.
 
-    The process groups are of no use from then on. For guarantees see the page "When a rank fails".
+    The process groups cannot be used any more. For guarantees see the page "When a rank fails".
     """
 
 
 @dataclass(eq=False, slots=True)
 class PendingTransfers:
-    """Transfers that are running. It keeps their tensors alive. Call :meth:`wait` before you read what was received.
+    """Running transfers, with their tensors. Call :meth:`wait` before you read received tensors.
 
     ``peers`` are the ranks of ``group`` that send or receive: one for each work, or all if the works are joined.
     """
@@ -65,10 +53,10 @@ class PendingTransfers:
         """Wait for all transfers: on the host for gloo, on the current stream for NCCL. A second call does nothing.
 
         Raises:
-            TransferError: a transfer failed. The others are not waited for, because their ranks may wait themselves.
+            TransferError: a transfer failed. There is no wait for the remaining transfers: their ranks may wait too.
         """
-        # Receives, which come last here, are waited for first: gloo ends each of them at once when a rank has ended. It
-        # forgets a send of which a part is written, and a large message would end with the group's timeout.
+        # Receives come last in the list and are waited for first: gloo ends a receive at once when its rank has ended.
+        # It forgets a send that is partly written, and a wait for a large message would end with the group's timeout.
         for index, work in reversed([*enumerate(self.works)]):
             if work is not None:
                 try:
@@ -82,8 +70,8 @@ class PendingTransfers:
 class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
-    ``state``: the state of the group, if the caller has checked that it is not aborted. ``backward_of``: the number of
-    the forward of a backward; 0 for a forward. ``common``: errors that the other ranks raise too.
+    ``state``: the state of the group, if the caller has checked that it is not aborted. ``backward_of``: in a backward,
+    the number of its forward; 0 in a forward. ``common``: errors that the other ranks raise too.
     """
 
     def __init__(
@@ -104,12 +92,12 @@ class Operation:
         operations = self._operations
         if error is None:
             if operations.check is not None:
-                operations.settle()
+                operations.run_deferred_check()
             return
         interrupted = not isinstance(error, Exception)
         if interrupted:
-            operations.check = None  # it holds the group, whose connections end with it
-        operations.settle()  # what the ranks disagree on may be the cause
+            operations.check = None  # the check holds the group, whose connections must end
+        operations.run_deferred_check()  # raises if the ranks disagree, which may be the cause
         if interrupted or (operations.agreed and not isinstance(error, self._common)):
             abort_group(self._group, error)
 
@@ -153,7 +141,7 @@ def transfer_error(
         f"{operations.name_of(user or operations.user)}: on rank {dist.get_rank()}, a transfer with rank "
         f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
-        f"{see('A rank that has ended')}. The transport says: {error}"
+        f"{see('A rank that has ended')}. Error of the transport: {error}"
     )
 
 
@@ -161,13 +149,13 @@ def transfer_error(
 def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) -> Iterator[None]:
     """A context for a collective of torch over a group. ``user`` is the function that calls it, for messages.
 
-    ``common`` are errors that the other ranks raise too, or are told of later. After any other one they get a
+    ``common`` are errors that the other ranks raise too, or that are reported later. After any other error they get a
     TransferError at once.
 
     Raises:
         TransferError: for an error of the transport.
     """
-    check_not_aborted(group, user).operations.settle()
+    check_not_aborted(group, user).operations.run_deferred_check()
     try:
         yield
     except common:
@@ -187,21 +175,21 @@ def exchange(
     """Start to send and receive contiguous tensors, all at once. The numbers in the pairs are ranks *of the group*.
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
-    messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them. On a GPU the messages are one batch, or several where they are many: see :func:`batches_of`. A deferred
-    check of the ranks, ``Operations.check``, runs first.
+    messages arrive in the order of sending. Empty tensors are skipped on both sides. On a GPU the messages are one
+    batch, or several batches if they are many: see :func:`batches_of`. A deferred check of the ranks,
+    ``Operations.check``, runs first.
     """
     tag = 0
     if group is not None:
         operations = state_of(group).operations
         if operations.check is not None:
-            operations.settle()
+            operations.run_deferred_check()
         tag = operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
-        # As above without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
-        # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
-        # this thread would move it, and hold a lock for which gloo's thread polls.
+        # CPU backends do not batch, and a list of P2POps would cost more than the sending of small messages. Sends come
+        # first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this thread
+        # would move the data, and hold a lock for which gloo's thread polls.
         works, peers, tensors = [], [], []
         for index, (peer, tensor) in enumerate(pairs):
             if tensor.numel():
@@ -229,15 +217,17 @@ def exchange(
 
 
 MOST_OPERATIONS = 256
-"""No more sends and receives than these are one batch. NCCL splits a larger group into launches by a budget of its own,
-and ranks may split at different operations, so that a send waits for a receive of a later launch. The number is the
-limit that https://github.com/pytorch/pytorch/issues/174288 and its pull request 174942 propose. Not run on a GPU."""
+"""The largest number of sends and receives in one batch."""
+# NCCL splits a larger group into launches by its own budget. Ranks may split at different operations, so that a send
+# waits for a receive of a later launch. The number is the limit that https://github.com/pytorch/pytorch/issues/174288
+# and its pull request 174942 propose. Not run on a GPU.
 
-_OF_A_PAIR = 2  # messages from one rank to another that stay in one batch: gradients are two, of keys and of values
+# Messages from one rank to another that stay in one batch. Gradients are two messages, of keys and of values.
+_MESSAGES_OF_PAIR = 2
 
 
 class Message(NamedTuple):
-    """A message with ``peer``, from it unless ``is_sent``."""
+    """A message to ``peer`` if ``is_sent``, otherwise a message from it."""
 
     is_sent: bool
     peer: int
@@ -247,35 +237,35 @@ class Message(NamedTuple):
 def batches_of(
     sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: int
 ) -> list[list[Message]]:
-    """The messages of :func:`exchange` that are not empty, in batches of at most :data:`MOST_OPERATIONS` operations."""
-    # A rank's batches run one by one, so the operations of one batch must not need two batches of a peer. The
-    # batch of a message is a function of what its sender and its receiver both know: how many ranks there are, the
-    # distance from sender to receiver, and how many messages went this way between the two before. So both put it into
+    """The non-empty messages of :func:`exchange`, in batches of at most :data:`MOST_OPERATIONS` operations."""
+    # A rank's batches run one by one, so the operations of one batch must not need two batches of a peer. The batch of
+    # a message depends on numbers that its sender and its receiver share: the number of ranks, the distance from sender
+    # to receiver, and the number of earlier messages from this sender to this receiver. So both put the message into
     # the batch of the same number. All messages of batch n are between batches n, and these can end without any batch
-    # of a higher number. Hence all batches end: number 0 first, then number 1, and so on. How many
-    # messages a rank has in all is not asked, because the answers of two ranks differ.
+    # of a higher number. Hence all batches end: number 0 first, then number 1, and so on. The number of all messages of
+    # a rank plays no role, because it differs between ranks.
     #
-    # The size: a distance has one receiver and one sender for each rank, and a batch has _OF_A_PAIR messages of each.
-    distances = max(MOST_OPERATIONS // (2 * _OF_A_PAIR), 1)
+    # The size: for each distance, a rank has one receiver and one sender, and a batch has _MESSAGES_OF_PAIR of each.
+    distances = max(MOST_OPERATIONS // (2 * _MESSAGES_OF_PAIR), 1)
     batches: dict[tuple[int, int], list[Message]] = {}
     for is_sent, pairs in ((False, receives), (True, sends)):
         before: Counter[int] = Counter()
         for peer, tensor in pairs:
             if tensor.numel():
                 distance = (peer - rank if is_sent else rank - peer) % ranks
-                number = before[peer] // _OF_A_PAIR, (distance - 1) % ranks // distances
+                number = before[peer] // _MESSAGES_OF_PAIR, (distance - 1) % ranks // distances
                 before[peer] += 1
                 batches.setdefault(number, []).append(Message(is_sent, peer, tensor))
     return [batches[number] for number in sorted(batches)]
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """All ranks of a group call this at the same place, before the first :func:`exchange` over it on a device.
+    """Set up a group on a device, before the first :func:`exchange` over it. All its ranks must call this.
 
-    NCCL sets up a group in its first operation, and all ranks must take part in that. A batch of messages does not
-    involve ranks whose plan has no messages, so their peers would wait for ever. Communication: one all-reduce of one
-    number, the first time.
+    Communication: one all-reduce of one number, the first time.
     """
+    # NCCL sets up a group in its first operation, in which all ranks must take part. A rank whose plan has no messages
+    # takes no part in a batch, so its peers would wait forever.
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
         return
     with collective(group, state_of(group).operations.user):
@@ -283,22 +273,18 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     state_of(group).opened = True
 
 
-# -- a row of numbers from every rank to every other one --
+# -- the all-gather of a row of numbers --
 
-# How many numbers a row of the agreement has.
+# The number of numbers in a row of the agreement.
 WIDTH = 9
-# Tags from here on belong to these messages. Messages of keys, values and gradients have tags from 2**29 on. Users
-# count from 0.
+# Tags of rows start here. Messages of keys, values and gradients have tags from 2**29 on. Users count from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
 
 
 def end_connections(gloo: Any) -> None:
-    """End all connections of a gloo backend. What other ranks wait for raises on them at once.
-
-    Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``. Such a wait needs a connection
-    that still stands. A peer that has ended its own leaves none to it, but a third rank may wait for this one: so every
-    peer is tried.
-    """
+    """End all connections of a gloo backend. Waits of other ranks for this rank raise at once."""
+    # Gloo ends its connections when a wait times out: see unbound_buffer.cc, ``signalException``. Such a wait needs a
+    # live connection, and a peer may have ended its own. So this function waits for every peer.
     never, rank = torch.empty(1, device="cpu"), gloo.rank()
     for distance in range(1, gloo.size()):
         with contextlib.suppress(RuntimeError):
@@ -306,12 +292,11 @@ def end_connections(gloo: Any) -> None:
 
 
 Posted: TypeAlias = dist.Work | RuntimeError
-"""A message that is under way, or the error of posting it. It concerns one rank; the remaining ranks get their
-messages."""
+"""A posted message, or the error of posting it. The error affects one peer only."""
 
 
 class _Gather(NamedTuple):
-    """The messages of one gather. ``receives`` are by rank, and may be posted before the gather starts."""
+    """The messages of one gather. ``receives`` are keyed by rank, and may be posted before the gather starts."""
 
     rows: torch.Tensor
     parts: tuple[torch.Tensor, ...]
@@ -319,8 +304,18 @@ class _Gather(NamedTuple):
     receives: dict[int, Posted]
 
 
+# [Note: direct messages] Gloo runs an all-gather in its own thread, in 2 (P - 1) messages, one after the other. Direct
+# messages are posted by the calling thread, all at once. They take 0.10 ms instead of 0.23 ms on 2 ranks, 0.8 instead
+# of 3.2 on 4, 1.9 instead of 11 on 8, and 97 instead of 168 on 64, if the ranks share 2 processor cores. A gather also
+# posts the receives of the next gather. So a row arrives before its receiver waits for it, and the last rank does not
+# wait.
+#
+# [Note: numbered gathers] All ranks count the gathers over a group, also gathers that they leave unread. The number is
+# in the tag of each message, so an unread row is never mixed up with a row of a later gather. Two ranks exchange
+# messages in the order of posting. So when a gather is complete, all earlier gathers are. Their buffers are kept until
+# then: gloo stops reading from a rank whose message has lost its buffer.
 class Mailbox:
-    """The gathers of a group. ``gloo`` is a backend between its ranks."""
+    """Runs the gathers of a group. ``gloo`` is a backend between its ranks."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
@@ -330,32 +325,32 @@ class Mailbox:
         self._gathers: dict[int, _Gather] = {}
         self._started = 0
 
-    def start(self, mine: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Send ``mine`` to all peers. The number of the gather, and the rows of all ranks, to be read after ``wait``.
+    def start(self, row: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Send ``row`` to all peers. Returns the number of the gather, and the rows of all ranks, valid after ``wait``.
 
-        It never fails: :meth:`wait` says which rank cannot be reached.
+        It never fails: :meth:`wait` returns the rank that cannot be reached.
         """
         number = self._started
-        before = self._gathers.get(number - 1)
-        now = self._gathers.get(number) or self._new_gather(number)
-        now.parts[self._rank].copy_(mine)
+        previous = self._gathers.get(number - 1)
+        current = self._gathers.get(number) or self._new_gather(number)
+        current.parts[self._rank].copy_(row)
         self._started = number + 1
-        let_profilers_record(False)  # requests for the next row may outlive a profiler
+        let_profilers_record(False)  # receives of the next row may outlive a profiler
         try:
-            if before is not None and len(before.sends) < len(self._peers):
-                self._post(number - 1, before)  # the rest, because that was interrupted: its peers wait for it
-            self._post(number, now)
+            if previous is not None and len(previous.sends) < len(self._peers):
+                self._post(number - 1, previous)  # an interrupt has left messages out, for which peers wait
+            self._post(number, current)
         finally:
             let_profilers_record(True)
-        return number, now.rows
+        return number, current.rows
 
     def wait(self, number: int) -> tuple[int, RuntimeError] | None:
-        """Wait until all rows of the gather have arrived. If one cannot arrive: its rank and why.
+        """Wait until all rows of the gather have arrived. Returns the rank of a row that cannot arrive, and the error.
 
-        Errors are returned, not raised, and without their tracebacks: these would keep the connections open.
+        The error is returned without its traceback, which would keep the connections open.
         """
         gather = self._gathers.get(number)
-        if gather is None:  # a later one is complete
+        if gather is None:  # a later gather is complete
             return None
         for peer in reversed(self._peers):
             posted = gather.receives[peer]
@@ -365,44 +360,43 @@ class Mailbox:
                 posted.wait()
             except RuntimeError as error:
                 return peer, error.with_traceback(None)
-        # A rank that has sent its row had asked for this rank's row before: it is written, or will be. The sends are
-        # kept and not waited for, because such a wait of gloo may not end if the rank has ended since.
+        # A rank posts the receive of this rank's row before it sends its own. So the sends will be written. They are
+        # kept without a wait, because a wait of gloo may not end if the peer has ended since.
         for old in list(self._gathers):
             if old < number:
                 self._gathers.pop(old, None)
         return None
 
     def _new_gather(self, number: int) -> _Gather:
-        with torch.inference_mode(False):  # a result for a checkpoint, which needs its version
+        with torch.inference_mode(False):  # a checkpoint may keep the rows, and needs their version
             rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
         gather = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
         return gather
 
-    def _post(self, number: int, now: _Gather) -> None:
-        """Post what is not posted yet: the messages of a gather that has started, and the receives of the next one."""
-        mine, gloo = now.parts[self._rank], self._gloo
-        then = self._gathers.get(number + 1) or self._new_gather(number + 1)
-        # Message and request for the next one go to a rank together: it is woken once for both.
-        for peer in self._peers[len(now.sends) :]:
-            for gather, its_number in ((now, number), (then, number + 1)):
+    def _post(self, number: int, current: _Gather) -> None:
+        """Post the remaining messages of a gather that has started, and the receives of the next one."""
+        row, gloo = current.parts[self._rank], self._gloo
+        following = self._gathers.get(number + 1) or self._new_gather(number + 1)
+        # The message, and the request for the next row, go to a peer together and wake it once.
+        for peer in self._peers[len(current.sends) :]:
+            for gather, its_number in ((current, number), (following, number + 1)):
                 if peer not in gather.receives:
                     try:
                         gather.receives[peer] = gloo.recv([gather.parts[peer]], peer, _FIRST_TAG + its_number % _TAGS)
                     except RuntimeError as error:
                         gather.receives[peer] = error.with_traceback(None)
             try:
-                now.sends.append(gloo.send([mine], peer, _FIRST_TAG + number % _TAGS))
+                current.sends.append(gloo.send([row], peer, _FIRST_TAG + number % _TAGS))
             except RuntimeError as error:
-                now.sends.append(error.with_traceback(None))
+                current.sends.append(error.with_traceback(None))
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     """The rows of int64 numbers of all ranks, on every rank, in group order.
 
-    By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
-    from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
-    first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
-    [Note: direct messages]. Without gloo it runs on the device, and the host waits.
+    Communication: one all-gather of ``len(numbers)`` int64 from each rank. It runs on the host: over the CPU backend of
+    the group, or over an additional gloo group, which the first call sets up. Over gloo, rows of ``WIDTH`` numbers are
+    direct messages, see [Note: direct messages]. Without gloo it runs on the device, and the host waits.
     """
     check_not_aborted(group)
     return start_numbers(numbers, group)()
@@ -411,31 +405,32 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
 def start_numbers(
     numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState | None = None
 ) -> Callable[[], Sequence[Sequence[int]]]:
-    """Start :func:`gather_numbers` over a group that is not aborted. The result waits for the other ranks, and returns
-    the rows. ``state`` is the state of the group, if the caller has it.
+    """Start :func:`gather_numbers` over a group that is not aborted. ``state`` is its state, if the caller has it.
+
+    The result, a function, waits for the other ranks, and returns the rows.
 
     Raises:
-        TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
+        TransferError: by the result, if a direct message fails. Other all-gathers raise torch's RuntimeError.
     """
     refuse_destroyed(group)
     if group.size() == 1:
         return lambda: [numbers]
-    with without_torch_func():  # it would wrap the result, and its transfer would be lost
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    with without_torch_func():  # torch.func would wrap the rows, and the attribute _STARTED would be lost
+        row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if not dispatch_modes_entered():
-            return partial(_arrived, *_gather(mine, group, state or state_of(group)))
-        # As an op, so that a selective checkpoint can keep its result, and the recomputation does not communicate.
-        rows = torch.ops.cp_styles.gather_numbers.default(mine, group.group_name)
-        return partial(_arrived, rows, vars(rows).pop(_STARTED, None))
+            return partial(_read_rows, *_start_gather(row, group, state or state_of(group)))
+        # An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate.
+        rows = torch.ops.cp_styles.gather_numbers.default(row, group.group_name)
+        return partial(_read_rows, rows, vars(rows).pop(_STARTED, None))
 
 
-def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> Sequence[Sequence[int]]:
-    """The rows, when they have arrived. A result that a checkpoint has kept is there."""
+def _read_rows(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> Sequence[Sequence[int]]:
+    """Wait for the rows and read them. No wait for rows that a checkpoint has kept."""
     if isinstance(started, _StartedGather):
         group, mailbox = started.group(), started.mailbox()
-        assert mailbox is not None  # who waits for rows has the group
+        assert mailbox is not None  # a caller that waits for rows holds the group
         missing = mailbox.wait(started.number)
-        del mailbox  # the traceback of the error would keep it, and so the connections
+        del mailbox  # otherwise the traceback of the error would keep the connections
         if missing is not None:
             peer, error = missing
             raise transfer_error(error, (peer,), group) from error
@@ -447,13 +442,13 @@ def _arrived(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -> 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
     state, patience = state_of(group), timedelta(seconds=seconds)
-    if state.operations.broken:  # its peers know
+    if state.operations.broken:  # peers have an error already
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        _, started = _gather(mine, group, state, patience)
+        row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        _, started = _start_gather(row, group, state, patience)
         if isinstance(started, _StartedGather):
-            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
+            # In a thread, because gloo ends all connections of a group when a wait times out.
             waiting = threading.Thread(target=state.mailbox.wait, args=(started.number,), daemon=True)
             waiting.start()
             waiting.join(seconds)
@@ -461,10 +456,10 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
             started.wait(patience)
 
 
-def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The largest of the ranks' values, element by element, flat, on a device of which the group has a backend.
+def reduce_max(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The maximum over ranks of each element, in flat tensors on a device for which the group has a backend.
 
-    Communication: one all-reduce of them all together.
+    Communication: one all-reduce of all elements together.
     """
     device = torch.device("cpu") if has_cpu_backend(group) else _current_gpu()
     flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
@@ -478,56 +473,55 @@ def _current_gpu() -> torch.device:
 
 
 class _StartedGather(NamedTuple):
-    """A gather of a mailbox that has started, where another gather has a ``dist.Work``.
+    """A started gather of a mailbox; other gathers have a ``dist.Work``."""
 
-    The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group or the mailbox alive.
-    """
+    # Weak, because the rows have this object as an attribute, and the mailbox has the rows.
 
     number: int
     group: ref[dist.ProcessGroup]
     mailbox: ref[Mailbox]
 
 
-def _gather(
-    mine: torch.Tensor, group: dist.ProcessGroup, state: GroupState, patience: timedelta | None = None
+def _start_gather(
+    row: torch.Tensor, group: dist.ProcessGroup, state: GroupState, patience: timedelta | None = None
 ) -> tuple[torch.Tensor, dist.Work | _StartedGather | None]:
-    """Start an all-gather of a row of int64 on the host: the rows, and what to wait for before they are read.
+    """Start an all-gather of a row of int64 on the host. Returns the rows, and the work to wait for before reading.
 
     ``patience`` limits the time to open connections.
     """
     if state.mailbox == "new":
-        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, state, patience)
+        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _connect_host_gloo(group, state, patience)
         state.mailbox = Mailbox(gloo) if gloo else None
-    if state.mailbox is not None and mine.numel() == WIDTH:
-        number, rows = state.mailbox.start(mine)
+    if state.mailbox is not None and row.numel() == WIDTH:
+        number, rows = state.mailbox.start(row)
         return rows, _StartedGather(number, ref(group), ref(state.mailbox))
     host = group if has_cpu_backend(group) else state.host
     if not host:
-        mine = mine.to(_current_gpu(), non_blocking=True)
-    rows = mine.new_empty(group.size(), mine.numel())
+        row = row.to(_current_gpu(), non_blocking=True)
+    rows = row.new_empty(group.size(), row.numel())
     parts = list(rows.unbind())
     if not host:
-        return rows, dist.all_gather(parts, mine, group=group, async_op=True)
+        return rows, dist.all_gather(parts, row, group=group, async_op=True)
     # Not dist.all_gather, whose checks take as long as a copy.
-    return rows, host.allgather([parts], [mine])
+    return rows, host.allgather([parts], [row])
 
 
-def _host_of(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
-    """Gloo for a group without a CPU backend. False if it does not connect all ranks: then all warn."""
+def _connect_host_gloo(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
+    """Gloo for a group without a CPU backend. False, with a warning on every rank, if it does not connect all ranks."""
     if not dist.is_gloo_available():
         return False
     try:
-        # Ranks may come minutes apart. When all are there, they connect at once or never. The timeout of gloo's
-        # messages is the timeout of its connection, so this connection is a trial.
-        texts_of_ranks(group, "cp_styles/arrival", "", patience)
+        # Ranks may arrive minutes after each other. Once all have arrived, they connect at once or never. The first
+        # connection is a trial with a short timeout, because gloo uses the timeout of a connection for its messages.
+        exchange_texts(group, "cp_styles/arrival", "", patience)
         trial, failure = None, ""
         try:
-            trial = gloo_beside(group, "cp_styles/trial", _TO_CONNECT)
+            trial = connect_gloo(group, "cp_styles/trial", _TO_CONNECT)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        failures = [text for text in texts_of_ranks(group, "cp_styles/trials", failure, patience) if text]
-        del trial  # not earlier: others were connecting to it
-        state.host = not failures and gloo_beside(group, "cp_styles", patience)
+        failures = [text for text in exchange_texts(group, "cp_styles/trials", failure, patience) if text]
+        del trial  # not earlier, because other ranks were connecting to it
+        state.host = not failures and connect_gloo(group, "cp_styles", patience)
     except RuntimeError as error:
         raise transfer_error(error, range(group.size()), group) from error
     if failures:
@@ -568,17 +562,17 @@ def group_of_name(name: str) -> dist.ProcessGroup:
         raise destroyed_error() from None
 
 
-# While the result of the op is received, this attribute of it holds what to wait for.
+# The attribute of the op's result that holds the work to wait for.
 _STARTED = "_cp_styles_started"
 torch.library.define(
-    "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "cp_styles::gather_numbers", "(Tensor row, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 
 
 @torch.library.impl("cp_styles::gather_numbers", "CompositeExplicitAutograd")
-def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
+def _gather_numbers(row: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
-    rows, started = _gather(mine, group, state_of(group))
+    rows, started = _start_gather(row, group, state_of(group))
     setattr(rows, _STARTED, started)
     return rows
 
@@ -593,30 +587,30 @@ def split_group(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Two parts of ``group`` for two levels: rank r is (r // size, r % size).
 
-    Returns the ranks with the same ``r // size`` (neighbours), and those with the same ``r % size``. None is a group of
-    one rank. Parts are cached. Communication, the first time: the set-up of up to P process groups. All ranks of
-    ``group`` must take part, and no others.
+    Returns the group of ranks with equal ``r // size`` (neighbours), and the group of ranks with equal ``r % size``.
+    None is a group of one rank. Parts are cached. Communication, the first time: the set-up of up to P process groups,
+    in which exactly the ranks of ``group`` take part.
     """
     if group is None or group.size() == 1:
         return None, None
     rank = group.rank()
     first = rank - rank % size
-    state_of(group).operations.settle()  # before the ranks set up parts
+    state_of(group).operations.run_deferred_check()  # agree before the ranks set up parts
     members = dist.get_process_group_ranks(group)
     name = f"{group.group_name}.cp_styles.{size}"
     return (
-        _part_of(members[first : first + size], group, members, f"{name}.neighbours{rank // size}"),
-        _part_of(members[rank % size :: size], group, members, f"{name}.across{rank % size}"),
+        _make_part(members[first : first + size], group, members, f"{name}.neighbours{rank // size}"),
+        _make_part(members[rank % size :: size], group, members, f"{name}.across{rank % size}"),
     )
 
 
-def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int], name: str) -> dist.ProcessGroup | None:
+def _make_part(ranks: list[int], group: dist.ProcessGroup, members: list[int], name: str) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     if ranks == members:
         return group
     parts = state_of(group).parts
     if tuple(ranks) not in parts:
-        part = parts[tuple(ranks)] = part_of_group(group, ranks, name)
-        note_part(part, group)
+        part = parts[tuple(ranks)] = make_part_of_group(group, ranks, name)
+        register_part(part, group)
     return parts[tuple(ranks)]

@@ -1,1 +1,1 @@
-"""Attention bound to a mesh axis: what is bound, the op that runs it, and the open scopes."""
+"""Attention bound to a mesh axis: its configuration, the op that runs it, and the open scopes."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, uncompiled, when_destroyed
+from cp_styles._compat import call_when_destroyed, graph_task_id, uncompiled
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
@@ -23,7 +23,7 @@ from cp_styles.comm.agreement import (
     StatusRows,
     agree_on_facts,
     compare,
-    place_of,
+    pack_call_number,
     plain,
     report_failure,
     start_status,
@@ -36,8 +36,8 @@ from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
-    cuts_of,
-    fact_of,
+    describe_cut,
+    find_cuts,
     is_deterministic,
     layout_made_by,
     layout_of_one,
@@ -59,28 +59,28 @@ class ForwardState:
 
     Attributes:
         calls: number of attention ops that have run.
-        running: whether this forward is under way. (Not known where torch.compile traces it.)
-        given: the module of the forward with the arguments of its call; empty outside of a forward.
-        inputs: these arguments by parameter name; None if nobody has asked for them.
-        cuts: those among them that a layout has cut, each with its layout.
-        made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
-        path: of the innermost module that runs, below the module that has the style.
+        running: whether the forward runs now. False while torch.compile traces it.
+        module_call: the module of the forward with the arguments of its call; empty outside of a forward.
+        inputs: these arguments by parameter name; None until they are read.
+        cuts: the arguments that a layout has cut, each with its layout.
+        layer_mask: a mask other than causal that an integration has made for the layers of this forward.
+        path: the path of the innermost module that runs, below the module that has the style.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
     """
 
     calls: int = 0
     running: bool = False
-    given: tuple[Any, ...] = ()
+    module_call: tuple[Any, ...] = ()
     inputs: dict[str, Any] | None = field(default_factory=dict)
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
-    made_mask: Any = None
+    layer_mask: Any = None
     path: str = ""
     mixing: bool = False
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The configuration of context-parallel attention on one mesh axis: everything that is not in the call itself.
+    """The configuration of context-parallel attention on one mesh axis, without the arguments of a call.
 
     Attributes:
         name: name of the module or function, for messages.
@@ -91,14 +91,14 @@ class Binding:
         mask: which keys each query attends to, in addition to ``is_causal`` of the call.
         kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`. None
             prefers the fused kernel of the call.
-        heads: which query heads the tensors of a call are, if these are a share of more heads.
-        whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
+        heads: the range of query heads in a call, if other axes cut the heads; otherwise None.
+        mask_shape: the (batch, heads) that a mask of the call must fit, if other axes cut them; otherwise None.
         forward_state: state of the module's forward. An error is raised if its attention was not reached.
         checks: what the ranks check of each other.
-        model: observes the model whose attention it is; None for functions.
+        model: observes the model that has the attention; None for functions.
         site: the number of the module among the modules of its style, whose names may be equal; 0 for functions.
-        in_graphs: what :func:`~cp_styles.engine.custom_ops.config_of` made of it, without and with a named layout, and
-            the binding that runs in graphs in its place.
+        in_graphs: the results of :func:`~cp_styles.engine.custom_ops.make_graph_config`, by whether the user gave a
+            layout, each with the binding that runs in graphs.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Binding:
     mask: Mask
     kernel: Kernel | None = None
     heads: tuple[int, int] | None = None
-    whole: tuple[int, int] | None = None
+    mask_shape: tuple[int, int] | None = None
     forward_state: ForwardState = field(default_factory=ForwardState, compare=False, repr=False)
     checks: Checks = field(default=CHECKS, compare=False, repr=False)
     model: ModelObserver | None = field(default=None, compare=False, repr=False)
@@ -133,7 +133,7 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
-        if self.group_state.alone:  # in place of the ranks for which these were made
+        if self.group_state.alone:  # strategy and layout were made for the ranks that this rank replaces
             object.__setattr__(self, "strategy", Ring())
             object.__setattr__(self, "layout", layout_of_one(self.layout))
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
@@ -164,30 +164,29 @@ class Binding:
         return self.layout
 
     def resolve(self) -> tuple[Binding, None]:
-        """As :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`: no scope applies."""
+        """This binding without a scope, like :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`."""
         return self, None
 
     def without_kept_keys(self) -> Binding:
         """This binding with a strategy that keeps no received keys for the backward. Cached."""
-        lean = self.strategy.without_kept_keys()
-        return self._variants.get(lean) or self._variants.put(lean, replace(self, strategy=lean))
+        strategy = self.strategy.without_kept_keys()
+        return self._variants.get(strategy) or self._variants.put(strategy, replace(self, strategy=strategy))
 
-    def of_heads(self, heads: tuple[int, int], whole: tuple[int, int]) -> Binding:
-        """This binding for a share of the heads. Cached."""
-        key = heads, whole
-        return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, whole=whole))
+    def with_heads(self, heads: tuple[int, int], mask_shape: tuple[int, int]) -> Binding:
+        """This binding for a range of the heads. Cached."""
+        key = heads, mask_shape
+        return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, mask_shape=mask_shape))
 
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
-        """This binding with a mask in addition to its own: ``source``, or ``mask_of(source)``. Cached: layers share
-        it."""
+        """This binding with an additional mask, ``source`` or ``mask_of(source)``. Cached, so that layers share it."""
         if isinstance(source, Full):
             return self
         key = source, mask_of
-        bound = self._variants.get(key)
-        if bound is None:
+        binding = self._variants.get(key)
+        if binding is None:
             mask = self.mask & (source if mask_of is None else mask_of(source))
-            bound = self._variants.put(key, replace(self, mask=mask))
-        return bound
+            binding = self._variants.put(key, replace(self, mask=mask))
+        return binding
 
     def agree(
         self,
@@ -197,59 +196,59 @@ class Binding:
         keep: bool,
         attn_mask: torch.Tensor | None = None,
     ) -> ResolvedCall:
-        """One call, with its layouts, once all ranks know that their inputs fit together.
-
-        A balancer is called here only, and not again in the backward of the call. ``problem`` is an error that
-        only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.start_status`) makes every rank
-        raise then, instead of hanging. A second all-gather compares the layouts of a balancer that is no function of
-        this package: its results may differ. Another one follows if parameters differ.
+        """Compare one call on all ranks, and return it with its layouts.
 
         Args:
+            problem: an error that only this rank may see, or None. Every rank raises then.
             tensors: local query, key and value [B, H, S, D]; 4-D if there is no ``problem``.
             call: the remaining arguments of the call by name (``is_causal``, ``scale``).
             keep: whether a backward of the call may follow.
             attn_mask: the mask of the call for the whole sequence.
+
+        Communication: one all-gather (see :func:`~cp_styles.comm.agreement.start_status`). A second all-gather compares
+        the layouts of a balancer that is not a function of this package. Another all-gather follows if parameters
+        differ.
 
         Raises :class:`~cp_styles.checks.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         layout, rank = self.layout, self.group.rank()
         fixed = layout if isinstance(layout, SequenceLayout) else None
         where = self.name, self.axis, self.group
-        given = where, self.checks, tensors, self.model, keep
-        asked = _AttentionAgreement(*given, binding=self, problem=problem, attn_mask=attn_mask, call=call)
+        checked = where, self.checks, tensors, self.model, keep
+        agreement = _AttentionAgreement(*checked, binding=self, problem=problem, attn_mask=attn_mask, call=call)
         self.group_state.phase = GroupPhase.TOGETHER
         meeting = start_status(
-            asked.row,
+            agreement.row,
             Meeting.ATTENTION,
             *where,
             agrees=self.checks.agreement,
-            assumed=None if fixed is None else partial(_as_cut_by, fixed, rank),
+            assumed=None if fixed is None else partial(_assume_equal_calls, fixed, rank),
             path=self.forward_state.path,
             state=self.group_state,
         )
         q, k, v = tensors
         length = None if fixed is None else fixed.lengths[rank]
         if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
-            return asked.finish(meeting)
+            return agreement.finish(meeting)
         # See [Note: agreement without waiting] in agreement.py.
-        self.group_state.operations.check = partial(asked.finish, meeting)
-        return self.with_fixed_layout
+        self.group_state.operations.check = partial(agreement.finish, meeting)
+        return self.call_with_fixed_layout
 
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
         first = self.layout_for(lengths[0])
         return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
 
-    def agreed_on(self, cuts: Cuts) -> ResolvedCall:
+    def call_with(self, cuts: Cuts) -> ResolvedCall:
         """The call of this configuration with these layouts. Cached."""
-        # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
+        # The call holds a copy of the binding: a cycle of references would keep the group and its connections alive.
         return self._calls.get(cuts) or self._calls.put(cuts, ResolvedCall(replace(self), cuts))
 
     @cached_property
-    def with_fixed_layout(self) -> ResolvedCall:
+    def call_with_fixed_layout(self) -> ResolvedCall:
         """The call with the layout of this binding, which is a SequenceLayout."""
         assert isinstance(self.layout, SequenceLayout)
-        return self.agreed_on((self.layout, self.layout))
+        return self.call_with((self.layout, self.layout))
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
@@ -258,19 +257,21 @@ class Binding:
 
     @uncompiled
     def refuse_call(self) -> None:
-        """Tell the ranks that have called their attention, or will call it, that this rank will not."""
+        """Report to the other ranks, at their attention, that this rank does not call it."""
         report_failure(self.name, self.group)
 
     def refuse_other_cut(
         self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None
     ) -> None:
-        """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones.
+        """Raise ValueError for tensors that another layout cut.
 
-        With ``q_length``, the number of local queries, also for parts of so many positions from a layout for another
-        number of ranks. (They may be longer by now: a rank's tokens may be cut once more over another axis.)
+        ``q_length`` is the number of local queries. With it, raise also for shards of this length from a layout for
+        another number of ranks.
         """
+        # Lengths do not show another layout, because most layouts have equal lengths.
         for tensor, cut in cut_tensors:
             if cut.ranks != self.group.size():
+                # A tensor of another length may be right: a rank's tokens may be cut once more over another axis.
                 if q_length in tensor.shape and q_length in cut.lengths:
                     raise ValueError(
                         f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with a layout for {cut.ranks} "
@@ -288,7 +289,7 @@ class Binding:
         contents = self.mask.content, 0 if self.kernel is None else self.kernel.content
         return {
             "strategy": self.strategy,
-            "layout": fact_of(self.layout),
+            "layout": describe_cut(self.layout),
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
@@ -302,10 +303,10 @@ class Binding:
 
     @cached_property
     def rank_checks(self) -> RankChecks:
-        return self.group_state.the(RankChecks)
+        return self.group_state.get_or_create(RankChecks)
 
     @cached_property
-    def _print(self) -> int:
+    def _fingerprint(self) -> int:
         return fingerprint(list(map(plain, self.facts().values())))
 
 
@@ -326,8 +327,8 @@ class ResolvedCall:
         return self.cuts[0].length, self.cuts[1].length
 
     @cached_property
-    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many queries, and how many keys, each rank holds."""
+    def lengths_by_rank(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of queries on each rank, and the numbers of keys."""
         return self.cuts[0].lengths, self.cuts[1].lengths
 
     def attention(
@@ -338,12 +339,10 @@ class ResolvedCall:
         scale: float | None,
         attn_mask: torch.Tensor | None = None,
     ) -> Attention:
-        """The attention of this call, for its local query, key and value [B, H, S, D].
+        """The attention of this call, for its local query, key and value [B, H, S, D]. Cached. No communication.
 
-        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions.
-
-        It raises the same errors on every rank, because it does not depend on the rank. No communication. Results are
-        cached.
+        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions. Errors do not depend
+        on the rank, so every rank raises them.
         """
         if attn_mask is not None:
             return self._attention(tensors, attn_mask, is_causal, scale)
@@ -354,7 +353,8 @@ class ResolvedCall:
             try:
                 attention = self._attentions.put(key, self._attention(tensors, None, is_causal, scale))
             except Exception:
-                self.binding.group_state.operations.settle()  # what the ranks disagree on may be the cause
+                # Ranks that disagree may be the cause. The deferred check then raises their error first.
+                self.binding.group_state.operations.run_deferred_check()
                 raise
         return attention
 
@@ -373,7 +373,7 @@ class ResolvedCall:
         try:
             mask = mask if attn_mask is None else mask & Dense(attn_mask)
             _check_shapes(q, k, v)
-            mask.check((*(binding.whole or (q.shape[0], q.shape[1])), q_length, kv_length))
+            mask.check((*(binding.mask_shape or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{binding.name}: {error}") from None
         if scale is None:
@@ -387,11 +387,12 @@ class ResolvedCall:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _AttentionAgreement(CheckedCall):
-    """One attention on which the ranks agree: this rank's row, and what follows from the rows of all ranks.
+    """The agreement of all ranks before one attention: this rank's row, and the comparison of the rows of all ranks.
 
-    See :meth:`Binding.agree` for the fields. It holds no function of its own making, as _StartedMeeting in
-    agreement.py does not.
+    See :meth:`Binding.agree` for the fields.
     """
+
+    # A class and not a closure: the traceback of an error would keep a closure, and with it the process group, alive.
 
     binding: Binding
     problem: Exception | None
@@ -406,7 +407,7 @@ class _AttentionAgreement(CheckedCall):
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         forward_state = binding.forward_state
         binding.mask.check_unchanged()
-        if cut_tensors := cuts_of(self.tensors):
+        if cut_tensors := find_cuts(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
@@ -415,38 +416,38 @@ class _AttentionAgreement(CheckedCall):
             self.orders = graph_task_id() < 0
         if v.shape[dim] != k.shape[dim]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
-        contents = None if self.attn_mask is None else _contents(self.attn_mask)
+        contents = None if self.attn_mask is None else _describe_mask(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
         which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
-            *(contents, binding._print, *call, *call.values(), self.trains),
+            *(contents, binding._fingerprint, *call, *call.values(), self.trains),
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         numbers = []
-        for check in binding.rank_checks:  # not a comprehension: an error's traceback would keep what it captures
+        for check in binding.rank_checks:  # not a comprehension: an error's traceback would keep its captured objects
             numbers.append(check.number(self) if binding.checks.agreement else 0)
         return StatusRow(
             q.shape[dim],
             k.shape[dim],
-            place=place_of(which, forward_state.calls),
+            place=pack_call_number(which, forward_state.calls),
             facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
             numbers=tuple(numbers),
         )
 
     def finish(self, meeting: Callable[[], StatusRows]) -> ResolvedCall:
-        """Wait for the rows of the remaining ranks in ``meeting``, and compare."""
+        """Wait for the rows of the remaining ranks in ``meeting``, and compare them. Returns the call."""
         binding = self.binding
         rows = meeting()
         columns = rows.columns
-        whole = sum(columns.q_length), sum(columns.kv_length)
-        agreed = binding._calls.get(whole)
-        as_expected = agreed is not None and agreed.parts == (columns.q_length, columns.kv_length)
-        if agreed is None or not (as_expected and rows.equal and self.attn_mask is None):
-            agreed = self._compared(rows, whole)
+        lengths = sum(columns.q_length), sum(columns.kv_length)
+        call = binding._calls.get(lengths)
+        has_lengths = call is not None and call.lengths_by_rank == (columns.q_length, columns.kv_length)
+        if call is None or not (has_lengths and rows.equal and self.attn_mask is None):
+            call = self._compare_rows(rows, lengths)
         local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
-        if state.lengths.get(local) != whole:
-            state.lengths.put(local, whole)
+        if state.lengths.get(local) != lengths:
+            state.lengths.put(local, lengths)
         if binding.checks.agreement:
             for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
                 check.judge(numbers, self)
@@ -455,61 +456,60 @@ class _AttentionAgreement(CheckedCall):
         state.operations.forwards += binding.group.size() > 1
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
-        return agreed
+        return call
 
-    def _compared(self, rows: StatusRows, whole: tuple[int, int]) -> ResolvedCall:
-        """The call, from rows that may differ. Raises unless they fit together."""
+    def _compare_rows(self, rows: StatusRows, lengths: tuple[int, int]) -> ResolvedCall:
+        """Raise unless the rows of all ranks fit together. Returns the call."""
         binding, attn_mask = self.binding, self.attn_mask
-        problem = "" if attn_mask is None else _of_a_part(attn_mask, rows)
+        problem = "" if attn_mask is None else _explain_local_mask(attn_mask, rows)
         compare(rows, self.where, self.facts, problem and f". {problem}")
         if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
-        cuts = agreed_layouts(self.where, binding.layout, binding.layout_for, whole, binding.checks.agreement)
-        for layout, parts in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
-            if layout.lengths != parts:
+        cuts = agree_on_layouts(self.where, binding.layout, binding.layout_for, lengths, binding.checks.agreement)
+        for layout, local_lengths in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
+            if layout.lengths != local_lengths:
                 raise ValueError(
-                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(parts)} positions, but the "
-                    f"layout {plain(binding.layout)} gives them {list(layout.lengths)} of {sum(parts)}: cut the inputs "
-                    "with the layout of the attention (layout.shard), or give the attention the layout they were "
-                    f"cut with{see('Inputs that were cut in another way')}"
+                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(local_lengths)} positions, "
+                    f"but the layout {plain(binding.layout)} gives them {list(layout.lengths)} of "
+                    f"{sum(local_lengths)}: cut the inputs with the layout of the attention (layout.shard), or give "
+                    f"the attention the layout they were cut with{see('Inputs that were cut in another way')}"
                 )
-        agreed = binding.agreed_on(cuts)
+        call = binding.call_with(cuts)
         if isinstance(binding.layout, SequenceLayout) or is_deterministic(binding.layout):
-            binding._calls.put(whole, agreed)
-        return agreed
+            binding._calls.put(lengths, call)
+        return call
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by name."""
-        mask = None if self.attn_mask is None else _contents(self.attn_mask)
+        """The properties of the call that must be equal on all ranks, by name."""
+        mask = None if self.attn_mask is None else _describe_mask(self.attn_mask)
         shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
-        return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.trains}
+        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains}
 
 
-def agreed_layouts(
+def agree_on_layouts(
     where: Caller,
     layout: SequenceLayout | Balancer,
     layout_for: Callable[[int], SequenceLayout],
-    whole: tuple[int, int],
+    lengths: tuple[int, int],
     agreement: bool,
 ) -> Cuts:
-    """The layouts of ``whole`` queries and keys, the same on all ranks.
+    """The layouts of queries and keys for these global ``lengths``, equal on all ranks.
 
-    Ranks compare a SequenceLayout, and the functions of this package, by value, as facts of the call. The results of a
-    user's own function may differ, also from call to call: it is called once here, and the ranks compare what it made.
-
-    Communication: one all-gather of a row for such a function.
+    Communication: one all-gather of a row, if the layout comes from a balancer that is not a function of this package.
     """
     cuts = ()
 
-    def made() -> tuple[dict[str, Any], StatusRow]:
+    def make_layouts() -> tuple[dict[str, Any], StatusRow]:
         nonlocal cuts
-        first = layout_for(whole[0])
-        cuts = first, first if whole[1] == whole[0] else layout_for(whole[1])
-        return {"layout": tuple(cut.chunks for cut in cuts)} if of_a_user else {}, StatusRow()
+        first = layout_for(lengths[0])
+        cuts = first, first if lengths[1] == lengths[0] else layout_for(lengths[1])
+        return {"layout": tuple(cut.chunks for cut in cuts)} if may_differ else {}, StatusRow()
 
-    of_a_user = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
-    agree_on_facts(made, Meeting.LAYOUT, where) if of_a_user else made()
+    # Facts of the call compare a SequenceLayout and functions of this package by value. The results of a user's own
+    # function may differ, also from call to call. So it is called once for a call, and the ranks compare its results.
+    may_differ = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
+    agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
     assert cuts
     return cuts
 
@@ -517,31 +517,30 @@ def agreed_layouts(
 class LatestBindings(LatestEntries[Any, Any]):
     """The latest bindings of functions' calls and of compiled graphs over a group.
 
-    They hold the group, with its connections and the threads that poll them, until it is destroyed.
+    Bindings hold the group, with its connections and threads. So the entries are dropped when the group is destroyed.
     """
 
 
-def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
+def get_bindings(group: dist.ProcessGroup) -> LatestBindings:
     objects = state_of(group).objects
     bindings = objects.get(LatestBindings)
     if bindings is None:
         bindings = objects[LatestBindings] = LatestBindings(64)
-        when_destroyed(group, bindings.clear)
+        call_when_destroyed(group, bindings.clear)
     return bindings
 
 
-def _as_cut_by(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
-    """The rows of all ranks, from this rank's row, if they differ in nothing but the lengths that the layout gives
-    them."""
+def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
+    """Assume that every rank sends this rank's row, with the length that the layout gives it."""
     rows = [row._replace(q_length=length, kv_length=length) for length in layout.lengths]
     return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
-def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
-    """The mistake in a mask that is as long as some rank's part; empty if it is not."""
+def _explain_local_mask(attn_mask: torch.Tensor, rows: StatusRows) -> str:
+    """The text of an error for a mask of the size of some rank's shard; empty for other masks."""
     lengths = rows.columns.kv_length, rows.columns.q_length
     sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
-    problem = next((f"{size} {what}" for size, what, parts in sizes if 1 < size != sum(parts) and size in parts), "")
+    problem = next((f"{size} {side}" for size, side, local in sizes if 1 < size != sum(local) and size in local), "")
     return problem and (
         f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part. Pass the mask of "
         f"the whole sequence, here of {sum(lengths[0])} keys, the same on all ranks and no buffer of a block, or give "
@@ -550,7 +549,7 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     )
 
 
-_KEEPS = "whether a backward may follow, which all ranks run or none (under no_grad, or no input requires grad)"
+_MAY_TRAIN = "whether a backward may follow, which all ranks run or none (under no_grad, or no input requires grad)"
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:
@@ -563,13 +562,14 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
 
 
 def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    """Raise as torch does. Calls that reach torch's fused ops have passed this check already. One head broadcasts."""
+    """Raise ValueError for fewer key heads than query heads without ``enable_gqa``, unless one key head broadcasts."""
     if heads != kv_heads and kv_heads != 1 and not enable_gqa:
         raise ValueError(f"{name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise unless the shapes [B, H, S, D] fit without broadcasting. (An empty part would broadcast silently.)"""
+    """Raise ValueError unless the shapes [B, H, S, D] fit without broadcasting."""
+    # An empty shard would broadcast silently.
     batches, heads = ([x.shape[dim] for x in (q, k, v)] for dim in (0, 1))
     if len(set(batches)) > 1:
         raise ValueError(f"query, key and value have batches of {batches[0]}, {batches[1]} and {batches[2]}")
@@ -583,5 +583,5 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
 
 
-def _contents(mask: torch.Tensor) -> Any:
+def _describe_mask(mask: torch.Tensor) -> Any:
     return tuple(mask.shape), mask.dtype, digest(mask)

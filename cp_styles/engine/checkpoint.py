@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: recompute a layer, but not its attention, nor what the ranks exchange for it."""
+"""Selective activation checkpointing: recompute a layer without its attention and without its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Policy: TypeAlias = Callable[..., CheckpointPolicy]
 """``policy(context, op, *args, **kwargs)``, as ``create_selective_checkpoint_contexts`` takes it."""
 
 Contexts: TypeAlias = Callable[[], tuple[Any, Any]]
-"""What ``torch.utils.checkpoint.checkpoint`` takes as its ``context_fn``."""
+"""The type of ``context_fn`` in ``torch.utils.checkpoint.checkpoint``."""
 
 
 def save_attention(others: Policy | None = None) -> Contexts:
@@ -28,10 +28,10 @@ def save_attention(others: Policy | None = None) -> Contexts:
 
         x = checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())
 
-    It keeps the output and the logsumexp of each attention, and the agreement of the ranks before it (``Ulysses`` also
-    keeps what its all-to-all received). Received keys and values are not kept, for any ``keep`` of the strategy: the
-    backward receives them again. But with ``torch.compile`` inside the checkpoint or around it, ``keep`` of the
-    strategy counts: ``Ring(keep=0)`` keeps none. Under a SequenceScope pass
+    The checkpoint keeps the output and the logsumexp of each attention, and the agreement of the ranks before it.
+    (``Ulysses`` also keeps the tensors that its all-to-all received.) Received keys and values are not kept, for any
+    ``keep`` of the strategy: the backward receives them again. With ``torch.compile`` inside the checkpoint or around
+    it, ``keep`` of the strategy counts: ``Ring(keep=0)`` keeps none. Under a SequenceScope pass
     ``context_fn=partial(scope.for_checkpoint, save_attention())``.
 
     Args:
@@ -47,11 +47,11 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE if others is None else others(context, op, *args, **kwargs)
 
     modes = create_selective_checkpoint_contexts(policy)
-    for mode in modes:  # while one is entered, it is on the mode stack of its thread
+    for mode in modes:  # results_are_kept finds the mark on the mode stack of its thread
         known_about(mode)[save_attention] = True
     return modes
 
 
 def results_are_kept() -> bool:
-    """Whether a checkpoint of :func:`save_attention` runs: results outlive the layer, so no received keys are kept."""
+    """Whether a checkpoint of :func:`save_attention` runs. Results then outlive the layer."""
     return any(save_attention in known_about(mode) for mode in dispatch_modes())

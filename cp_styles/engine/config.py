@@ -1,8 +1,9 @@
 """The configuration of an attention as a value: the argument of the op in a compiled graph.
 
-torch.compile guards the value by ``==``, and its caches on disk are keyed by it. Compiled code rebuilds it by pickle.
-So everything in it is found by name: numbers, strings, functions and classes at the top level of modules. Strategies,
-layouts, masks and kernels are small frozen dataclasses: the value holds each as a tuple of its class and its fields.
+torch.compile guards the value by ``==``, and uses it as a key of its caches on disk. Compiled code rebuilds it by
+pickle. So it consists of numbers, strings, and of functions and classes that are found by name at the top level of
+modules. Strategies, layouts, masks and kernels are small frozen dataclasses: the value holds each as a tuple of its
+class and its fields.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from cp_styles.troubleshooting import see
 
 @dataclass(frozen=True)
 class AttentionConfig(OpaqueValue):
-    """Everything that is not a tensor, for the calls of one style or function in a compiled graph.
+    """The configuration of the calls of one style or function in a compiled graph, without tensors.
 
     Attributes:
-        parts: strategy, layout, mask and kernel, as :func:`parts_of` has them.
-        named: the user has given a layout. The open SequenceScope applies to a function's call without one.
-        held: a style or block holds the binding, to which the open SequenceScope applies. Without it the op raises.
-        problem: why there are no parts; the op raises it, on all ranks.
+        parts: strategy, layout, mask and kernel, as :func:`take_apart` returns them.
+        has_layout: the user has given a layout. The open SequenceScope applies to a function's call without a layout.
+        has_owner: a style or block holds the binding. If the owner is gone, the op raises.
+        problem: the reason why there are no parts. The op raises it on every rank.
     """
 
     name: str
@@ -44,8 +45,8 @@ class AttentionConfig(OpaqueValue):
     parts: Any
     agreement: bool
     only_warn: bool
-    named: bool
-    held: bool = False
+    has_layout: bool
+    has_owner: bool = False
     problem: str = ""
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -59,7 +60,10 @@ register_opaque_value(AttentionConfig)
 
 @dataclass(frozen=True)
 class LiveObject(OpaqueValue):
-    """An object as an argument of a function that is constant under torch.compile, which guards its identity. Weak."""
+    """A weak reference as an argument of a function whose result is constant under torch.compile.
+
+    torch.compile guards the identity of the object.
+    """
 
     reference: weakref.ref[Any]
 
@@ -71,12 +75,11 @@ register_opaque_value(LiveObject)
 
 
 class ConfigInGraph(NamedTuple):
-    """What an attention in a graph takes. (torch.compile on 2.11 reads no field of an AttentionConfig.)"""
+    """The arguments of an attention in a graph. ``dense`` is the tensor of the ``Dense`` mask, if there is one."""
 
-    name: str
+    name: str  # torch.compile on 2.11 cannot read the name in the config
     config: AttentionConfig
     dense: torch.Tensor | None
-    """The tensor of the ``Dense`` mask, if there is one."""
 
 
 def config_in_graph(
@@ -89,29 +92,30 @@ def config_in_graph(
     kernel: Kernel | None,
     *,
     checks: Checks = CHECKS,
-    named: bool = False,
-    held: bool = False,
+    has_layout: bool = False,
+    has_owner: bool = False,
 ) -> ConfigInGraph:
-    """The configuration as a value. torch.compile traces this function, so it guards each field that is read.
+    """The configuration as a value, without the local parameters of ``checks``.
 
-    Local parameters of ``checks`` are not in it. ``named``, ``held``: see :class:`AttentionConfig`.
+    torch.compile traces this function, and guards each field that it reads. ``has_layout``, ``has_owner``: see
+    :class:`AttentionConfig`.
 
     Raises:
         TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
-    parts = parts_of((strategy, layout, mask, kernel), tensors)
+    parts = take_apart((strategy, layout, mask, kernel), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
-    config = _made(name, axis, group_name, parts, checks.agreement, checks.only_warn, named, held)
+    config = _make_config(name, axis, group_name, parts, checks.agreement, checks.only_warn, has_layout, has_owner)
     return ConfigInGraph(name, config, tensors[0] if tensors else None)
 
 
-_made = constant_under_compile(AttentionConfig)
+_make_config = constant_under_compile(AttentionConfig)
 
 
-def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` for :func:`built`. The tensors of ``Dense`` masks are appended to ``tensors``.
+def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Take ``value`` apart for :func:`rebuild`. The tensors of ``Dense`` masks are appended to ``tensors``.
 
     Raises:
         TypeError: for objects that another process could not find by name, or not rebuild from their fields.
@@ -119,22 +123,22 @@ def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str, float)):
         return value
     if isinstance(value, int):
-        # Under torch.compile a guarded constant, where the number itself could become a symbol.
+        # The length of a range is a guarded constant under torch.compile. The number itself could become a symbol.
         return len(range(value)) if value >= 0 else -len(range(-value))
     if isinstance(value, tuple):
-        return tuple, *[parts_of(item, tensors) for item in value]
+        return tuple, *[take_apart(item, tensors) for item in value]
     if isinstance(value, Dense):
-        if not (tensors and tensors[-1] is value.tensor):  # a balancer and the mask may share one
+        if not (tensors and tensors[-1] is value.tensor):  # a balancer and the mask may share a tensor
             tensors.append(value.tensor)
         return Dense, len(tensors) - 1
     if isinstance(value, functools.partial):
-        keywords = [(tuple, key, parts_of(item, tensors)) for key, item in value.keywords.items()]
-        positional = parts_of(tuple(value.args), tensors)
-        return functools.partial, parts_of(value.func, tensors), positional, (tuple, *keywords)
+        keywords = [(tuple, key, take_apart(item, tensors)) for key, item in value.keywords.items()]
+        positional = take_apart(tuple(value.args), tensors)
+        return functools.partial, take_apart(value.func, tensors), positional, (tuple, *keywords)
     if isinstance(value, (types.FunctionType, torch.dtype)):
-        if not _is_found(value):
+        if not _is_found_by_name(value):
             raise TypeError(
-                f"{_shown(value)} cannot be found by name: define it at the top level of a module"
+                f"{_describe(value)} cannot be found by name: define it at the top level of a module"
                 f"{see('A function without a name')}"
             )
         return value
@@ -144,18 +148,18 @@ def parts_of(value: Any, tensors: list[torch.Tensor]) -> Any:
             f"a {type(value).__name__} cannot be rebuilt by compiled code: make its class a frozen dataclass at the "
             "top level of a module, all of whose fields are numbers, strings, tuples or such objects"
         )
-    return type(value), *[parts_of(getattr(value, field), tensors) for field in fields]
+    return type(value), *[take_apart(getattr(value, field), tensors) for field in fields]
 
 
-def built(parts: Any, dense: torch.Tensor | None = None) -> Any:
-    """The object that :func:`parts_of` took apart; ``dense`` is the tensor of its ``Dense`` masks."""
+def rebuild(parts: Any, dense: torch.Tensor | None = None) -> Any:
+    """The object that :func:`take_apart` took apart; ``dense`` is the tensor of its ``Dense`` masks."""
     if not isinstance(parts, tuple):
         return parts
     cls, *fields = parts
     if cls is Dense:
         assert dense is not None
         return Dense(dense)
-    fields = [built(field, dense) for field in fields]
+    fields = [rebuild(field, dense) for field in fields]
     if cls is tuple:
         return tuple(fields)
     if cls is functools.partial:
@@ -164,9 +168,9 @@ def built(parts: Any, dense: torch.Tensor | None = None) -> Any:
     return cls(*fields)
 
 
-@constant_under_compile  # a function or class stands for itself: the compiler guards its identity
-def _is_found(value: Any) -> bool:
-    """Whether ``value`` is found by its name, as pickle looks for it."""
+@constant_under_compile  # torch.compile guards the identity of the function or class
+def _is_found_by_name(value: Any) -> bool:
+    """Whether pickle finds ``value`` by its name."""
     if isinstance(value, torch.dtype):
         return True
     try:
@@ -177,16 +181,16 @@ def _is_found(value: Any) -> bool:
 
 @constant_under_compile
 def _fields_of(cls: type) -> tuple[str, ...] | None:
-    """The fields that the constructor of a class takes. None if an object cannot be rebuilt from them."""
+    """The fields in the constructor of a class. None if an object cannot be rebuilt from them."""
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
         simple = cls.__dataclass_params__.frozen and not any(field.init and field.kw_only for field in fields)  # pyright: ignore[reportAttributeAccessIssue]
         names = tuple(field.name for field in fields if field.init)
     else:
         simple, names = cls.__init__ is object.__init__ and cls.__new__ is object.__new__, ()
-    return names if simple and _is_found(cls) else None
+    return names if simple and _is_found_by_name(cls) else None
 
 
 @constant_under_compile
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return getattr(value, "__qualname__", None) or repr(value)

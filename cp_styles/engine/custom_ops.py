@@ -1,13 +1,6 @@
 """Attention as two custom ops, forward and backward. They are opaque to torch.compile and visible to checkpoint
 policies.
 
-[Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
-eager call passes the live object, a binding. A compiled graph has a value, an AttentionConfig. So graphs, and caches
-keyed by graphs, depend on the configuration: changing layout or mask recompiles; changing lengths or a scope's
-documents does not. Two things are known only when a graph runs: the lengths, on which the ranks agree inside the
-forward op, and the open SequenceScope. The backward gets both from ``call``, a small tensor of bytes on the host that
-the forward returns.
-
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
 
@@ -40,13 +33,13 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
-from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, bindings_of
+from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, get_bindings
 from cp_styles.engine.checkpoint import results_are_kept
-from cp_styles.engine.config import AttentionConfig, ConfigInGraph, built, config_in_graph, parts_of
+from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph, rebuild, take_apart
 from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import FlexKernel
-from cp_styles.kernels.autocast import as_attended, attended_dtypes
+from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import SequenceLayout, is_deterministic
 from cp_styles.mask import Dense, Full
@@ -62,8 +55,8 @@ _CONFIG = f"{AttentionConfig.__module__}.{AttentionConfig.__qualname__}"
 _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
 
-# The eager calls whose backward may come, by the number in ``call``. A recomputation whose results a checkpoint kept
-# has nothing else of the forward. Weak: a call lives as long as the node of autograd.
+# The eager calls whose backward may follow, by the number in ``call``. A recomputation whose results a checkpoint has
+# kept finds the call by this number alone. Weak: a call lives as long as the node of autograd.
 _resolved_calls: WeakValueDictionary[int, ResolvedCall] = WeakValueDictionary()
 
 # The function modes of styles and blocks that are entered in this context, innermost last. While compiled code runs,
@@ -72,52 +65,54 @@ modes_entered: ContextVar[tuple[Any, ...]] = ContextVar("modes_entered", default
 
 
 class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
-    """What compiled graphs run with over a group, by their configuration, while a style or block has such a
-    configuration. So a graph never takes another group that has the name of a destroyed one."""
+    """The bindings of compiled graphs over a group, by configuration. An entry lives as long as its style or block."""
+
+    # They are in the state of the group, so that a graph never finds a new group with the name of a destroyed one.
 
 
-def config_of(scoped: ScopedBinding) -> ConfigInGraph:
+def make_graph_config(scoped: ScopedBinding) -> ConfigInGraph:
     """The configuration for the calls of a style or block in a graph. If it has no value, the op raises the error."""
-    binding, named = scoped.unscoped, scoped.named is not None
-    if named not in binding.in_graphs:
+    binding, has_layout = scoped.unscoped, scoped.layout is not None
+    if has_layout not in binding.in_graphs:
         where = binding.name, binding.axis, binding.group.group_name
         parts = binding.strategy, binding.layout, binding.mask, binding.kernel
         try:
-            in_graph = config_in_graph(*where, *parts, checks=binding.checks, named=named, held=True)
+            in_graph = config_in_graph(*where, *parts, checks=binding.checks, has_layout=has_layout, has_owner=True)
         except TypeError as error:
             problem = f"under torch.compile {error}"
-            in_graph = ConfigInGraph(where[0], AttentionConfig(*where, (), True, False, named, True, problem), None)
-        # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
-        runs = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.named, scoped.history)
-        same = binding.group_state.the(BindingsInGraphs)
-        binding.in_graphs[named] = in_graph, same.setdefault(in_graph.config, runs)
-    return binding.in_graphs[named][0]
+            config = AttentionConfig(*where, (), True, False, has_layout, True, problem)
+            in_graph = ConfigInGraph(where[0], config, None)
+        # Equal configurations, such as the layers of a model, share a binding. Graphs count no calls.
+        copied = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.layout, scoped.history)
+        bindings = binding.group_state.get_or_create(BindingsInGraphs)
+        binding.in_graphs[has_layout] = in_graph, bindings.setdefault(in_graph.config, copied)
+    return binding.in_graphs[has_layout][0]
 
 
-def source_of(config: AttentionConfig, dense: torch.Tensor | None = None) -> Source:
-    """The binding that ``config`` stands for, on this rank."""
+def find_source(config: AttentionConfig, dense: torch.Tensor | None = None) -> Source:
+    """This rank's binding with this configuration. Raises the problem of a configuration without parts."""
     if config.problem:
         raise TypeError(config.problem)
     group = group_of_name(config.group_name)
-    bindings = bindings_of(group)
+    bindings = get_bindings(group)
     source = bindings.pop(config, None)
-    if config.held:
-        source = source or state_of(group).the(BindingsInGraphs).get(config)
+    if config.has_owner:
+        source = source or state_of(group).get_or_create(BindingsInGraphs).get(config)
         if source is None:
             raise destroyed_error()
-        if dense is not None:  # equal values may stand for different Dense masks: there is a new binding at every call
+        if dense is not None:  # equal configurations may have different Dense tensors: make a binding for each call
             bindings[config] = source
-            mask = built(config.parts, dense)[2]
-            return ScopedBinding(replace(source.unscoped, mask=mask), source.named, source.history)
+            mask = rebuild(config.parts, dense)[2]
+            return ScopedBinding(replace(source.unscoped, mask=mask), source.layout, source.history)
     elif source is None or dense is not None:
         checks = Checks(config.agreement, config.only_warn)
-        source = Binding(config.name, config.axis, group, *built(config.parts, dense), checks=checks)
-        if not config.named:
-            source = ScopedBinding(source, None, state_of(group).the(ScopeHistory))
+        source = Binding(config.name, config.axis, group, *rebuild(config.parts, dense), checks=checks)
+        if not config.has_layout:
+            source = ScopedBinding(source, None, state_of(group).get_or_create(ScopeHistory))
     return bindings.put(config, source)
 
 
-def _pickled(scope: SequenceScope, name: str) -> bytes:
+def _pickle_scope(scope: SequenceScope, name: str) -> bytes:
     """Layout and mask of a scope, for the backward of a compiled graph."""
     if scope.mask.pattern != scope.mask:
         raise NotImplementedError(
@@ -125,13 +120,14 @@ def _pickled(scope: SequenceScope, name: str) -> bytes:
             "cannot hold tensors: pass it as the call's attn_mask, or give it to the style"
             f"{see('Tensors in the mask of a scope')}"
         )
-    parts_of((scope.layout, scope.mask), [])  # raises for what is not found by name
+    take_apart((scope.layout, scope.mask), [])  # raises for functions that are not found by name
     return pickle.dumps((scope.layout, scope.mask))
 
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
     q, k, v = tensors
+    # A fast test of the usual case. check_plain finds the reason for an error.
     plain = type(q) is type(k) is type(v) is torch.Tensor and q.layout is k.layout is v.layout is _DENSE
     plain = plain and not (q.is_nested or k.is_nested or v.is_nested)
     if not plain or forward_mode_level() >= 0 or torch_func_transform() is not None:
@@ -141,10 +137,10 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
             raise ValueError(
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
             )
-    alike = q.device == k.device == v.device and (
-        q.dtype == k.dtype == v.dtype or len(set(attended_dtypes(tensors))) == 1
+    equal = q.device == k.device == v.device and (
+        q.dtype == k.dtype == v.dtype or len(set(attention_dtypes(tensors))) == 1
     )
-    if not (alike and q.is_floating_point()):
+    if not (equal and q.is_floating_point()):
         raise ValueError(
             f"{name}: query, key and value must share one floating-point dtype and one device, got "
             f"{[(str(x.dtype), str(x.device)) for x in tensors]}"
@@ -152,7 +148,7 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Raise for what is no dense tensor of this rank, and for tensors in forward mode or in torch.func."""
+    """Raise unless the inputs are dense local tensors, outside of forward-mode AD and of torch.func."""
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
@@ -188,16 +184,22 @@ def attend(
     refuse: Callable[[], None] | None = None,
     bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One attention for a binding (a ``ConfigInGraph`` under torch.compile, and only there). Every door comes here.
+    """Run one attention. Every function and style of the package calls this function.
 
-    Returns the output, the logsumexp (empty unless ``wants_lse``), and what :func:`resolved_call` takes. Arguments are
-    as in :func:`~cp_styles.context_attention`. ``refuse`` raises for errors that only this rank may see.
-    ``bind``, of functions that autocast does not know, does so too, and returns the binding of this call and the
-    tensors that its kernel learns.
+    Args:
+        source: the binding; under torch.compile, and only there, a ``ConfigInGraph``.
+        tensors: local query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E].
+        is_causal, attn_mask, scale, sink_H: as in :func:`~cp_styles.context_attention`.
+        wants_lse: return the logsumexp.
+        refuse: raises errors that only this rank may see.
+        bind: returns the binding of this call and the tensors that its kernel learns, or raises such errors. For
+            functions that autocast does not handle.
+
+    Returns the output, the logsumexp (empty unless ``wants_lse``), and the argument of :func:`resolved_call`.
     """
     problem, learned = "", None
     try:
-        # In compiled code the op checks shapes, because there all ranks can learn of an error.
+        # In compiled code the op checks shapes: only there can it report an error to all ranks.
         (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
         if refuse is not None:
             refuse()
@@ -206,15 +208,15 @@ def attend(
         if bind is not None:
             with without_dispatch_modes():
                 source, tensors_learned = bind()
-            learned = flattened(tensors_learned, tensors[0].device) if tensors_learned else None
+            learned = flatten(tensors_learned, tensors[0].device) if tensors_learned else None
         elif isinstance(source, ConfigInGraph) or any_autocast():
-            tensors = as_attended(tensors)
+            tensors = cast_for_attention(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
-            Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
+            Dense(attn_mask)  # raises. The op cannot check it, because requires_grad and subclasses are lost there
     except Exception as error:  # of any kind: the other ranks must raise too
         if not isinstance(source, ConfigInGraph):
             source.resolve()[0].refuse(error)
-        problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
+        problem = error.args[0]  # the op raises it on every rank. torch.compile cannot trace str(error)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     trained = trained or learned is not None
@@ -227,6 +229,12 @@ def attend(
     )
     return out, lse, call
 
+
+# [Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
+# eager call passes a binding, the live object. A compiled graph has an AttentionConfig, a value. So graphs, and caches
+# keyed by graphs, depend on the configuration: another layout or mask recompiles, other lengths or documents in a scope
+# do not. Lengths and the open SequenceScope are known only when the graph runs. The forward returns both in ``call``, a
+# small tensor of bytes on the host, which the backward reads.
 
 # -- forward --
 
@@ -245,20 +253,20 @@ def _attention(
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem, learned=None, wants_lse=False, lean=False
 ):
     """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty.
-    ``learned``: what a score_mod learns, :func:`flattened`, for autograd alone. ``lean``: no received keys are kept."""
+    ``learned``: the flat tensors of a score_mod, for autograd alone. ``lean``: no received keys are kept."""
     in_graph = isinstance(config, AttentionConfig)
     if in_graph:
-        for mode in modes_entered.get():  # which see no call in compiled code
-            if mode.is_around():
-                mode.remember()
-    binding, scope = (source_of(config, dense) if in_graph else config).resolve()
+        for mode in modes_entered.get():  # modes do not intercept calls in compiled code
+            if mode.encloses_call():
+                mode.wrap_checkpoints()
+    binding, scope = (find_source(config, dense) if in_graph else config).resolve()
     binding = binding.without_kept_keys() if lean else binding
     cut, refusal = b"", None
     try:
         if problem:
             raise NotImplementedError(problem)
         if in_graph:
-            cut = _pickled(scope, binding.name) if scope is not None and keep else b""
+            cut = _pickle_scope(scope, binding.name) if scope is not None and keep else b""
             check_local(binding.name, (q, k, v))
         if attn_mask is not None:
             Dense(attn_mask)  # raises for a tensor that is not a mask
@@ -270,22 +278,21 @@ def _attention(
     except Exception as error:  # of any kind: the other ranks must raise too
         refusal = error
     call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
-    # On a GPU the host would have to wait for the values. There the ranks compare sinks that an optimizer has stepped,
-    # with its other parameters.
+    # On a GPU the host would wait for the values. There UnreducedGradients compares sinks with the other parameters.
     call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
-    agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
-    attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    resolved = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
+    attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse)
     data = bytearray()
     if in_graph:
-        out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
+        out = _copy_to_strides(out, _empty_like_query(q.to("meta"), v.shape[3]))
         layout = binding.layout
         if scope is None and not isinstance(layout, SequenceLayout) and not is_deterministic(layout):
-            cut = pickle.dumps((agreed.cuts, Full()))  # the balancer may return other layouts in the backward
-        data = bytearray(pickle.dumps((*agreed.lengths, cut))) if keep else data
+            cut = pickle.dumps((resolved.cuts, Full()))  # the balancer may return other layouts in the backward
+        data = bytearray(pickle.dumps((*resolved.lengths, cut))) if keep else data
     else:
-        _resolved_calls[agreed.serial] = agreed
-        data += agreed.serial.to_bytes(_NUMBER, "little")
+        _resolved_calls[resolved.serial] = resolved
+        data += resolved.serial.to_bytes(_NUMBER, "little")
     if data:
         data[:0] = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
     record = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -296,7 +303,8 @@ def _attention(
 def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, *_):
     sizes = [new_size(torch.library.get_ctx()) if keep else 0 for _ in range(2)]
     residual = q.new_empty(sizes[0], dtype=torch.uint8)
-    return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu"), q.new_empty(0)
+    call = torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
+    return _empty_like_query(q, v.shape[-1]), residual, call, q.new_empty(0)
 
 
 @never_compiled
@@ -308,15 +316,15 @@ def _save(ctx, inputs, output) -> None:
     reads_inputs = True
     if keep and not isinstance(config, AttentionConfig):
         ctx.call = call
-        ctx.agreed = resolved_call(call)  # alive for as long as its backward may come
-        reads_inputs = ctx.agreed.binding.strategy.reads_inputs
+        ctx.resolved = resolved_call(call)  # keeps the call alive for as long as its backward may follow
+        reads_inputs = ctx.resolved.binding.strategy.reads_inputs
     elif keep and not config.problem:
-        with contextlib.suppress(ValueError):  # a strategy that cannot run raises when the graph does, on all ranks
-            reads_inputs = built(config.parts[1]).on(group_of_name(config.group_name).size()).reads_inputs
-    # The backward makes tensors of these shapes, without values. So the inputs are freed in the forward.
+        with contextlib.suppress(ValueError):  # a strategy that cannot run raises on every rank when the graph runs
+            reads_inputs = rebuild(config.parts[1]).on(group_of_name(config.group_name).size()).reads_inputs
+    # If the backward needs shapes only, it makes tensors without values. So the inputs are freed in the forward.
     ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
-    # By ``lse``, which is empty unless it is asked for, first_derivatives_only sees what the gradients depend on.
+    # ``lse`` is saved even if it is empty: first_derivatives_only looks for a saved tensor that requires grad.
     ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned, lse)
 
 
@@ -324,7 +332,7 @@ def _save(ctx, inputs, output) -> None:
 @first_derivatives_only
 def _differentiate(ctx, grad, _residual, _call, grad_lse):
     q, k, v, out, residual, sink, attn_mask, dense, call, learned, _ = ctx.saved_tensors
-    grad_lse = grad_lse if ctx.wants_lse else None  # else it has no elements
+    grad_lse = grad_lse if ctx.wants_lse else None  # without lse the gradient has no elements
     if grad is None and grad_lse is None:
         return (None,) * 14
     if ctx.shapes:
@@ -335,8 +343,8 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
     config = ctx.config
     if not isinstance(config, AttentionConfig):
         # The call and the record of this forward. The saved record may come from a recomputation, which has another
-        # number, and whose equal binding may be dead already.
-        config, call = ctx.agreed, ctx.call
+        # number, and whose binding may be gone.
+        config, call = ctx.resolved, ctx.call
     dq, dk, dv, dsink, shares = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse
     )
@@ -363,24 +371,25 @@ def _attention_backward(
     grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None
 ):
     in_graph = isinstance(config, AttentionConfig)
-    agreed = _agreed_in_graph(config, dense, call) if in_graph else config
+    resolved = _resolve_call_in_graph(config, dense, call) if in_graph else config
     if in_graph:
-        for check in agreed.binding.rank_checks:
-            check.backward_in_graph(agreed.binding.group)
-    attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
+        for check in resolved.binding.rank_checks:
+            check.backward_in_graph(resolved.binding.group)
+    attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    number = int.from_bytes(_read_bytes(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}
-    *grads, dsink, shares = run_backward(agreed.binding, attention, grad, q, k, v, *after, **options)
+    *grads, dsink, shares = run_backward(resolved.binding, attention, grad, q, k, v, *after, **options)
     if in_graph:
-        grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
-    nothing = q.new_empty(0)
-    return *grads, nothing if dsink is None else dsink, flattened(shares, q.device) if shares else nothing.clone()
+        pairs = zip(grads, (q, k, v), strict=True)
+        grads = [_copy_to_strides(grad, _empty_rows_first(x.to("meta"))) for grad, x in pairs]
+    empty = q.new_empty(0)
+    return *grads, empty if dsink is None else dsink, flatten(shares, q.device) if shares else empty.clone()
 
 
 @torch.library.register_fake("cp_styles::attention_backward")
 def _attention_backward_fake(grad, q, k, v, out, residual, sink, *_):
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return *(_rows_first(x) for x in (q, k, v)), dsink, q.new_empty(0)
+    return *(_empty_rows_first(x) for x in (q, k, v)), dsink, q.new_empty(0)
 
 
 # -- the only calls of Strategy.forward and backward --
@@ -397,10 +406,10 @@ def run_forward(
     keep: bool,
     wants_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out_BHLE, lse_BHL, residual)`` of an attention on which the ranks have agreed. lse is empty unless
-    ``wants_lse``, and the residual unless ``keep`` or that.
+    """``(out_BHLE, lse_BHL, residual)`` of an attention after the agreement of the ranks.
 
-    Communication: the strategy's.
+    lse is empty unless ``wants_lse``. The residual is empty unless ``keep`` or ``wants_lse``. Communication: the
+    strategy's.
     """
     strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
     if (listens := attention_listener.get()) is not None:
@@ -408,7 +417,7 @@ def run_forward(
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         shape, dtype = (0,), torch.uint8
         if filled:
-            places = attention.known.get("residual")  # which fixes the shapes of its tensors
+            places = attention.known.get("residual")  # an attention fixes the shapes of its tensors
             if places is None:
                 places = attention.known["residual"] = strategy.residual_places(attention, *tensors)
             shape, dtype = places.spec
@@ -434,9 +443,9 @@ def run_backward(
     grad_lse_BHL: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]]:
     """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of the tensors that a score_mod learns.
-    ``forward`` is the number of the forward: see :class:`~cp_styles.comm.group_state.GroupState`.
 
-    dsink and ``shares`` are this rank's share of a sum over the group. Communication:
+    dsink and ``shares`` are this rank's share of a sum over the group. ``forward`` is the number of the forward: see
+    :class:`~cp_styles.comm.group_state.Operations`. Communication:
     :func:`~cp_styles.comm.agreement.begin_backward`'s, then the strategy's.
     """
     if isinstance(attention.kernel, FlexKernel):
@@ -457,8 +466,9 @@ def run_backward(
     return *grads, shares
 
 
-def flattened(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """All elements of some tensors as one, 1-D: an op with a list of tensors would cost every call more."""
+def flatten(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """All elements of the tensors in one 1-D tensor."""
+    # An op with an argument for a list of tensors would make every call slower.
     flat = [tensor.reshape(-1).to(device) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
@@ -466,50 +476,50 @@ def flattened(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
 # -- sizes and strides of results, as declared to the graph --
 
 
-def _like_query(q_BHLD: torch.Tensor, dim: int) -> torch.Tensor:
-    """An output [B, H, L, E] in the query's stride order, as torch's own attention has it."""
+def _empty_like_query(q_BHLD: torch.Tensor, dim: int) -> torch.Tensor:
+    """An output [B, H, L, E] in the query's stride order, like an output of torch's own attention."""
     if q_BHLD.shape[-1] == dim:
         return torch.empty_like(q_BHLD)
     return q_BHLD.new_empty((*q_BHLD.shape[:-1], dim))
 
 
-def _rows_first(x_BHLD: torch.Tensor) -> torch.Tensor:
-    """A gradient [B, H, L, D] that is [B, L, H, D] in memory, as the kernels leave it."""
+def _empty_rows_first(x_BHLD: torch.Tensor) -> torch.Tensor:
+    """A gradient [B, H, L, D] in the memory order of the kernels, [B, L, H, D]."""
     batch, heads, rows, dim = x_BHLD.shape
     return x_BHLD.new_empty((batch, rows, heads, dim)).transpose(1, 2)
 
 
-def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
-    """``result`` with the promised strides, and the storage to itself."""
-    if result.stride() == promised.stride() and result.untyped_storage().nbytes() == result.nbytes:
+def _copy_to_strides(result: torch.Tensor, declared: torch.Tensor) -> torch.Tensor:
+    """``result`` with the strides of ``declared`` and a storage of its own; copied only if needed."""
+    if result.stride() == declared.stride() and result.untyped_storage().nbytes() == result.nbytes:
         return result
-    copy = torch.empty_strided(promised.shape, promised.stride(), dtype=result.dtype, device=result.device)
+    copy = torch.empty_strided(declared.shape, declared.stride(), dtype=result.dtype, device=result.device)
     return copy.copy_(result)
 
 
-# -- the tensor with what is known only in the forward --
+# -- the record of a forward for its backward --
 
-_NUMBER = 8  # bytes: the number of the forward. Then follows the serial number of the call, or in a graph a pickle.
+_NUMBER = 8  # bytes of the number of the forward. The serial number of the call follows, or in a graph a pickle.
 
 
 def resolved_call(call: torch.Tensor) -> ResolvedCall:
-    """The eager call of the op that returned ``call``. Also in a recomputation whose results were kept."""
-    return _resolved_calls[int.from_bytes(_bytes_of(call)[_NUMBER:], "little")]
+    """The eager call of the op that returned ``call``, also in a recomputation whose results were kept."""
+    return _resolved_calls[int.from_bytes(_read_bytes(call)[_NUMBER:], "little")]
 
 
-def _agreed_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> ResolvedCall:
+def _resolve_call_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> ResolvedCall:
     """The call of a compiled graph, for its backward."""
-    *lengths, pickled = pickle.loads(_bytes_of(call)[_NUMBER:])  # the scope's layout and mask, the cuts, or nothing
-    source = source_of(config, dense)
+    *lengths, pickled = pickle.loads(_read_bytes(call)[_NUMBER:])  # layout and mask of the scope, the cuts, or nothing
+    source = find_source(config, dense)
     binding = source.unscoped if isinstance(source, ScopedBinding) else source
     cut, mask = pickle.loads(pickled) if pickled else (None, Full())
-    if isinstance(cut, tuple):  # by a balancer
-        return binding.agreed_on(cut)
+    if isinstance(cut, tuple):  # the layouts of a balancer
+        return binding.call_with(cut)
     if cut is not None and isinstance(source, ScopedBinding):
-        binding = source.bound_to(cut, mask)
-    return binding.agreed_on(binding.cuts((lengths[0], lengths[1])))
+        binding = source.bind_scope(cut, mask)
+    return binding.call_with(binding.cuts((lengths[0], lengths[1])))
 
 
-def _bytes_of(call: torch.Tensor) -> bytes:
+def _read_bytes(call: torch.Tensor) -> bytes:
     call = call.contiguous()
     return ctypes.string_at(call.data_ptr(), call.numel())

@@ -1,4 +1,4 @@
-"""Protocols for guarantees that surround the attention. The engine knows no guarantee by name.
+"""Protocols for guarantees around the attention. The engine imports no guarantee.
 
 A guarantee that ranks compare is a RankCheck: :mod:`cp_styles.checks` puts its class into RANK_CHECKS. A guarantee
 about the training of a model is a ModelObserver: a style gives it to its bindings. A guarantee about the arguments of
@@ -21,26 +21,26 @@ from cp_styles.comm.group_state import GroupState
 
 
 class ModelObserver(Protocol):
-    """Observes the training of one model. It stands for the model, also as a key."""
+    """Observes the training of one model, which it also identifies as a key."""
 
     def forward_begins(self, state: GroupState) -> None:
-        """The ranks have agreed on an attention whose backward may follow, the first since the last loss."""
+        """Called at the first attention since the last loss whose backward may follow, after the agreement."""
 
     def backward_begins(self, state: GroupState) -> None:
-        """The backward of an attention begins."""
+        """Called before the backward of an attention."""
 
 
 @dataclass(slots=True, eq=False)
 class CheckedCall:
-    """A call about which ranks agree, for RankChecks.
+    """A call that ranks compare, for RankChecks.
 
     Attributes:
         where: name of the module or function, name of the mesh axis, and the group.
-        checks: what the user wants to be checked.
+        checks: the checks that the user has chosen.
         tensors: the local inputs, such as query, key and value.
-        model: stands for the model of the module that calls; None for a function.
+        model: the observer of the model that calls; None for a function.
         trains: a backward may follow.
-        orders: a causal attention, and the first of a forward whose inputs no layout is known to have cut.
+        orders: the call is causal, and the first in a forward whose inputs carry no mark of a layout.
     """
 
     where: Caller
@@ -52,10 +52,10 @@ class CheckedCall:
 
 
 class RankCheck(Protocol):
-    """One number in the row that ranks exchange before a call, and its meaning. There is one object for each group."""
+    """One number in the row that ranks exchange before a call, and its meaning. Each group has its own object."""
 
     def learn(self, checks: Checks) -> None:
-        """A style or function over the group has these checks. By default nothing is learnt."""
+        """Called with the checks of each style or function over the group. The default does nothing."""
 
     def number(self, call: CheckedCall) -> int:
         """This rank's number. No communication."""
@@ -65,11 +65,11 @@ class RankCheck(Protocol):
         """Raise, on every rank, if the ranks' numbers show an error."""
 
     def backward_in_graph(self, group: dist.ProcessGroup) -> None:
-        """The backward of a compiled graph runs, whose forward no check has seen being recorded. By default ignored."""
+        """Called in the backward of a compiled graph, whose forward no check has observed. The default does nothing."""
 
 
 RANK_CHECKS: list[Callable[[], RankCheck]] = []
-"""The classes, in the order of their numbers. Filled when the package is imported, and constant from then on."""
+"""The classes, in the order of their numbers. The list is filled when the package is imported, and then constant."""
 
 
 attention_listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)

@@ -1,9 +1,4 @@
-"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``.
-
-[Note: openings] Several scopes or blocks may be open, and need not end in the reverse order of their beginnings. A
-generator may stop inside a ``with`` and go on when others have been opened, or be closed by another thread. So each
-``with`` is an Opening, and a call asks which of them is around it.
-"""
+"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ from cp_styles._compat import graph_task_id
 from cp_styles.comm.agreement import report_failure
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_behind, world
-from cp_styles.engine.binding import Binding, LatestBindings, bindings_of
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple, world
+from cp_styles.engine.binding import Binding, LatestBindings, get_bindings
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
@@ -87,23 +82,23 @@ class SequenceScope:
 
     def __enter__(self) -> SequenceScope:
         entry = _ScopeEntry(self)
-        entry.open_in(_open)
-        _open_anywhere[entry] = world()
+        entry.open_in(_open_entries)
+        _all_open_entries[entry] = world()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # No entry is kept in self, because several threads may have it open.
-        entries = [*_opened_by_this_rank(), *_open.get()]
-        entry = next((entry for entry in reversed(entries) if entry.scope is self and entry in _open_anywhere), None)
+        # No entry is kept in self, because several threads may have the scope open.
+        entries = [*_list_entries_of_rank(), *_open_entries.get()]
+        entry = next((each for each in reversed(entries) if each.scope is self and each in _all_open_entries), None)
         if entry is None:
-            return  # the context in which it was open is gone
+            return  # the context that opened the scope is gone
         entry.end()
-        del _open_anywhere[entry]
-        if exception[0] is None and entry.passed_by and not entry.applied:
+        del _all_open_entries[entry]
+        if exception[0] is None and entry.unscoped_axes and not entry.applied:
             raise ValueError(
                 f"the SequenceScope over mesh axis {self.mesh_axis!r} applied to no attention, and attention over "
-                f"{sorted(entry.passed_by)} ran under it as if there were no scope: its masks and layouts were those "
-                "of the modules alone. Give the scope the axis of the modules, SequenceScope(..., mesh_axis=...)"
+                f"{sorted(entry.unscoped_axes)} ran under it with the masks and layouts of the modules alone. Give the "
+                "scope the axis of the modules, SequenceScope(..., mesh_axis=...)"
             )
 
     def prepare(self, like: SequenceScope) -> SequenceScope:
@@ -123,52 +118,55 @@ class SequenceScope:
         if context_fn is None:
             return contextlib.nullcontext(), self
         forward, recomputation = context_fn()
-        return forward, _Both(self, recomputation)
+        return forward, _NestedContexts(self, recomputation)
 
     def __repr__(self) -> str:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
 
 
+# [Note: openings] Several scopes or blocks may be open, and may end in any order. A generator may be suspended inside a
+# ``with``, and resume after other scopes were opened, or be closed by another thread. So each ``with`` is an Opening,
+# and a call looks for the Opening that encloses it.
 class Opening:
     """One ``with`` of a scope or a block, from its beginning to its end."""
 
     ended = False
 
     def open_in(self, variable: ContextVar[tuple[Any, ...]]) -> None:
-        """Begin: become the last of the openings in a context variable."""
+        """Begin, and append this opening to the openings in a context variable."""
         before = variable.get()
         generators = list(_running_generators())
-        self._generator, self._stopped = generators[0] if generators else None, []
+        self._generator, self._suspended = generators[0] if generators else None, []
         if before:
             before = tuple(opening for opening in before if not opening.ended)
-            # Openings of suspended generators. When one resumes, its opening encloses the call.
-            self._stopped = [opening for opening in before if opening._generator not in (None, *generators)]
+            # Openings of suspended generators. If a generator resumes, its opening encloses the call.
+            self._suspended = [opening for opening in before if opening._generator not in (None, *generators)]
         self._variable, self._token = variable, variable.set((*before, self))
 
     def end(self) -> None:
-        """Leave the context variable. Others in it may have begun earlier or later, and stay."""
-        others = tuple(opening for opening in self._variable.get() if opening is not self)
+        """Remove this opening from the context variable. Earlier and later openings stay."""
+        remaining = tuple(opening for opening in self._variable.get() if opening is not self)
         try:
             self._variable.reset(self._token)
-        except ValueError:  # it began in another context, whose variable cannot be set from here
+        except ValueError:  # it began in another context, whose variable cannot be set here
             self.ended = True
-        self._variable.set(others)
-        self._generator, self._stopped = None, []
+        self._variable.set(remaining)
+        self._generator, self._suspended = None, []
 
     _variable: ContextVar[tuple[Any, ...]]
     _token: Token[tuple[Any, ...]]
     _generator: FrameType | None
-    _stopped: list[Opening]
+    _suspended: list[Opening]
 
 
 def innermost(openings: Sequence[AnyOpening]) -> AnyOpening | None:
-    """The innermost of the openings of one context that encloses the running code. None if all have ended."""
+    """The innermost opening of one context that encloses the running code. None if all have ended."""
     openings = [opening for opening in openings if not opening.ended] if openings else openings
     if not openings:
         return None
     last = openings[-1]
-    if last._stopped:
-        by_generator = {opening._generator: opening for opening in openings if opening in (*last._stopped, last)}
+    if last._suspended:
+        by_generator = {opening._generator: opening for opening in openings if opening in (*last._suspended, last)}
         for frame in _running_generators():
             if frame in by_generator:
                 return by_generator[frame]
@@ -176,7 +174,7 @@ def innermost(openings: Sequence[AnyOpening]) -> AnyOpening | None:
 
 
 def _running_generators() -> Iterator[FrameType]:
-    """The frames of generators that are running in this thread, innermost first."""
+    """The frames of the generators that run in this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
@@ -185,17 +183,17 @@ def _running_generators() -> Iterator[FrameType]:
 
 
 class _ScopeEntry(Opening):
-    """One ``with`` of a scope: whether it applied to some attention, and over which axes attention had no scope."""
+    """One ``with`` of a scope."""
 
     def __init__(self, scope: SequenceScope) -> None:
         self.scope = scope
-        self.task = graph_task_id()  # the backward in which it was opened; < 0 outside of one
-        self.applied = False
-        self.passed_by: set[str] = set()
+        self.task = graph_task_id()  # the backward that opened the scope; < 0 outside of a backward
+        self.applied = False  # to some attention
+        self.unscoped_axes: set[str] = set()  # attention over these axes ran under it without a scope
 
 
-class _Both(contextlib.AbstractContextManager[None]):
-    """One context inside another. It may be entered several times."""
+class _NestedContexts(contextlib.AbstractContextManager[None]):
+    """One context inside another. Both may be entered several times."""
 
     def __init__(self, outer: Any, inner: Any) -> None:
         self._outer, self._inner = outer, inner
@@ -211,43 +209,43 @@ class _Both(contextlib.AbstractContextManager[None]):
             self._outer.__exit__(*exception)
 
 
-# The scopes that are open in this thread or task, in the order in which they were opened.
-_open: ContextVar[tuple[_ScopeEntry, ...]] = ContextVar("sequence_scopes", default=())
+# The scopes that are open in this thread or task, in the order of opening.
+_open_entries: ContextVar[tuple[_ScopeEntry, ...]] = ContextVar("sequence_scopes", default=())
 # The scopes that are open in any thread or task, and the rank that opened each.
-_open_anywhere: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
+_all_open_entries: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
 
 
-def _opened_by_this_rank() -> list[_ScopeEntry]:
+def _list_entries_of_rank() -> list[_ScopeEntry]:
     rank = world()
-    entries = [reference() for reference in _open_anywhere.keyrefs()]
-    return [entry for entry in entries if entry is not None and _open_anywhere.get(entry) == rank]
+    entries = [reference() for reference in _all_open_entries.keyrefs()]
+    return [entry for entry in entries if entry is not None and _all_open_entries.get(entry) == rank]
 
 
 def open_scope(axis: str) -> SequenceScope | None:
     """The innermost scope over the mesh axis ``axis`` that is open in this thread or task."""
-    entry = innermost([entry for entry in _open.get() if entry.scope.mesh_axis == axis])
+    entry = innermost([entry for entry in _open_entries.get() if entry.scope.mesh_axis == axis])
     return None if entry is None else entry.scope
 
 
 class ScopeHistory:
-    """Whether calls have run under a scope. Then a recomputation without a scope is an error."""
+    """Finds the scope of a call, and keeps whether calls have had one: then a recomputation needs a scope."""
 
     was_scoped = False
 
-    def scope_around(self, name: str, axis: str, named: SequenceLayout | Balancer | None) -> SequenceScope | None:
-        """The scope for a call of ``name``, whose layout is ``named`` if it has one of its own.
+    def find_scope(self, name: str, axis: str, layout: SequenceLayout | Balancer | None) -> SequenceScope | None:
+        """The scope for a call of ``name`` over ``axis``. ``layout`` is the layout that the user gave, or None.
 
         Raises:
             RuntimeError: in a recomputation without its scope, and if the scope is open in another thread.
-            ValueError: if the call names another layout than the scope.
+            ValueError: if ``layout`` differs from the layout of the scope.
         """
-        here = _open.get()
-        entry = innermost([entry for entry in here if entry.scope.mesh_axis == axis])
+        entries = _open_entries.get()
+        entry = innermost([entry for entry in entries if entry.scope.mesh_axis == axis])
         if entry is not None:
             entry.applied = True
         else:
-            for other in here:
-                other.passed_by.add(axis)
+            for unused in entries:
+                unused.unscoped_axes.add(axis)
         task = graph_task_id()
         if task >= 0 and (entry.task != task if entry is not None else self.was_scoped):
             raise RuntimeError(
@@ -256,7 +254,7 @@ class ScopeHistory:
                 f"inside the checkpointed function{see('A checkpoint under a SequenceScope')}"
             )
         if entry is None:
-            if task < 0 and any(entry.scope.mesh_axis == axis for entry in _opened_by_this_rank()):
+            if task < 0 and any(entry.scope.mesh_axis == axis for entry in _list_entries_of_rank()):
                 raise RuntimeError(
                     f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
                     "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "
@@ -266,8 +264,8 @@ class ScopeHistory:
             return None
         self.was_scoped = True
         cut = entry.scope.layout
-        if named is not None and cut != (
-            named if isinstance(named, SequenceLayout) else layout_made_by(named, cut.length, cut.ranks)
+        if layout is not None and cut != (
+            layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, cut.length, cut.ranks)
         ):
             raise ValueError(
                 f"{name}: it has another layout than the SequenceScope around the call: cut the inputs with the "
@@ -282,26 +280,26 @@ class ScopedBinding:
     def __init__(
         self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
     ) -> None:
-        """``layout`` is the layout that the user gave, or None. ``binding`` then has the default."""
+        """``layout`` is the layout that the user gave. With None, ``binding`` has the default layout."""
         self._binding, self.name = binding, binding.name
         self._layout = layout
         self.history = history or ScopeHistory()
-        # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
-        self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
+        # One binding for each scope, not for each call, so that cached results live as long as the scope.
+        self._binding_by_scope: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
 
     @property
     def unscoped(self) -> Binding:
-        """The binding without a scope; over the group that takes the place of its group, if there is one."""
+        """The binding without a scope, over the stand-in for its group if there is one."""
         stand_in = self._binding.group_state.stand_in
         if stand_in is None:
             return self._binding
-        binding = stand_in.made.get(self)
+        binding = stand_in.objects.get(self)
         if binding is None:
-            binding = stand_in.made[self] = replace(self._binding, group=stand_in.group)
+            binding = stand_in.objects[self] = replace(self._binding, group=stand_in.group)
         return binding
 
     @property
-    def named(self) -> SequenceLayout | Balancer | None:
+    def layout(self) -> SequenceLayout | Balancer | None:
         """The layout that the user gave."""
         return self.unscoped.layout if isinstance(self._layout, SequenceLayout) else self._layout
 
@@ -310,24 +308,24 @@ class ScopedBinding:
 
         Raises:
             RuntimeError: on every rank, in a recomputation without its scope.
-            ValueError: on every rank, if the module names another layout than the scope.
+            ValueError: on every rank, if the user gave the module another layout than the scope.
         """
         unscoped = self._binding if self._binding.group_state.stand_in is None else self.unscoped
-        if not (_open.get() or _open_anywhere or self.history.was_scoped):
+        if not (_open_entries.get() or _all_open_entries or self.history.was_scoped):
             return unscoped, None
         try:
-            scope = self.history.scope_around(self.name, unscoped.axis, self.named)
+            scope = self.history.find_scope(self.name, unscoped.axis, self.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             unscoped.refuse(error)
         if scope is None:
             return unscoped, None
         stand_in = self._binding.group_state.stand_in
-        under = self._under if stand_in is None else stand_in.made.setdefault((self, "scopes"), {})
-        if scope not in under:
-            under[scope] = self.bound_to(scope.layout, scope.mask)
-        return under[scope], scope
+        bindings = self._binding_by_scope if stand_in is None else stand_in.objects.setdefault((self, "scopes"), {})
+        if scope not in bindings:
+            bindings[scope] = self.bind_scope(scope.layout, scope.mask)
+        return bindings[scope], scope
 
-    def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
+    def bind_scope(self, layout: SequenceLayout, mask: Mask) -> Binding:
         """The binding under a scope with this layout and mask."""
         return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
 
@@ -342,34 +340,31 @@ def binding_of_call(
     *,
     checks: Checks,
 ) -> Binding:
-    """The binding of a function's call: the same one for the same arguments, with all that it has derived from them.
+    """The binding of a function's call. Equal arguments return the same binding, with its cached results.
 
-    Without a ``layout``, the layout and the mask of the scope around the call apply; without a scope, head_tail.
-
-    A mask that holds a tensor, a kernel of the user and modules in ``checks`` are not kept alive: with these
-    there is a new binding at each call.
-
-    Raises what :func:`~cp_styles.comm.groups.axis_and_group`, a Binding and a scope raise.
+    Without a ``layout``, layout and mask of the scope around the call apply; without a scope, head_tail. Errors are
+    the errors of :func:`~cp_styles.comm.groups.axis_and_group`, of a Binding and of a scope.
     """
-    behind = group_behind(mesh)
+    simple = group_if_simple(mesh)
     if layout is None:
         layout = head_tail
-        if _open.get() or _open_anywhere or (behind is not None and state_of(behind).the(ScopeHistory).was_scoped):
+        was_scoped = simple is not None and state_of(simple).get_or_create(ScopeHistory).was_scoped
+        if was_scoped or _open_entries.get() or _all_open_entries:
             _, group = axis_and_group(name, mesh)
-            state = state_of(group)  # it has the axis of a group too, once its mesh was seen
+            state = state_of(group)  # after a call with the mesh of a group, its state has the name of the axis
             try:
-                scope = state.the(ScopeHistory).scope_around(name, state.operations.axis, None)
+                scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
                 layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
             except Exception:  # this rank may be the only one without its scope
                 report_failure(name, group)
                 raise
     key = name, mesh, strategy, layout, mask, kernel, checks
-    latest = None if behind is None else state_of(behind).objects.get(LatestBindings)
+    latest = None if simple is None else state_of(simple).objects.get(LatestBindings)
     try:
         if latest is not None and key in latest:
             latest.move_to_end(key)
             return latest[key]
-    except TypeError:  # an argument of a wrong type, about which a Binding raises
+    except TypeError:  # an unhashable argument of a wrong type: the Binding below raises
         pass
     axis, group = axis_and_group(name, mesh)
     try:
@@ -377,6 +372,7 @@ def binding_of_call(
     except Exception:  # this rank's argument may be the only wrong one
         report_failure(name, group)
         raise
+    # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
-        bindings_of(group).put(key, binding)
+        get_bindings(group).put(key, binding)
     return binding

@@ -21,7 +21,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask
 from cp_styles.plan import attended_pairs, imbalance
 from cp_styles.strategies import Ring, Strategy, Ulysses
-from cp_styles.strategies.ulysses import joined
+from cp_styles.strategies.ulysses import join_neighbours
 
 # With more ranks than this, only a sample is simulated.
 _MOST_RANKS = 16
@@ -94,7 +94,7 @@ class Explanation:
         if self.layout != self.kv_layout:
             return None
         exchange = self.strategy.size_on(self.ranks) if isinstance(self.strategy, Ulysses) else 1
-        return imbalance(joined(self.layout, exchange), self.mask)
+        return imbalance(join_neighbours(self.layout, exchange), self.mask)
 
     @cached_property
     def seconds(self) -> tuple[Seconds, Seconds]:

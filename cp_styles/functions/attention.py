@@ -104,7 +104,7 @@ def context_attention(
         if problem is not None:
             raise problem
         how = strategy, head_tail if cut is None else cut, mask, kernel
-        source = config_in_graph(name, axis, group.group_name, *how, checks=checks, named=cut is not None)
+        source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=cut is not None)
     else:
         source = binding_of_call(name, mesh, strategy, cut, mask, kernel, checks=checks)
         group = source.group

@@ -210,7 +210,7 @@ class ContextParallelTrainer:
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
                 "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO, GRPO), "
                 "and here they would be a part's. Their loss in a loop of your own is exact: DPO, GRPO, rewards on the "
-                f"page tutorials/trainers.md{see('A loss of whole sequences')}"
+                f"page tutorials/hugging_face.md{see('A loss of whole sequences')}"
             )
         smoothed = getattr(trainer, "label_smoother", None) is not None
         if smoothed or getattr(trainer, "compute_loss_func", None) is not None:

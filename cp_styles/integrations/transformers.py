@@ -91,10 +91,10 @@ def _attend(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
-        if attention_mask is None and is_causal and calls.forward_state.made_mask is not None:
+        if attention_mask is None and is_causal and calls.forward_state.layer_mask is not None:
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends without a mask, but the model made "
-                f"{calls.forward_state.made_mask} for its layers: something drops it on its way, as accelerate "
+                f"{calls.forward_state.layer_mask} for its layers: something drops it on its way, as accelerate "
                 "does with cp_size in a ParallelismConfig. Leave that out, or give the model neither padding nor "
                 "packed documents"
                 f"{see('A mask that is dropped')}"
@@ -238,7 +238,7 @@ def _make_mask(
         mask, padding, length = _make_prompt_mask(calls, *of_call)
     whole_mask = _WholeMask(mask, padding, batch_size, length)
     if padding is not None or not isinstance(mask, Full | Causal):
-        calls.forward_state.made_mask = whole_mask
+        calls.forward_state.layer_mask = whole_mask
     return whole_mask
 
 
@@ -583,7 +583,7 @@ class _MaskPieces:
 
 
 def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
-    calls = AttentionCalls.entered()
+    calls = AttentionCalls.current()
     if calls is None:
         masks = import_module("transformers.masking_utils")
         word = cache_argument(inspect.signature(masks.create_causal_mask).parameters)

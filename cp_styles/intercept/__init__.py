@@ -1,1 +1,1 @@
-"""Interception of the attention calls inside a module or a block, which then run on the engine."""
+"""Interception of attention calls: calls inside a module or a block run on the engine."""

@@ -69,7 +69,7 @@ def flex_attention(
     tensors = query, key, value
     options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa}
     options |= {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
-    calls = AttentionCalls.entered()
+    calls = AttentionCalls.current()
     if calls is None:
         return FLEX_FUNCTION(*tensors, **options)
     return calls.attend_flex(tensors, options, compiled=torch.compiler.is_dynamo_compiling())

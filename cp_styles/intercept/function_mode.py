@@ -1,9 +1,4 @@
-"""The function mode that intercepts attention calls on plain tensors and runs them on the engine.
-
-[Note: reruns] An activation checkpoint inside of a module or block may run its function again when that has ended, or
-in the middle of the backward of another one. So the first attention call inside a checkpoint wraps the function that it
-holds: run again, it enters the mode.
-"""
+"""The function mode that intercepts attention calls on plain tensors and runs them on the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ from cp_styles._compat import (
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import attend, check_plain, config_of, modes_entered
+from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.multi_head_attention import multi_head_attention
@@ -49,19 +44,19 @@ from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse
 from cp_styles.introspect import names_of_inputs
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
-from cp_styles.kernels.merge import beside_sink
+from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import cuts_of
+from cp_styles.layout import find_cuts
 from cp_styles.mask import Dense, Mask, PerRow
 from cp_styles.mask.dense import causal_bias
 from cp_styles.troubleshooting import see
 
-_IN_NO_GRAPH = (
+_NOT_IN_GRAPHS = (
     "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
     "torch.compile's graphs: compile without fullgraph=True, which breaks the graph there, or compile what stands "
     "between the attentions"
 )
-_TORCHS_FLEX = (
+_TORCH_FLEX_REFUSED = (
     "torch's flex_attention was called inside, where it would attend to this rank's part alone: write `from cp_styles "
     "import flex_attention` in place of torch's import (make a model of transformers with "
     "attn_implementation=register_attention())"
@@ -69,27 +64,27 @@ _TORCHS_FLEX = (
 
 
 class _ModeEntry(NamedTuple):
-    """One time that a mode is entered.
+    """One ``__enter__`` of a mode.
 
     Attributes:
-        nested: it was entered already.
+        nested: the mode had been entered before.
         grad: whether gradients were enabled.
-        path: of the module around this one, see :class:`~cp_styles.engine.binding.ForwardState`.
-        depth: its place among the modes of the thread.
-        around: the checkpoints around it, which enter the mode by themselves when they run again.
+        path: the path of the enclosing module, see :class:`~cp_styles.engine.binding.ForwardState`.
+        depth: how many modes of the thread enclose this one.
+        checkpoints: ids of the enclosing checkpoints. Their recomputations enter the mode without a wrapper.
     """
 
     nested: bool
     grad: bool
     path: str
     depth: int
-    around: set[int]
+    checkpoints: set[int]
 
 
 class AttentionCalls(TorchFunctionMode):
-    """While it is entered, runs the attention calls of this thread on the engine.
+    """Runs the attention calls of this thread on the engine, while it is entered.
 
-    It sees calls however the function was imported. It does not affect other threads.
+    It intercepts calls however the function was imported. It does not affect other threads.
     """
 
     def __init__(
@@ -101,56 +96,57 @@ class AttentionCalls(TorchFunctionMode):
         *,
         joint: JointLayout | None = None,
     ) -> None:
-        """``sink``: a module and the name of its parameter with the logit of a sink for each query head.
-        ``forward_state``: counts the calls. ``joint``: some tokens are whole on every rank; the binding's layout cuts
-        their shares.
+        """``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
+        ``forward_state`` counts the calls. With ``joint``, some tokens are whole on every rank.
         """
         super().__init__()
         self._name = name
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
-        # The state of the binding, so that ranks can compare the number of their calls.
+        # The state of the binding by default, so that ranks can compare the number of their calls.
         self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
-        self._in_graph = config_of(scoped)
+        self._in_graph = make_graph_config(scoped)
         self._entries: list[_ModeEntry] = []
-        # The path of the module whose forward enters this mode next: the ranks compare which module calls.
+        # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         forward_state = copy.deepcopy(self.forward_state, memo)
-        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, forward_state=forward_state, joint=self._joint)
-        twin._sink = copy.deepcopy(self._sink, memo)
-        return twin
+        copied = memo[id(self)] = AttentionCalls(
+            self._scoped, self._name, forward_state=forward_state, joint=self._joint
+        )
+        copied._sink = copy.deepcopy(self._sink, memo)
+        return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
         return AttentionCalls(self._scoped, self._name, (module, parameter), self.forward_state, joint=self._joint)
 
     @staticmethod
-    def entered() -> AttentionCalls | None:
+    def current() -> AttentionCalls | None:
         """The mode that would handle an attention call at this moment. None outside of context-parallel modules."""
         for mode in reversed(function_modes()):
-            if isinstance(mode, AttentionCalls) and (torch.compiler.is_dynamo_compiling() or mode.is_around()):
+            if isinstance(mode, AttentionCalls) and (torch.compiler.is_dynamo_compiling() or mode.encloses_call()):
                 return mode
         return None
 
-    def is_around(self) -> bool:
-        """Whether the running code is inside. (A thread has one stack of modes, and may have several generators.)"""
+    def encloses_call(self) -> bool:
+        """Whether the running code is inside. False for a block that was opened in a suspended generator."""
         return True
 
     def __enter__(self) -> AttentionCalls:
-        # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
-        nested, grad = bool(self._entries) and self.entered() is self, torch.is_grad_enabled()
+        # Nested modules enter the same mode again. It is pushed once, otherwise each call would pass it several times.
+        nested, grad = bool(self._entries) and self.current() is self, torch.is_grad_enabled()
         path = self.forward_state.path
         if self.next_path is not None:
             self.forward_state.path, self.next_path = self.next_path, None
         if nested:
             self._entries.append(_ModeEntry(nested, grad, path, *self._entries[-1][3:]))
             return self
-        around = set[int]()
+        checkpoints = set[int]()
         if saved_tensors_hooks_on_top() is not None or not grad:
-            around.update(id(owner) for owner, _ in running_reruns())
-        self._entries.append(_ModeEntry(nested, grad, path, len(function_modes()), around))
+            checkpoints.update(id(owner) for owner, _ in running_reruns())
+        self._entries.append(_ModeEntry(nested, grad, path, len(function_modes()), checkpoints))
         modes_entered.set((*modes_entered.get(), self))
         return super().__enter__()
 
@@ -158,15 +154,15 @@ class AttentionCalls(TorchFunctionMode):
         entry = self._entries.pop()
         self.forward_state.path = entry.path
         if not entry.nested:
-            others = list(modes_entered.get())
-            if self in others:  # else it was entered in another context
-                del others[len(others) - 1 - others[::-1].index(self)]
-            modes_entered.set(tuple(others))
+            modes = list(modes_entered.get())
+            if self in modes:  # a mode that was entered in another context is not in the list
+                del modes[len(modes) - 1 - modes[::-1].index(self)]
+            modes_entered.set(tuple(modes))
             leave_function_mode(self)
-            # torch's function raises before its operator is reached: for a BlockMask of the whole sequence, and for
-            # inputs that require grad on CPU. Its advice would be wrong here.
+            # For a BlockMask of the whole sequence, and for inputs that require grad on CPU, torch's function raises
+            # before it calls its operator. The advice of torch's error would be wrong here.
             if isinstance(exception[1], Exception) and passes_flex_attention(exception[1], but=flex_attend):
-                raise NotImplementedError(f"{self._name}: {_TORCHS_FLEX}") from exception[1]
+                raise NotImplementedError(f"{self._name}: {_TORCH_FLEX_REFUSED}") from exception[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,14 +175,14 @@ class AttentionCalls(TorchFunctionMode):
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
             if func is FLEX_OPERATOR:
-                raise NotImplementedError(f"{self._name}: {_TORCHS_FLEX}")
+                raise NotImplementedError(f"{self._name}: {_TORCH_FLEX_REFUSED}")
             if func is ASKS_FOR_NESTED_TENSORS:
-                return False  # a mask of the whole sequence fits no part of it
+                return False  # no nested tensors: the mask is of the whole sequence, the tensors are a shard
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS or (func in MAXIMUM and _may_be_positions(*args)):
             _break_the_graph()
-        if func in _OTHERS or name in _OTHER_OPERATORS:
+        if func in _REFUSED_FUNCTIONS or name in _REFUSED_OPERATORS:
             if func in MAXIMUM:
                 return largest_position(self, func, *args, **kwargs)
             raise NotImplementedError(
@@ -194,7 +190,7 @@ class AttentionCalls(TorchFunctionMode):
                 "scaled_dot_product_attention"
             )
         if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # Tensor.unflatten has a super() that torch.compile cannot trace: seen on 2.11, 2.13
+            func = torch.unflatten  # torch.compile 2.11 to 2.13 cannot trace the super() in Tensor.unflatten
         return func(*args, **kwargs)
 
     def _attend(
@@ -214,7 +210,7 @@ class AttentionCalls(TorchFunctionMode):
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
-            if self._joint is not None:  # which cuts them
+            if self._joint is not None:  # attend_jointly cuts the tensors before ``attend`` checks them
                 check_plain(self._name, (query, key, value))
             if cache_of(key) is not None:
                 raise NotImplementedError(
@@ -237,27 +233,27 @@ class AttentionCalls(TorchFunctionMode):
         if self._joint is not None:
             share = partial(attend, self._scoped, **options)
             self._joint_calls += 1
-            look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
-            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
+            is_power_of_2, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
+            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=is_power_of_2)
         out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
-    @partial(uncompiled, reason=_IN_NO_GRAPH)
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def attend_flex(self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any], *, compiled: bool) -> Any:
-        """A call of flex_attention with query, key and value, and its other arguments by name.
+        """Run a call of flex_attention with query, key and value, and its remaining arguments by name.
 
-        ``compiled``: the caller was compiled by torch.compile.
+        ``compiled``: torch.compile has compiled the caller.
         """
-        with without_function_modes():  # else each operation of the engine goes through this one
+        with without_function_modes():  # so that operations of the engine do not pass this mode
             return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
         self.forward_state.calls += 1
-        return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._check_plain))
+        return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._refuse_joint_and_sinks))
 
     @property
     def unscoped(self) -> Binding:
-        """The binding of its calls where no scope is open."""
+        """The binding of a call where no scope is open."""
         return self._scoped.unscoped
 
     @property
@@ -270,7 +266,7 @@ class AttentionCalls(TorchFunctionMode):
         """The arguments of the context-parallel module, by the names of its forward's parameters."""
         inputs = self.forward_state.inputs
         if inputs is None:
-            module, args, kwargs = self.forward_state.given
+            module, args, kwargs = self.forward_state.module_call
             inputs = self.forward_state.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
         return inputs
 
@@ -288,9 +284,9 @@ class AttentionCalls(TorchFunctionMode):
     ) -> torch.Tensor:
         """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
-        ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. With ``score_mod`` it runs as
-        flex_attention does; if ``mask`` is a PerRow, row by row of the batch. ``refuse`` raises for
-        errors that only this rank may see. Communication and errors: see
+        ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
+        as flex_attention; with a PerRow mask, one row of the batch after the other. ``refuse`` raises for errors that
+        only this rank may see. Communication and errors: see
         :func:`~cp_styles.functions.attention.context_attention`.
         """
         self.forward_state.calls += 1
@@ -298,26 +294,26 @@ class AttentionCalls(TorchFunctionMode):
         def check() -> None:
             if refuse is not None:
                 refuse()
-            self._check_plain(sink=True)
+            self.check_call()
+            if self._joint is not None:
+                self._refuse_joint()
 
         binding = self._scoped.resolve()[0]
         if score_mod is None:
-            bound = binding.with_mask(mask)
-            out, *_ = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
+            binding = binding.with_mask(mask)
+            out, *_ = attend(binding, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
             return out
-        mask = mask if attn_mask is None else mask & Dense(attn_mask)
-        bound = binding.with_mask(mask)
+        binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
-        if isinstance(bound.mask, PerRow):
-            rows = range(len(bound.mask.masks))
+        calls = [(binding, tensors)]
+        if isinstance(binding.mask, PerRow):
+            rows = range(len(binding.mask.masks))
             q, k, v = ([x[row : row + 1] for row in rows] for x in tensors)
-            calls = [(replace(bound, mask=bound.mask.row(row)), (q[row], k[row], v[row])) for row in rows]
-        else:
-            calls = [(bound, tensors)]
-        results = [flex_attend(of_row, parts, call, check) for of_row, parts in calls]
-        out = torch.cat([part for part, _ in results])
+            calls = [(replace(binding, mask=binding.mask.row(row)), (q[row], k[row], v[row])) for row in rows]
+        results = [flex_attend(*each, call, check) for each in calls]
+        out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:
-            out = beside_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
+            out = apply_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
         return out
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
@@ -331,8 +327,8 @@ class AttentionCalls(TorchFunctionMode):
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
 
-    def mix(self, run: Callable[[Callable[[], None]], Any]) -> Any:
-        """``run(refuse)``, a token mixer over the whole sequence; see [Note: mixers by name] in mixers/by_name.py.
+    def run_mixer(self, run: Callable[[Callable[[], None]], Any]) -> Any:
+        """Call ``run(refuse)``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py.
 
         ``refuse`` raises for errors that only this rank may see.
         """
@@ -348,14 +344,13 @@ class AttentionCalls(TorchFunctionMode):
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self.forward_state.calls += 1
-        return varlen_operator(self._scoped.resolve()[0], self._check_plain, *args, **kwargs)
+        return varlen_operator(self._scoped.resolve()[0], self._refuse_joint_and_sinks, *args, **kwargs)
 
-    def _check_plain(self, *, sink: bool = False) -> None:
-        """``sink``: the call may have attention sinks."""
+    def _refuse_joint_and_sinks(self) -> None:
         self.check_call()
         if self._joint is not None:
             self._refuse_joint()
-        if self._sink is not None and not sink:
+        if self._sink is not None:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
@@ -368,31 +363,31 @@ class AttentionCalls(TorchFunctionMode):
         )
 
     def check_call(self) -> None:
-        """Raise for an attention call that this rank refuses. A backward that repeats the call will enter this mode."""
-        if not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
-            self.remember()
+        """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
+        if not torch.compiler.is_dynamo_compiling():  # compiled code enters the mode in a recomputation too
+            self.wrap_checkpoints()
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
+    def enter_again(self) -> contextlib.AbstractContextManager[Any]:
         """The context that a recomputation enters."""
         return self
 
-    def remember(self) -> None:
-        """Make the checkpoints between the mode and the present call enter it when they run again: [Note: reruns].
+    def wrap_checkpoints(self) -> None:
+        """Make the checkpoints between the mode and the present call enter the mode again: see [Note: reruns].
 
         Raises:
-            NotImplementedError: there is an autograd.Function of which it is not known whether it runs the call again.
+            NotImplementedError: an autograd.Function between them may run the call again in its backward.
         """
-        # A checkpoint may be under way: all of them hook saved tensors, or run without gradients.
+        # Every checkpoint hooks saved tensors, or runs without gradients.
         if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():
             return
-        if not self._entries:  # compiled code has entered it, without __enter__, and does so again
+        if not self._entries:  # compiled code has entered the mode without __enter__, and does so in a recomputation
             return
         entry = self._entries[-1]
         for owner, attribute in running_reruns():
-            if id(owner) in entry.around:
+            if id(owner) in entry.checkpoints:
                 continue
             if attribute is None:
-                # Where gradients were off, it is around the innermost module, which it would call again.
+                # If gradients were off on entry, the function encloses the innermost module and would call it again.
                 if entry.grad and not torch.is_grad_enabled():
                     raise NotImplementedError(
                         f"{self._name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
@@ -402,22 +397,22 @@ class AttentionCalls(TorchFunctionMode):
                     )
                 continue
             fn = getattr(owner, attribute)
-            rerun = fn if isinstance(fn, _Rerun) else _Rerun(fn, ())
-            if all(mode is not self for _, mode in rerun.modes):
-                modes = sorted([*rerun.modes, (entry.depth, self)], key=lambda each: each[0])
-                setattr(owner, attribute, _Rerun(rerun.fn, tuple(modes)))
+            wrapper = fn if isinstance(fn, _Recomputed) else _Recomputed(fn, ())
+            if all(mode is not self for _, mode in wrapper.modes):
+                modes = sorted([*wrapper.modes, (entry.depth, self)], key=lambda each: each[0])
+                setattr(owner, attribute, _Recomputed(wrapper.fn, tuple(modes)))
 
-    def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The module's forward begins. See :class:`~cp_styles.styles.ModuleContextParallel` for what calls it."""
-        self.forward_state.calls, self.forward_state.made_mask = 0, None
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a forward of the module. Raises on every rank if its inputs were cut with another layout."""
+        self.forward_state.calls, self.forward_state.layer_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self.forward_state.running = True
             self.unscoped.group_state.phase = GroupPhase.IDLE
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
-            self.forward_state.given, self.forward_state.inputs = (module, args, kwargs), None
-            # The layout of the model's inputs. It is not known any more for the inputs of its attention.
-            self.forward_state.cuts = cuts_of((*args, *kwargs.values()))
+            self.forward_state.module_call, self.forward_state.inputs = (module, args, kwargs), None
+            # Only tensors that a layout has returned show their layout. Computed inputs of attention do not.
+            self.forward_state.cuts = find_cuts((*args, *kwargs.values()))
             if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
                 binding = self._scoped.resolve()[0]
                 try:
@@ -426,27 +421,27 @@ class AttentionCalls(TorchFunctionMode):
                     binding.refuse(error)
 
     def refuse_tracer(self, tracer: str) -> None:
-        """Raise while something other than torch.compile records a graph. No communication."""
+        """Raise while a ``tracer`` other than torch.compile records a graph. No communication."""
         if graph_task_id() < 0 and self.unscoped.group.size() > 1:
-            self.unscoped.group_state.phase = GroupPhase.TOGETHER  # nothing can be sent from a trace
+            self.unscoped.group_state.phase = GroupPhase.TOGETHER  # a trace cannot send a report to other ranks
             raise NotImplementedError(
                 f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
                 "use torch.compile, or trace the model before the style is applied"
             )
 
-    def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
-        """The forward ends, after an exception too. ``attends``: it must have called attention."""
-        self.forward_state.inputs, self.forward_state.given = {}, ()
+    def end_forward(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
+        """End a forward, also after an exception. ``attends``: a forward without an attention call is refused."""
+        self.forward_state.inputs, self.forward_state.module_call = {}, ()
         self.forward_state.cuts, self.next_path = (), None
         if not torch.compiler.is_dynamo_compiling():
             self.forward_state.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
             if isinstance(error, AssertionError) and not error.args and not self.forward_state.calls:
-                error.args = (f"{self._name}{_BEFORE_ATTENTION}{see('No attention was called')}",)
+                error.args = (f"{self._name}{_ASSERTION_FAILED}{see('No attention was called')}",)
             self.unscoped.refuse_call()
             return
         if attends and not self.forward_state.calls:
-            if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
+            if not torch.compiler.is_dynamo_compiling():  # no rank waits for a trace
                 self.unscoped.refuse_call()
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing was context parallel, and "
@@ -455,9 +450,12 @@ class AttentionCalls(TorchFunctionMode):
             )
 
 
+# [Note: reruns] An activation checkpoint inside of a module or block may recompute after the module's forward, or in
+# the backward of another module. There the mode is not entered. So the first attention call inside a checkpoint wraps
+# the function of the checkpoint: the wrapper enters the mode.
 @dataclass(frozen=True)
-class _Rerun:
-    """A function that a checkpoint runs again in a backward, and the modes that it enters then, outermost first."""
+class _Recomputed:
+    """A function that a checkpoint recomputes. It enters ``modes``, which have their depths, outermost first."""
 
     fn: Callable[..., Any]
     modes: tuple[tuple[int, AttentionCalls], ...]
@@ -465,12 +463,12 @@ class _Rerun:
     def __call__(self, *args: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for _, mode in self.modes:
-                stack.enter_context(mode.again())
+                stack.enter_context(mode.enter_again())
             return self.fn(*args)
 
 
 class ForwardObserver(Protocol):
-    """Observes the forwards of one module. An error that it raises ends the forward, which tells the remaining ranks.
+    """Observes the forwards of one module. An error that it raises ends the forward on every rank.
 
     torch.compile may trace both functions with the forward. ``calls`` is the mode for the attention calls inside.
     """
@@ -478,23 +476,23 @@ class ForwardObserver(Protocol):
     def forward_begins(
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """The module was called with these arguments. By default nothing is looked at."""
+        """Called before the forward. The default does nothing."""
 
     def forward_ends(self, calls: AttentionCalls, module: nn.Module, output: Any) -> None:
-        """The forward has returned ``output``. By default nothing is looked at."""
+        """Called after a forward that has returned ``output``. The default does nothing."""
 
 
 never_compile_alone(AttentionCalls.__torch_function__)
-# Where torch.compile traces it, it is part of the graph. Between graphs the engine runs as it is.
+# torch.compile traces _attend as part of a graph. Between graphs the engine runs without torch.compile.
 never_compile_alone(AttentionCalls._attend, nor_what_it_calls=True)
-# After a graph break torch.compile would compile these again at each step, because what they read changes.
+# After a graph break torch.compile would compile these functions at each step, because they read changing state.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
 
-# Attention functions that would otherwise run on the local part without an error.
-_OTHERS = {*fast_path_attention(), *MAXIMUM}
+# Functions that would otherwise run on the local shard. MAXIMUM runs over all ranks, the rest is refused.
+_REFUSED_FUNCTIONS = {*fast_path_attention(), *MAXIMUM}
 
-_BEFORE_ATTENTION = (
+_ASSERTION_FAILED = (
     ": an assertion in the model's code fails on this rank's part of the inputs, before any attention that is context "
     "parallel. A model whose attention is written in plain operations (XLM, FlauBERT) cannot be"
 )
@@ -508,9 +506,9 @@ def _break_the_graph() -> None:
     raise RuntimeError(f"{__name__}: internal error: a graph break was requested outside of torch.compile")
 
 
-_break_the_graph = uncompiled(_break_the_graph, _IN_NO_GRAPH)
+_break_the_graph = uncompiled(_break_the_graph, _NOT_IN_GRAPHS)
 # The operators that other attention functions call.
-_OTHER_OPERATORS = {
+_REFUSED_OPERATORS = {
     *VARLEN_OPERATORS,
     "_flash_attention_forward",
     "_efficient_attention_forward",
@@ -521,4 +519,4 @@ _OTHER_OPERATORS = {
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 }
-_OTHER_OPERATORS |= {f"{name}.default" for name in _OTHER_OPERATORS}
+_REFUSED_OPERATORS |= {f"{name}.default" for name in _REFUSED_OPERATORS}

@@ -40,26 +40,26 @@ class Kernel(ABC):
 
     # Whether forward and backward take one more keyword, ``where`` (a TilePositions).
     positional: ClassVar[bool] = False
-    # Whether many small tiles are cheap, so that the plan need not join them: forward and backward take one more
-    # keyword, ``pack``. None, or for tiles of one cover that are given in one call, with no bias: their Pack.
+    # Whether many small tiles are cheap, so that the plan need not join them. Forward and backward then take one more
+    # keyword, ``pack``: the Pack of several tiles of one cover, without a bias, or None.
     small_tiles: ClassVar[bool] = False
-    # Whether forward and backward take one more keyword, ``window``. None, or for a tile that is a band, with no bias
-    # and not causal: how many keys before and after its own each query sees; -1 for all. Own is key i + M - L.
+    # Whether forward and backward take one more keyword, ``window``: None, or for a tile that is a band, without a bias
+    # and not causal, the numbers of keys before and after key i + M - L that query i attends to; -1 for all.
     windows: ClassVar[bool] = False
-    # Whether the memory of a forward does not grow with the keys: then keys that arrive together are one tile.
+    # Whether the memory of a forward does not grow with the keys. Keys that arrive together are then one tile.
     streams_keys: bool = False
     # Whether a backward copies grad and out of a tile that are not dense [B, L, H, E] in memory.
     dense_rows: bool = False
-    # Whether it takes long tiles only, so that plans are made for the kernel that gets the short ones.
+    # Whether the kernel takes long tiles only. Plans are then made for the kernel that gets short tiles.
     long_tiles: bool = False
-    # Whether it takes every tile of an attention that it takes: see takes().
+    # Whether the kernel takes all tiles of an attention for which check() passes: see takes().
     takes_all: ClassVar[bool] = True
-    # Merges its tiles. Ranks do not compare it, because merges differ in rounding alone.
+    # Merges the tiles. Ranks do not compare it, because merges differ in rounding only.
     merge: Merge = FUSED_MERGE
 
     @property
     def content(self) -> int:
-        """A hash of what the repr does not show, the same in all processes. Ranks compare it."""
+        """A hash of the contents that the repr does not show, equal in all processes. Ranks compare it."""
         return 0
 
     @abstractmethod
@@ -111,33 +111,30 @@ class Kernel(ABC):
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         """Raise NotImplementedError, with a remedy, if the kernel cannot compute these tensors.
 
-        The answer may depend only on the shape, dtype and device of ``q_BHLD``, ``k_BGMD`` and ``v_BGME``. ``biased``
+        The result may depend only on the shape, dtype and device of ``q_BHLD``, ``k_BGMD`` and ``v_BGME``. ``biased``
         means tiles with an explicit mask.
         """
 
     def takes(
         self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
     ) -> bool:
-        """Whether the kernel can compute this tile, of an attention for which :meth:`check` has passed.
+        """Whether the kernel can compute this tile of an attention for which :meth:`check` has passed.
 
-        If not, another kernel gets the tile. Only shape, dtype and device of ``q_BHLD``, ``k_BGMD`` and ``v_BGME``
-        count. Tiles differ in rows, and in a backward the head dims may be larger than in the attention.
-        ``causal`` and ``biased`` are as in :meth:`forward` and :meth:`check`.
+        If not, another kernel gets the tile. The result may depend only on shape, dtype and device of ``q_BHLD``,
+        ``k_BGMD`` and ``v_BGME``. ``causal`` and ``biased`` are as in :meth:`forward` and :meth:`check`.
         """
+        # Tiles differ in rows. In a backward, head dims may be larger than in the attention: see LseGradient.
         return True
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which to compute tiles of inputs of ``dtype``, if several tiles are merged.
-
-        A kernel that returns low precision adds one rounding for each tile. A kernel that is as fast in float32 can
-        avoid that.
-        """
+        """The dtype in which to compute tiles of inputs of ``dtype``, if several tiles are merged."""
+        # Each result in low precision adds a rounding. A kernel that is as fast in float32 can avoid it.
         return dtype
 
 
 @dataclass(frozen=True)
 class OtherBackward(Kernel):
-    """Base of kernels that are ``inner`` but for their backward."""
+    """Base of kernels that replace the backward of ``inner``."""
 
     inner: Kernel
 
@@ -163,14 +160,12 @@ class OtherBackward(Kernel):
 
 @dataclass(frozen=True)
 class LseGradient(OtherBackward):
-    """``inner`` for a backward whose ``grad`` has one more column: the gradient of the logsumexp.
-
-    A kernel computes d logits = p (grad v^T - sum(grad out)). The derivative of the logsumexp is p. So one more column,
-    with value 0 and out -1, adds its gradient inside the parentheses.
-    """
+    """``inner`` for a backward whose ``grad`` has one more column: the gradient of the logsumexp."""
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
-        # CUDA kernels take head dims that are multiples of 8, so add eight columns.
+        # A kernel computes d logits = p (grad v^T - sum(grad out)). The derivative of the logsumexp is p. So one more
+        # column, with value 0 and out -1, adds its gradient inside the parentheses. Eight columns are added, because
+        # CUDA kernels take head dims that are multiples of 8.
         q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
         grad, out = F.pad(grad_BHLE, (0, 7)), F.pad(out_BHLE, (0, 8), value=-1.0)
         return tuple(x[..., :-8] for x in self.inner.backward(grad, q, k, v, out, lse_BHL, **options))

@@ -1,4 +1,4 @@
-"""The choice of a kernel for each tile. It is made tile by tile, so no rank needs to know the tiles of other ranks."""
+"""The choice of a kernel for each tile. A rank chooses for its own tiles only, without communication."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = 
     depends on head dims, dtype and device. Ranks may choose differently.
 
     Raises:
-        NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional: then it
-            computes more than softmax attention, and no other kernel can replace it.
+        NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional, so that
+            no other kernel can replace it.
     """
     order = (*SDPA_KERNELS, ReferenceKernel())
 
@@ -38,19 +38,19 @@ def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = 
 
     if named is not None:
         named.check(*tensors, biased=False)
-        if named.positional:
+        if named.positional:  # it computes more than softmax attention
             named.check(*tensors, biased=True)
     plain = [*([named] if named else []), *(kernel for kernel in order if takes(kernel, biased=False))]
     masked = [kernel for kernel in (plain[0], *order) if takes(kernel, biased=True)]
-    whole = plain[0] is masked[0] and plain[0].takes_all
-    return plain[0] if whole else ByTile(tuple(plain), tuple(masked))
+    takes_all = plain[0] is masked[0] and plain[0].takes_all
+    return plain[0] if takes_all else ByTile(tuple(plain), tuple(masked))
 
 
 @dataclass(frozen=True)
 class ByTile(Kernel):
-    """Each tile goes to the first kernel that takes it: of ``masked`` with an explicit mask, of ``plain`` without one.
+    """Gives each tile to the first kernel that takes it: of ``masked`` with an explicit mask, of ``plain`` without one.
 
-    All compute the same function with its logsumexp. So their tiles can be merged, and the backward of each takes
+    All kernels compute the same function with its logsumexp. So their tiles can be merged, and each backward takes
     ``out`` and ``lse`` of the whole attention.
     """
 
@@ -59,27 +59,27 @@ class ByTile(Kernel):
 
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._short.small_tiles
+        return self._short_tile_kernel.small_tiles
 
     @property
     def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._short.windows
+        return self._short_tile_kernel.windows
 
     @property
     def streams_keys(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._short.streams_keys
+        return self._short_tile_kernel.streams_keys
 
     @property
     def dense_rows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._short.dense_rows
+        return self._short_tile_kernel.dense_rows
 
     @property
     def merge(self) -> Merge:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.plain[0].merge
 
     @cached_property
-    def _short(self) -> Kernel:
-        """The first kernel without a mask that takes short tiles too. Plans are made for it."""
+    def _short_tile_kernel(self) -> Kernel:
+        """The first kernel for tiles without a mask that takes short tiles. Plans are made for it."""
         return next(kernel for kernel in self.plain if not kernel.long_tiles)
 
     @property
@@ -96,11 +96,11 @@ class ByTile(Kernel):
         (self.masked if biased else self.plain)[-1].check(q_BHLD, k_BGMD, v_BGME, biased=biased)
 
     def tile_dtype(self, dtype):
-        """The dtype that the first kernels of both kinds prefer. If they differ: ``dtype``, which all take."""
+        """The dtype that the first kernels of both kinds prefer. If they differ, ``dtype``, which all kernels take."""
         dtypes = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return dtypes.pop() if len(dtypes) == 1 else dtype
 
-    def for_tile(
+    def choose_for_tile(
         self,
         tensors: Sequence[torch.Tensor],
         *,
@@ -109,9 +109,9 @@ class ByTile(Kernel):
         window: Any = None,
         pack: Any = None,
     ) -> tuple[Kernel | None, dict[str, Any]]:
-        """The kernel of a tile with this query, key and value, and its keyword arguments but for the scale.
+        """The kernel of a tile with this query, key and value, and its keyword arguments except the scale.
 
-        A band that no kernel with windows takes gets an explicit mask. For a pack it may be that there is none.
+        A band that no kernel with windows takes gets an explicit mask. The kernel is None for a pack that none takes.
         """
         if window is not None or pack is not None:
             extra = {name: value for name, value in (("window", window), ("pack", pack)) if value is not None}
@@ -119,19 +119,19 @@ class ByTile(Kernel):
             kernel = next((x for x in takers if x.takes(*tensors, causal=causal, biased=False)), None)
             if kernel is not None or pack is not None:
                 return kernel, {"causal": causal, "bias": bias, **extra}
-            bias = _bias_of_band(extra["window"], *tensors[:2])
+            bias = _make_band_bias(extra["window"], *tensors[:2])
         biased = bias is not None
-        line, arguments = self.masked if biased else self.plain, {"causal": causal, "bias": bias}
-        for kernel in line:
+        kernels = self.masked if biased else self.plain
+        for kernel in kernels:
             if kernel.takes(*tensors, causal=causal, biased=biased):
-                return kernel, arguments
-        return line[-1], arguments
+                break
+        return kernel, {"causal": causal, "bias": bias}
 
     def _call_each_kernel(
         self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any
     ):
         """``query`` is the index of the query among ``tensors``."""
-        kernel, arguments = self.for_tile(tensors[query : query + 3], **options)
+        kernel, arguments = self.choose_for_tile(tensors[query : query + 3], **options)
         if kernel is not None:
             return getattr(kernel, phase)(*tensors, scale=scale, **arguments)
         single = options | {"pack": None, "scale": scale}
@@ -140,7 +140,7 @@ class ByTile(Kernel):
         )
 
 
-def _bias_of_band(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
+def _make_band_bias(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
     """The explicit mask [L, M] of a band: see Kernel.windows."""
     keys, device = k_BGMD.shape[2], q_BHLD.device
     ahead = torch.arange(keys, device=device) - torch.arange(keys - q_BHLD.shape[2], keys, device=device)[:, None]

@@ -1,4 +1,4 @@
-"""FlexAttention's score_mod, forward and backward, in plain torch ops: any device, CPU too."""
+"""FlexAttention's score_mod, forward and backward, in plain torch ops for any device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cp_styles.introspect import Replacing, code_of
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
-from cp_styles.kernels.reference import product
+from cp_styles.kernels.reference import matmul
 
 ScoreMod = Callable[..., torch.Tensor]
 
-# Number of logits that are computed at a time. There are a few temporaries of this size.
+# Number of logits that are computed at a time, with a few temporaries of this size.
 _LOGITS = 2**23
 
 
@@ -28,12 +28,12 @@ class FlexKernel(Kernel):
     """softmax(score_mod(q k^T scale, batch, head, query, key)) v, with positions of the whole sequence.
 
     Logits are materialized for some queries at a time, in the accumulation dtype. score_mod gets logits in this dtype.
-    It is called as torch calls it: on scalars, under vmap. Autograd computes its derivatives.
+    As in torch, it is called on scalars under vmap, and autograd computes its derivatives.
 
     Attributes:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``.
-        learned: the tensors that it reads and that require grad.
-        read: the tensors that it reads, with their versions. Ranks compare them, and the backward checks them.
+        learned: the tensors that score_mod reads and that require grad.
+        read: the tensors that score_mod reads, with their versions. Ranks compare them, and the backward checks them.
         shares: sums of the gradients of ``learned`` over the tiles of a backward.
     """
 
@@ -58,7 +58,7 @@ class FlexKernel(Kernel):
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: TilePositions):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
-        with as_called_by_torch(q_BHLD.device):
+        with context_of_user_code(q_BHLD.device):
             outs, lses = zip(*map(tile.forward, tile.chunks()), strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -66,16 +66,16 @@ class FlexKernel(Kernel):
         self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: TilePositions
     ):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
-        whole = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
+        grad, out, lse = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
         dq, dk, dv = [], torch.zeros_like(tile.k), torch.zeros_like(tile.v)
-        with as_called_by_torch(q_BHLD.device):
+        with context_of_user_code(q_BHLD.device):
             for rows in tile.chunks():
-                dlogits, p, dvalues = tile.backward(rows, *(x[:, :, rows] for x in whole))
+                dlogits, p, dvalues = tile.backward(rows, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
                 for share, dvalue in zip(self.shares, dvalues, strict=True):
                     share += dvalue
-                dq.append(product(dlogits, tile.k))
-                dk += product(dlogits.mT, tile.q[:, :, rows])
-                dv += product(p.mT, whole[0][:, :, rows])
+                dq.append(matmul(dlogits, tile.k))
+                dk += matmul(dlogits.mT, tile.q[:, :, rows])
+                dv += matmul(p.mT, grad[:, :, rows])
         groups = k_BGMD.shape[1]
         return torch.cat(dq, 2), *(x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
 
@@ -87,8 +87,8 @@ class FlexKernel(Kernel):
 
 
 @contextlib.contextmanager
-def as_called_by_torch(device: torch.device) -> Iterator[None]:
-    """A context for the code of a user inside of an op: with derivatives, without what is around the op."""
+def context_of_user_code(device: torch.device) -> Iterator[None]:
+    """A context for a user's code inside of an op: with derivatives, without the autocast and modes around the op."""
     with without_autocast(device), without_function_modes(), with_derivatives():
         yield
 
@@ -102,7 +102,7 @@ class _Tile:
         self.q = q.to(self.dtype)
         self.k, self.v = (x.to(self.dtype).repeat_interleave(share, 1) for x in (k, v))
         self._kernel, self._causal, self._scale, self._where = kernel, causal, scale, where
-        # [B, H, L, M] with 1s where it broadcasts.
+        # [B, H, L, M], or dims of size 1 that broadcast.
         self._bias = None if bias is None else bias[(None,) * (4 - bias.ndim)].to(self.dtype)
         mod = kernel.score_mod
         for axis in (4, 3, 2, 1):
@@ -116,14 +116,14 @@ class _Tile:
             yield slice(start, min(start + step, queries))
 
     def logits(self, rows: slice) -> torch.Tensor:
-        return (product(self.q[:, :, rows], self.k.mT) * self._scale).detach()
+        return (matmul(self.q[:, :, rows], self.k.mT) * self._scale).detach()
 
     def forward(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)`` of some queries."""
-        scores, hidden = self.scores(rows, self.logits(rows))
-        lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), -1)
+        scores, masked = self.scores(rows, self.logits(rows))
+        lse = torch.logsumexp(scores.masked_fill(masked, float("-inf")), -1)
         lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
-        return product(torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0), self.v), lse
+        return matmul(torch.exp(scores - lse.unsqueeze(-1)).masked_fill(masked, 0.0), self.v), lse
 
     def backward(
         self, rows: slice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -132,34 +132,34 @@ class _Tile:
         kernel = self._kernel
         with torch.enable_grad():
             logits = self.logits(rows).requires_grad_()
-            # In place of the learned tensors, whose hooks of autograd are not for the gradients of a tile.
+            # Copies replace the learned tensors, whose autograd hooks must not run for the gradients of a tile.
             values = [tensor.detach().requires_grad_() for tensor in kernel.learned]
-            others = {id(tensor): value for tensor, value in zip(kernel.learned, values, strict=True)}
-            with Replacing(others) if others else contextlib.nullcontext():
-                scores, hidden = self.scores(rows, logits)
-        p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
-        ds = p * (product(grad, self.v.mT) - (grad * out).sum(-1, keepdim=True))
-        dlogits, *dvalues = _pulled_back(scores, [logits, *values], ds)
-        return dlogits.masked_fill(hidden, 0.0) * self._scale, p, dvalues
+            copies = {id(tensor): value for tensor, value in zip(kernel.learned, values, strict=True)}
+            with Replacing(copies) if copies else contextlib.nullcontext():
+                scores, masked = self.scores(rows, logits)
+        p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(masked, 0.0)
+        ds = p * (matmul(grad, self.v.mT) - (grad * out).sum(-1, keepdim=True))
+        dlogits, *dvalues = _pull_back(scores, [logits, *values], ds)
+        return dlogits.masked_fill(masked, 0.0) * self._scale, p, dvalues
 
     def scores(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The modified logits, and which of them are masked (bool, broadcastable)."""
+        """The modified logits, and whether each is masked (bool, broadcastable)."""
         device, (batch, heads, queries, keys) = logits.device, logits.shape
         b = torch.arange(batch, device=device)
         h = torch.arange(self._where.head, self._where.head + heads, device=device)
         scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
-        hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        masked = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if self._causal:
-            hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + rows.start)[None, None]
+            masked = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + rows.start)[None, None]
         if self._bias is not None:
             bias = self._bias if self._bias.shape[2] == 1 else self._bias[:, :, rows]
-            hidden = hidden | (bias == float("-inf"))
+            masked = masked | (bias == float("-inf"))
             scores = scores + bias.masked_fill(bias == float("-inf"), 0.0)
-        return scores, hidden
+        return scores, masked
 
 
-def _pulled_back(result: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Vector-Jacobian products. Zeros for inputs that the result does not depend on."""
+def _pull_back(result: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """Vector-Jacobian products, with zeros for inputs that do not affect the result."""
     if not result.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     return list(torch.autograd.grad(result, inputs, grad, allow_unused=True, materialize_grads=True))

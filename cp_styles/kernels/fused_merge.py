@@ -1,4 +1,4 @@
-"""The merge of a tile in one kernel, in Triton. It is imported where it is used: see merge.py."""
+"""The merge of a tile in one kernel of Triton. merge.py imports this module only to run it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-# A program computes this many numbers: 16 for each thread, which loads 16 bytes at a time. Not tuned on a GPU.
+# The numbers that a program computes: 16 for each thread, which loads 16 bytes at a time. Not tuned on a GPU.
 _NUMBERS = 2048
 _MOST_COLUMNS = 256
 
@@ -39,7 +39,7 @@ def _merge(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``BLOCK`` rows of one batch entry, counted over heads and rows in the order in which they are in memory."""
+    """Merge ``BLOCK`` rows of one batch entry, counted over heads and rows in memory order."""
     blocks = (heads * rows + BLOCK - 1) // BLOCK
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     number = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

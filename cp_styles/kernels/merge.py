@@ -1,4 +1,4 @@
-"""Online softmax: results of tiles of the same queries, merged in the accumulation dtype."""
+"""Online softmax: merges results of tiles of the same queries in the accumulation dtype."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# The logsumexp of a query without keys. It is finite, so that the difference of two is not NaN, and far below any logit
-# of a float32 dot product.
+# The logsumexp of a query without keys. It is finite, so that a difference is not NaN, and far below any logit of a
+# float32 dot product.
 EMPTY_LSE = -1e30
 
 
@@ -48,10 +48,9 @@ class Merge(ABC):
 
 @dataclass(frozen=True)
 class TorchMerge(Merge):
-    """A merge by torch's operations. For a tile in 16 bits they read and write 18 bytes for each number of it.
+    """A merge by torch's operations, which read and write 18 bytes for each number of a tile in 16 bits."""
 
-    It is an interpolation in place, which does not overflow and does not subtract large numbers.
-    """
+    # An interpolation in place, which does not overflow and does not subtract large numbers.
 
     def __call__(self, out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index=None):
         if index is not None:
@@ -93,17 +92,15 @@ TORCH_MERGE, FUSED_MERGE = TorchMerge(), FusedMerge()
 
 @cache
 def _runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed, compiles a merge and starts it on this GPU. Tried once, with one number.
-
-    Ranks need not agree on it. The merges differ in rounding alone, and each rank merges the tiles of its own queries,
-    whose output and logsumexp only its own backward reads. The host does not wait for the result.
-    """
+    """Whether Triton is installed, compiles a merge and starts it on this GPU. Tried once, with one number."""
+    # Ranks may differ. The merges differ in rounding only, and each rank merges the tiles of its own queries, whose
+    # output and logsumexp only its own backward reads. The host does not wait for the result.
     if find_spec("triton") is None:
         return False
     out, lse = torch.zeros(1, 1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
     try:
         FUSED_MERGE(out, lse, torch.zeros_like(out), torch.zeros_like(lse))
-    except torch.OutOfMemoryError:  # says nothing of Triton
+    except torch.OutOfMemoryError:  # not an error of Triton
         raise
     except Exception as error:
         warnings.warn(
@@ -120,9 +117,9 @@ class OnlineSoftmax:
     """Merges ``(out_BHLD, lse_BHL)`` of tiles over the rows of L queries.
 
     With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, tile by tile (Milakov
-    and Gimelshein, 2018; Rabe and Staats, 2021), by ``merge`` where it takes the tensors, else by TorchMerge.
-    ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that covers everything
-    is returned as it is. Otherwise ``out`` has the memory order of ``like_BHLD``.
+    and Gimelshein, 2018; Rabe and Staats, 2021). ``merge`` computes it, or TorchMerge for tensors that ``merge`` does
+    not take. ``dtype`` is the dtype of the tiles, which are merged in its accumulation dtype. A single tile that covers
+    everything is returned unchanged. Otherwise ``out`` has the memory order of ``like_BHLD``.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class OnlineSoftmax:
         self._device = device
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
-        self._begun: dict[tuple[int, int], list[int]] = {}  # by heads: where begun rows begin and end, ascending
+        self._filled: dict[tuple[int, int], list[int]] = {}  # by heads: edges of the filled ranges of rows, ascending
 
     def add(
         self,
@@ -150,23 +147,27 @@ class OnlineSoftmax:
         lse_BHL: torch.Tensor,
         index: torch.Tensor | None = None,
     ) -> None:
-        """Merge a tile that covers these heads and query rows, or of the rows those in ``index``, each once.
+        """Merge a tile of these heads and query rows; with ``index``, of the rows in the index, each once.
 
         The tensors may be kept and changed in place.
         """
-        fresh = not any(_within(edges, rows) for (a, b), edges in self._begun.items() if a < heads[1] and heads[0] < b)
-        edges = self._begun.setdefault(heads, [])
+        fresh = not any(
+            _overlaps(edges, rows)
+            for (start, stop), edges in self._filled.items()
+            if start < heads[1] and heads[0] < stop
+        )
+        edges = self._filled.setdefault(heads, [])
         first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
         edges[first:last] = [row for row, place in zip(rows, (first, last), strict=True) if place % 2 == 0]
-        whole = (heads, rows) == ((0, self._shape[1]), (0, self._shape[2]))
-        if self._out is None and index is None and whole:
+        covers_all = (heads, rows) == ((0, self._shape[1]), (0, self._shape[2]))
+        if self._out is None and index is None and covers_all:
             self._out, self._lse = out_BHLD, lse_BHL
             return
         if self._out is None or self._lse is None:
-            self._out, self._lse = self._empty()
+            self._out, self._lse = self._make_empty()
         self._out = self._out.to(self._dtype)
-        place = (slice(None), slice(*heads), slice(*rows) if index is None else slice(None))
-        out, lse = self._out[place], self._lse[place]
+        part = (slice(None), slice(*heads), slice(*rows) if index is None else slice(None))
+        out, lse = self._out[part], self._lse[part]
         if index is not None and fresh:
             out.index_copy_(2, index, out_BHLD.to(out.dtype))
             lse.index_copy_(2, index, lse_BHL)
@@ -184,30 +185,30 @@ class OnlineSoftmax:
         ``level_BHL`` was subtracted from all other logits.
         """
         out, lse = self.result()
-        self._out = beside_sink(out, lse, sink_H, level_BHL)
-        self._lse = torch.logaddexp(lse, _logit_of_sink(sink_H, lse.dtype, level_BHL))
+        self._out = apply_sink(out, lse, sink_H, level_BHL)
+        self._lse = torch.logaddexp(lse, _sink_logit(sink_H, lse.dtype, level_BHL))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``. Rows without keys have out = 0 and lse = EMPTY_LSE."""
         if self._out is None or self._lse is None:
-            return self._empty()
+            return self._make_empty()
         return self._out, self._lse
 
-    def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         out = _zeros(self._shape, self._dtype, self._device, self._like)
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
 
 
-def _within(edges: list[int], rows: tuple[int, int]) -> bool:
-    """Whether some of the rows are in the ranges with these edges."""
+def _overlaps(edges: list[int], rows: tuple[int, int]) -> bool:
+    """Whether the range of rows overlaps the ranges with these edges."""
     place = bisect_right(edges, rows[0])
     return place % 2 == 1 or bisect_left(edges, rows[1]) > place
 
 
-def merged(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out_BHLE, lse_BHL)`` of queries from P results of the same queries over different keys, all at once.
+def merge_all(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out_BHLE, lse_BHL)`` of queries, merged at once from P results of these queries over different keys.
 
-    Rows without keys have out = 0 and lse = EMPTY_LSE in each result, and in the merged one.
+    Rows without keys have out = 0 and lse = EMPTY_LSE in each result, and in the merged result.
     """
     lse_BHL = torch.logsumexp(lses_PBHL, 0)
     weights = torch.exp(lses_PBHL - lse_BHL)
@@ -217,8 +218,8 @@ def merged(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Ten
 class RowSum:
     """Sums tiles of gradients ``[B, H, rows, D]`` into the rows of a whole tensor.
 
-    A tile that covers everything becomes the sum itself. Partial tiles before it are held until then, if they are at
-    most half as large. This avoids writing and reading zeros.
+    A tile that covers everything becomes the sum itself. Partial tiles before it wait until then, if they are at most
+    half as large. This avoids writing and reading zeros.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -231,39 +232,39 @@ class RowSum:
     def add(
         self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor, index: torch.Tensor | None = None
     ) -> None:
-        """Add a tile to these heads and rows, or to those in ``index``, which may be there more than once.
+        """Add a tile to these heads and rows; with ``index``, to the rows in the index, which may repeat.
 
         The tensor may be kept and changed in place.
         """
-        whole = (0, self._shape[1]), (0, self._shape[2])
+        all_rows = (0, self._shape[1]), (0, self._shape[2])
         if self._sum is not None and index is not None:
             self._sum[:, slice(*heads)].index_add_(2, index, tile.to(self._dtype))
             return
-        sums = self._waiting.items() if self._sum is None else [((*whole, None), self._sum)]
-        for ((head, last_head), (row, last_row), index_of_sum), larger in sums:
-            around = head <= heads[0] and heads[1] <= last_head and row <= rows[0] <= rows[1] <= last_row
-            if index is index_of_sum and around:
+        sums = self._waiting.items() if self._sum is None else [((*all_rows, None), self._sum)]
+        for ((head, last_head), (row, last_row), sum_index), larger in sums:
+            contains = head <= heads[0] and heads[1] <= last_head and row <= rows[0] <= rows[1] <= last_row
+            if index is sum_index and contains:
                 first = rows[0] - row
                 # Not +=, which also copies the sum to itself.
                 larger[:, heads[0] - head : heads[1] - head, first : first + tile.shape[2]].add_(tile)
                 return
-        if index is None and (heads, rows) == whole:
+        if index is None and (heads, rows) == all_rows:
             self._sum = tile.to(self._dtype)
-            self._settle()
+            self._add_waiting()
         elif 2 * sum(map(torch.Tensor.numel, (*self._waiting.values(), tile))) <= prod(self._shape):
             self._waiting[heads, rows, index] = tile.to(self._dtype)
         else:
             self._sum = _zeros(self._shape, self._dtype, self._device)
-            self._settle()
+            self._add_waiting()
             self.add(heads, rows, tile, index)
 
     def result(self) -> torch.Tensor:
         if self._sum is None:
             self._sum = _zeros(self._shape, self._dtype, self._device)
-            self._settle()
+            self._add_waiting()
         return self._sum
 
-    def _settle(self) -> None:
+    def _add_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for (heads, rows, index), tile in waiting.items():
             self.add(heads, rows, tile, index)
@@ -279,20 +280,20 @@ def _zeros(
     return zeros.permute([order.index(dim) for dim in range(4)])
 
 
-def beside_sink(
+def apply_sink(
     out_BHLE: torch.Tensor, lse_BHL: torch.Tensor, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``out`` if each head has one more key, with the logit ``sink_H`` for every query and the value 0. Differentiable.
+    """``out`` with one more key for each head, with the logit ``sink_H`` for every query and the value 0.
 
-    The other keys keep exp(lse) / (exp(lse) + exp(sink)) of the probability. ``level_BHL`` was subtracted from all
-    other logits.
+    ``level_BHL`` was subtracted from all other logits. Differentiable.
     """
-    kept_BHL = torch.sigmoid(lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL))
+    # The other keys keep exp(lse) / (exp(lse) + exp(sink)) of the probability.
+    kept_BHL = torch.sigmoid(lse_BHL - _sink_logit(sink_H, lse_BHL.dtype, level_BHL))
     return out_BHLE * kept_BHL.unsqueeze(-1).to(out_BHLE.dtype)
 
 
-def _logit_of_sink(sink_H: torch.Tensor, dtype: torch.dtype, level_BHL: torch.Tensor | None) -> torch.Tensor:
-    """The logit of a sink less the level of each row, in ``dtype``, broadcastable to [B, H, L]."""
+def _sink_logit(sink_H: torch.Tensor, dtype: torch.dtype, level_BHL: torch.Tensor | None) -> torch.Tensor:
+    """The logit of a sink minus the level of each row, in ``dtype``, broadcastable to [B, H, L]."""
     sink_H1 = sink_H.to(dtype)[:, None]
     return sink_H1 if level_BHL is None else (sink_H1 - level_BHL).to(dtype)
 
@@ -304,12 +305,10 @@ def sink_gradient(
     lse_BHL: torch.Tensor,
     level_BHL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the logit of a sink from the merged ``out`` and ``lse``, summed over batch and these queries: [H].
-
-    A key with value 0 and probability p has d logit = p (grad . 0 - grad . out).
-    """
-    p_BHL = torch.exp(_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)
-    # By heads: products of 16 bits are rounded, and copies of all heads are large.
+    """Gradient of the logit of a sink from the merged ``out`` and ``lse``, summed over batch and these queries: [H]."""
+    # A key with value 0 and probability p has d logit = p (grad . 0 - grad . out).
+    p_BHL = torch.exp(_sink_logit(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)
+    # Head by head in the wide dtype: products in 16 bits would be rounded, and copies of all heads would be large.
     dots_BHL = torch.empty_like(lse_BHL)
     for dots, grad, out in zip(dots_BHL.unbind(1), grad_BHLE.unbind(1), out_BHLE.unbind(1), strict=True):
         dots.copy_((grad.to(dots.dtype) * out).sum(-1))

@@ -1,7 +1,7 @@
-"""Tiles of documents in one call of a kernel: a pack.
+"""Packs: tiles of documents in one call of a kernel.
 
-Shapes: the tensors of a pack are [B, H, T, D], and T is the rows of its tiles in a line. Kernels for
-documents take [B T, H, D], with N documents in each row of the batch.
+Shapes: the tensors of a pack are [B, H, T, D], where T counts the rows of all its tiles. Kernels for documents take
+[B T, H, D], with N documents in each row of the batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 
-# A tile is long, and not packed, with more query rows than LONG_TILE: for some 32 heads it has as many blocks of 128
-# queries as a GPU has multiprocessors. A tile with up to FEW_ROWS query rows of all heads fills half of an H100 at
-# most: it is packed. With more it is not, because cuDNN takes no packs, and is 1.7 times as fast as flash. On an H200,
-# documents of 1,310 rows and 4 heads took 6 to 9 ms packed and 47 ms one by one. Other limits have not been compared.
+# A tile with more query rows than LONG_TILE is not packed: with 32 heads it has as many blocks of 128 queries as a GPU
+# has multiprocessors. cuDNN takes no packs, and is 1.7 times as fast as flash. A tile with up to FEW_ROWS query rows of
+# all heads fills half of an H100 at most, and is packed. On an H200, documents of 1,310 rows and 4 heads took 6 to 9 ms
+# packed and 47 ms one by one. Other limits have not been compared.
 LONG_TILE, FEW_ROWS = 1024, 64 * 128
-# Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate in addition.
+# Maximum bytes of the copies in a pack, and of the memory that the kernel and the sums allocate in addition.
 MOST_BYTES = 2**29
 
 
@@ -28,7 +28,7 @@ def bytes_of_tile(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: t
     shapes [B, H, S, D]."""
     (batch, heads, _, dim), (_, kv_heads, _, dim_v) = q_shape, v_shape
     copies = 2 * (rows * heads * (dim + 2 * dim_v) + keys * kv_heads * (k_shape[3] + dim_v))
-    # mha_varlen_bwd sums dq in float32, with 128 rows more for each document. It is added in float32 too.
+    # mha_varlen_bwd sums dq in float32, with 128 more rows for each document. Then dq is added in float32.
     sums = 4 * heads * ((rows + 128) * (-(-dim // 32) * 32) + rows * dim)
     return batch * (copies + sums)
 
@@ -38,8 +38,8 @@ class Pack:
     """The documents of a pack.
 
     Attributes:
-        lengths: the queries of each, and the keys of each.
-        bounds: of queries and of keys, the cumulative lengths of all rows of the batch: int32 [B N + 1].
+        lengths: the number of queries of each document, and the number of keys of each document.
+        bounds: the cumulative lengths over all rows of the batch, of queries and of keys: int32 [B N + 1].
     """
 
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
@@ -55,7 +55,7 @@ class Pack:
     def one_by_one(
         self, run: Callable[..., tuple[torch.Tensor, ...]], tensors: tuple[torch.Tensor, ...], query: int
     ) -> tuple[torch.Tensor, ...]:
-        """What ``run`` returns for each document, joined. ``query`` is the index of the query among ``tensors``."""
+        """Call ``run`` for each document and join the results. ``query`` is the index of the query in ``tensors``."""
         keys = (query + 1, query + 2)
         parts = [x.split(self.lengths[index in keys], 2) for index, x in enumerate(tensors)]
         return tuple([torch.cat(x, 2) for x in zip(*(run(*tile) for tile in zip(*parts, strict=True)), strict=True)])
@@ -64,7 +64,7 @@ class Pack:
 def part_of(
     tensor: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int], index: torch.Tensor | None
 ) -> torch.Tensor:
-    """Some heads and rows of [B, H, L, D] or [B, H, L]: a view, or if there is an ``index`` of the rows a copy."""
+    """Some heads and rows of [B, H, L, D] or [B, H, L]: a view, or with an ``index`` of the rows a copy."""
     if index is None:
         return tensor[:, slice(*heads), slice(*rows)]
     tensor = tensor[:, slice(*heads)].transpose(1, 2)

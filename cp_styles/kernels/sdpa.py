@@ -47,8 +47,9 @@ class Names(NamedTuple):
     returns: tuple[str, ...]
 
 
-def _op(name: str) -> torch._ops.OpOverload:
-    """The op of this name in aten. Not an attribute of a kernel: kernels are pickled, and ops cannot be."""
+def _get_op(name: str) -> torch._ops.OpOverload:
+    """The op of this name in aten."""
+    # Kernels have the name and not the op, because kernels are pickled, and ops cannot be.
     return getattr(torch.ops.aten, name).default
 
 
@@ -69,9 +70,9 @@ class SdpaKernel(Kernel):
 
     Attributes:
         name: the name of the op in aten. Its backward has ``_backward`` appended.
-        device_type: the type of device on which it runs.
-        dtypes: the dtypes that it takes.
-        grouped: whether it takes fewer key/value heads than query heads.
+        device_type: the type of device on which the op runs.
+        dtypes: the dtypes that the op takes.
+        grouped: whether the op takes fewer key/value heads than query heads.
         wide_tiles: float32 tiles of low-precision inputs are affordable.
         lse_multiple: the op pads the logsumexp to a multiple of this many queries, with infinity.
         lse_column: the op's logsumexp is [B, H, L, 1].
@@ -81,11 +82,11 @@ class SdpaKernel(Kernel):
         dense_rows: see :class:`Kernel`: torch's attention_backward.cu makes them contiguous, or this class does.
         row_bytes: rows must start, and head dims must end, at multiples of this number of bytes.
         most_dim: the largest head dim of a backward; None for any.
-        one_dim: query and value must have one head dim.
+        one_dim: query and value must have equal head dims.
         whole_rows: the numbers of queries and of keys of a tile must be multiples of this.
-        gates: what else must hold on a GPU: keys of GATES.
-        long_tiles: it takes only tiles without a mask that have too many queries for a pack.
-        merge: merges the tiles of an attention whose first kernel this is.
+        gates: further conditions on a GPU: keys of GATES.
+        long_tiles: the kernel takes only tiles without a mask that have too many queries for a pack.
+        merge: merges the tiles of an attention, if this is its first kernel.
     """
 
     name: str
@@ -112,12 +113,12 @@ class SdpaKernel(Kernel):
 
     @property
     def streams_keys(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.grouped  # else keys are repeated for the query heads
+        return self.grouped  # ops without groups get keys that are repeated for the query heads
 
     @property
     def forward_op(self) -> torch._ops.OpOverload:
         """The op of the forward."""
-        return _op(self.name)
+        return _get_op(self.name)
 
     @property
     def takes_bias(self) -> bool:
@@ -125,33 +126,33 @@ class SdpaKernel(Kernel):
         return not self.long_tiles and "attn_mask" in names_of(self.forward_op).arguments.values()
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None):
-        assert bias is None or self.takes_bias  # the op would be called without it
+        assert bias is None or self.takes_bias  # otherwise the op would be called without the bias
         if scale <= 0:
             q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         arguments = {
-            "query": self._taken(q_BHLD, dim),
-            "key": self._taken(k_BGMD, dim),
-            "value": self._taken(v_BGME, padded_v),
-            "attn_mask": None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
+            "query": self._align(q_BHLD, dim),
+            "key": self._align(k_BGMD, dim),
+            "value": self._align(v_BGME, padded_v),
+            "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
             "is_causal": causal,
             "scale": scale,
         }
         packed = window is not None or pack is not None
-        op = _op(_PACKED[0] if packed else self.name)
+        op = _get_op(_PACKED[0] if packed else self.name)
         results = dict(zip(names_of(op).returns, self._run(op, arguments, q_BHLD, k_BGMD, window, pack), strict=True))
-        del arguments  # with copies of keys and values
+        del arguments  # free copies of keys and values
         out, lse = results["out"][..., :dim_v], results["logsumexp"]
         if packed:
-            out = _by_heads(out, q_BHLD, pack)
+            out = _rows_to_heads(out, q_BHLD, pack)
         if pack is not None:
             lse = lse.unflatten(1, (q_BHLD.shape[0], -1)).transpose(0, 1)
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
             # The logsumexp that a fused kernel returns for a fully masked row is not defined. Set it to EMPTY_LSE.
-            dead = (bias == float("-inf")).all(-1).expand(lse.shape)
-            lse = lse.masked_fill(dead, EMPTY_LSE)
-            out = out.masked_fill(dead.unsqueeze(-1), 0.0)
+            masked_rows = (bias == float("-inf")).all(-1).expand(lse.shape)
+            lse = lse.masked_fill(masked_rows, EMPTY_LSE)
+            out = out.masked_fill(masked_rows.unsqueeze(-1), 0.0)
         return out, lse
 
     def backward(
@@ -162,14 +163,14 @@ class SdpaKernel(Kernel):
         if scale <= 0:
             q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         if bias is not None:
-            # For queries without keys. With a finite number far below all logits, keys that the kernel pads a block
-            # with would have an infinite probability. With infinity all probabilities are 0.
+            # For queries without keys. With a finite number far below all logits, padding keys of a block would have an
+            # infinite probability in the kernel. With infinity all probabilities are 0.
             lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
         if self.lse_multiple > 1 and torch.version.hip is None:
             lse_BHL = F.pad(lse_BHL, (0, -q_BHLD.shape[2] % self.lse_multiple), value=float("inf"))
         lse = lse_BHL if pack is None else lse_BHL.transpose(0, 1).flatten(1)
         lse = lse.contiguous()  # CUDA kernels read it as contiguous and do not check it
-        query, grad, out = self._taken(q_BHLD, dim), self._taken(grad_BHLE, padded_v), self._taken(out_BHLE, padded_v)
+        query, grad, out = self._align(q_BHLD, dim), self._align(grad_BHLE, padded_v), self._align(out_BHLE, padded_v)
         if self.out_by_rows:
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
         if self.out_like_query:  # dense, and with the memory order of the query
@@ -178,9 +179,9 @@ class SdpaKernel(Kernel):
         arguments = {
             "grad_out": grad,
             "query": query,
-            "key": self._taken(k_BGMD, dim),
-            "value": self._taken(v_BGME, padded_v),
-            "attn_mask": None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
+            "key": self._align(k_BGMD, dim),
+            "value": self._align(v_BGME, padded_v),
+            "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
             "out": out,
             "logsumexp": lse.unsqueeze(-1) if self.lse_column else lse,
             "is_causal": causal,
@@ -188,8 +189,8 @@ class SdpaKernel(Kernel):
             "scale": scale,
         }
         packed = window is not None or pack is not None
-        op = _op(_PACKED[1] if packed else f"{self.name}_backward")
-        # Never read: there is no dropout.
+        op = _get_op(_PACKED[1] if packed else f"{self.name}_backward")
+        # The state of random numbers, which is not read without dropout.
         names = names_of(op).arguments.values()
         if "philox_seed" in names:
             seed = torch.empty(2, dtype=torch.int64, device=query.device)
@@ -198,25 +199,25 @@ class SdpaKernel(Kernel):
             state = torch.empty(2, dtype=torch.uint64, device=query.device)
             arguments |= {"rng_state": state, "unused": state}
         dq, dk, dv, *_ = self._run(op, arguments, q_BHLD, k_BGMD, window, pack)
-        del arguments  # with copies of keys and values
+        del arguments  # free copies of keys and values
         if packed:
-            dq, dk, dv = (_by_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
+            dq, dk, dv = (_rows_to_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
         if dims != (dim, padded_v):
             dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
-        return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
+        return dq if sign == 1.0 else dq * sign, self._sum_groups(dk, k_BGMD), self._sum_groups(dv, v_BGME)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
-        if (problem := self._problem(q_BHLD, v_BGME, biased=biased)) is not None:
-            raise NotImplementedError(problem)
+        if (refusal := self._explain_refusal(q_BHLD, v_BGME, biased=biased)) is not None:
+            raise NotImplementedError(refusal)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         rows, keys, step = q_BHLD.shape[2], k_BGMD.shape[2], self.whole_rows
         if rows % step or keys % step or (self.long_tiles and q_BHLD.shape[0] * rows <= LONG_TILE):
             return False
-        return self._problem(q_BHLD, v_BGME, biased=biased) is None
+        return self._explain_refusal(q_BHLD, v_BGME, biased=biased) is None
 
-    def _problem(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
-        """A text that says why this kernel cannot take such tensors, and what to do. None if it can."""
+    def _explain_refusal(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
+        """The text of an error if this kernel cannot take such tensors. None if it can."""
         dtype, device, dim = q_BHLD.dtype, q_BHLD.device, max(self._dims(q_BHLD, v_BGME))
         if device.type != self.device_type or dtype not in self.dtypes:
             return (
@@ -245,33 +246,29 @@ class SdpaKernel(Kernel):
         return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
 
     def _dims(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-        """The padded head dims with which the op is called: of query and key, and of value.
-
-        Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
-        """
+        """The padded head dims for the op, of query and key, and of value."""
+        # Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
         dim, dim_v, step = q.shape[-1], v.shape[-1], max(self.row_bytes // q.dtype.itemsize, 1)
         dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
-    def _taken(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """``tensor`` as the ops take it: padded with columns of zeros to a head dim, and copied if rows need it.
-
-        The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes. They do not
-        check this; scaled_dot_product_attention checks it before it chooses an op.
-        """
+    def _align(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Pad ``tensor`` with columns of zeros to a head dim, and copy it if its rows are not aligned."""
         if tensor.shape[-1] != dim:
             tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
+        # The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes, without a
+        # check: scaled_dot_product_attention checks it before it chooses an op.
         step, (*strides, last) = max(self.row_bytes // tensor.element_size(), 1), tensor.stride()
-        # One call for all of them: this runs several times for each tile.
+        # One call of gcd for all strides, because this runs several times for each tile.
         aligned = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
         # Out has the memory order of the query, which is not defined along expanded dims: torch before its pull request
-        # 175764 then made an output that cuDNN refuses. Expanded keys would work, as torch's pull request 191085
-        # reports, but they would have a plan of their own. The copy is as large as the gradients of these keys.
+        # 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull request 191085), but
+        # need an additional plan. The copy is as large as the gradients of these keys.
         dense = not self.out_like_query or tensor.numel() == 0 or 0 not in strides
         return tensor if aligned and dense else tensor.clone(memory_format=torch.contiguous_format)
 
-    def _fitted(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
-        """The bias expanded to [B, H, L, M], as the ops need it. Expanded dims need no memory."""
+    def _expand_bias(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
+        """The bias expanded to [B, H, L, M]. Expanded dims need no memory."""
         shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
         bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
         bias = bias if bias.stride(-1) == 1 else bias.contiguous()
@@ -287,8 +284,8 @@ class SdpaKernel(Kernel):
         window: tuple[int, int] | None,
         pack: Pack | None,
     ) -> tuple[Any, ...]:
-        """The results of ``op``. ``arguments`` has at least the arguments of its schema, by their common names."""
-        if not self.grouped:  # keys and values are repeated for the query heads
+        """Call ``op``. ``arguments`` has at least the arguments of its schema, by their common names."""
+        if not self.grouped:  # repeat keys and values for the query heads
             for name in ("key", "value"):
                 tensor = arguments[name]
                 arguments[name] = tensor.repeat_interleave(q_BHLD.shape[1] // tensor.shape[1], dim=1)
@@ -298,8 +295,8 @@ class SdpaKernel(Kernel):
             arguments |= {**rows, **dict(zip(_WINDOW, window or (None, None), strict=True))}
             if pack is not None:
                 arguments |= {name: tensor.flatten(0, 1) for name, tensor in rows.items()}
-                # The longest ones determine the grid, and may be larger than needed. With 1 query the CUDA kernel uses
-                # a path for decoding, which permutes heads.
+                # The largest lengths determine the grid, and may be larger than needed. With 1 query the CUDA kernel
+                # uses a path for decoding, which permutes heads.
                 arguments |= {"max_q": max(2, *pack.lengths[0]), "max_k": max(pack.lengths[1])}
                 arguments |= dict(zip(_BOUNDS, pack.bounds, strict=True))
         return self._call(op, **arguments)
@@ -308,11 +305,11 @@ class SdpaKernel(Kernel):
         return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
 
     @staticmethod
-    def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def _sum_groups(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
 
 
-# Arguments of these ops, some of them in some versions of torch, without a pack, a window and dropout.
+# Arguments of the ops, some of them in some versions of torch, for calls without a pack, a window and dropout.
 _BOUNDS, _WINDOW = ("cum_seq_q", "cum_seq_k"), ("window_size_left", "window_size_right")
 _UNUSED = dict.fromkeys((*_BOUNDS, *_WINDOW, "seqused_k", "alibi_slopes", "block_table", "num_splits"))
 _UNUSED |= {"dropout_p": 0.0, "compute_log_sumexp": True, "return_debug_mask": False}
@@ -322,11 +319,10 @@ _BY_ROWS = ("query", "key", "value", "out", "grad_out")
 
 @dataclass(frozen=True)
 class VarlenKernel(SdpaKernel):
-    """Flash attention: its other op, _PACKED, has windows, and takes a pack in one call: see packing.py.
+    """Flash attention with its second op, _PACKED, which has windows, and takes a pack in one call: see packing.py."""
 
-    A tile alone that is a band is given to it as it is. Causal tiles are square, so it does not matter how the mask of
-    a document with more keys than queries would be aligned.
-    """
+    # A single tile that is a band is passed as it is. Causal tiles are square, so the alignment of the causal mask for
+    # more keys than queries does not matter.
 
     small_tiles: ClassVar[bool] = True
     windows: ClassVar[bool] = True
@@ -334,27 +330,28 @@ class VarlenKernel(SdpaKernel):
 
 @dataclass(frozen=True)
 class CpuFlashKernel(SdpaKernel):
-    """torch's flash attention for CPU, which computes whole blocks of 512 keys, also where causal hides most of one.
+    """torch's flash attention for CPU. It computes the backward of short causal tiles in four ranges of the rows.
 
-    So the backward of a causal tile of some hundred rows takes as long as one without a mask. It is computed in four
-    ranges of the rows, each with the keys up to its last row, and an explicit mask. It then holds gradients of a range
-    in addition to their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
-
-    Source: FlashAttentionKernel.cpp of torch, where ``kvBlockSize`` does not depend on ``num_keys``.
+    Each range has the keys up to its last row, and an explicit mask. The backward then holds gradients of a range in
+    addition to their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
     """
+
+    # torch computes whole blocks of 512 keys, also where causal hides most of a block. So the backward of a causal tile
+    # of some hundred rows takes as long as a backward without a mask. Source: FlashAttentionKernel.cpp of torch, where
+    # ``kvBlockSize`` does not depend on ``num_keys``.
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, **options):
         by_rows, length = (grad_BHLE, q_BHLD, out_BHLE, lse_BHL), q_BHLD.shape[2]
-        # Shorter tiles gain little, and longer ones have larger blocks of queries, which masks slow down. In 16 bits,
+        # Shorter tiles gain little. Longer tiles have larger blocks of queries, which masks slow down. In 16 bits,
         # gradients of keys would be rounded once more for each range.
         if not causal or bias is not None or not 384 <= length <= 640 or q_BHLD.element_size() < 4:
             tensors = grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL
             return super().backward(*tensors, causal=causal, bias=bias, **options)
         step = -(-length // 4)
-        # The last columns are a triangle. Each range takes the last columns, as many as it has keys.
+        # The last columns of the mask are a triangle. Each range takes as many of the last columns as it has keys.
         mask = q_BHLD.new_full((step, length), float("-inf")).triu_(length - step + 1)
         dqs, sums, stop = [], [], length
-        while stop:  # from the last rows, which see all keys
+        while stop:  # from the last rows, which attend to all keys
             rows, keys = slice((stop - 1) // step * step, stop), slice(stop)
             hidden = mask[step - (stop - rows.start) :, length - stop :]
             grad, q, out, lse = (x[:, :, rows] for x in by_rows)
@@ -365,39 +362,39 @@ class CpuFlashKernel(SdpaKernel):
                 sums[0][:, :, keys].add_(of_keys[0])
                 sums[1][:, :, keys].add_(of_keys[1])
             sums, stop = sums or of_keys, rows.start
-            del dq, of_keys  # before the next ones are made
+            del dq, of_keys  # free the memory for the next range
         return torch.cat([dq.transpose(1, 2) for dq in dqs], 1).transpose(1, 2), *sums
 
 
-# 16 lengths: a rank has at most five shapes of tiles with a head-tail layout, forward and backward, as dry runs count.
-# A shape may need some plans: with a causal mask and without one, and for groups of the heads.
+# Enough for 16 lengths: with a head-tail layout, dry runs count at most five shapes of tiles on a rank, forward and
+# backward. A shape may need several plans: with a causal mask and without one, and for groups of the heads.
 _MOST_SHAPES = 80
 # The shapes that FewShapesKernel has computed, by device. Plans of cuDNN belong to threads and are never freed. So the
-# shapes belong to the process, threads that are ranks share them, and none is taken out. A shape that is refused once
-# is refused for good, so that a recomputation and a backward get the kernel of the forward.
+# shapes belong to the process, threads that are ranks share them, and no shape is removed. A refused shape is always
+# refused, so that a recomputation and a backward get the kernel of the forward.
 _computed_shapes: dict[torch.device, set[tuple[object, ...]]] = {}
 
 
 @dataclass(frozen=True)
 class FewShapesKernel(SdpaKernel):
-    """An op that makes a plan for each new shape, which takes up to a second: it takes tiles of at most 80 shapes.
+    """A kernel for tiles of at most 80 shapes. Its op makes a plan for each new shape, which takes up to a second.
 
-    A shape is a dtype and the sizes of query, key and value, but for the heads. A dry run has no such limit.
+    A shape is a dtype and the sizes of query, key and value, except the heads. A dry run has no such limit.
     """
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
-        _computed_shapes.setdefault(q_BHLD.device, set()).add(_shape(q_BHLD, k_BGMD, v_BGME))
+        _computed_shapes.setdefault(q_BHLD.device, set()).add(_plan_key(q_BHLD, k_BGMD, v_BGME))
         return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options):
-        _computed_shapes.setdefault(q_BHLD.device, set()).add(_shape(q_BHLD, k_BGMD, v_BGME))
+        _computed_shapes.setdefault(q_BHLD.device, set()).add(_plan_key(q_BHLD, k_BGMD, v_BGME))
         return super().backward(grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         if not super().takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased):
             return False
         computed = _computed_shapes.get(q_BHLD.device, ())
-        if len(computed) < _MOST_SHAPES or _shape(q_BHLD, k_BGMD, v_BGME) in computed:
+        if len(computed) < _MOST_SHAPES or _plan_key(q_BHLD, k_BGMD, v_BGME) in computed:
             return True
         warnings.warn(
             f"{self.name} has computed {_MOST_SHAPES} shapes of tiles on {q_BHLD.device}, and makes a plan for each: "
@@ -407,20 +404,18 @@ class FewShapesKernel(SdpaKernel):
         return False
 
 
-def _shape(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
-    """The dtype and sizes that a plan of cuDNN is made for, but for heads and strides, which are few."""
+def _plan_key(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
+    """The dtype and sizes of a plan of cuDNN, without heads and strides, of which there are few."""
     return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
 
 
-def _by_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
+def _rows_to_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
     return (rows if pack is None else rows.unflatten(0, (q_BHLD.shape[0], -1))).transpose(1, 2)
 
 
 def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
-    """``(query, scale, sign)`` with the same logits and a scale above 0; dq is to be multiplied by ``sign``.
-
-    CPU's kernel masks before it scales, so that a scale of 0 or below makes NaN or infinity of what causal hides.
-    """
+    """``(query, scale, sign)`` with the same logits and a scale above 0. The caller multiplies dq by ``sign``."""
+    # The CPU kernel masks before it scales. A scale of 0 or below would turn hidden logits into NaN or infinity.
     if scale > 0:
         return q_BHLD, scale, 1.0
     sign = -1.0 if scale < 0 else 0.0
@@ -429,7 +424,7 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU. Without a GPU, as with fake tensors, one that supports everything."""
+    """The compute capability of a GPU. Without a GPU (fake tensors), a capability that supports everything."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
@@ -453,7 +448,7 @@ GATES: dict[str, tuple[str, Callable[[torch.device, torch.dtype, int], bool]]] =
         "TORCH_CUDNN_SDPA_AVOID_RECOMPILE not to be 1",
         lambda *_: os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") != "1",
     ),
-    # sdp_utils.cpp: where torch prefers cuDNN. On CUDA 13 it looks at the major number of the capability alone.
+    # sdp_utils.cpp: GPUs on which torch prefers cuDNN. On CUDA 13 only the major number of the capability counts.
     "9.0, 10": (
         "a GPU of compute capability 9.0, 10.0 or 10.3",
         lambda gpu, *_: _capability(gpu) in ((9, 0), (10, 0), (10, 3)),
@@ -461,16 +456,17 @@ GATES: dict[str, tuple[str, Callable[[torch.device, torch.dtype, int], bool]]] =
     "cuDNN 9.15": ("cuDNN newer than 9.15.0", lambda *_: (torch.backends.cudnn.version() or 0) > 91500),
     "cuDNN on": ("torch.backends.cuda.enable_cudnn_sdp(True)", lambda *_: torch.backends.cuda.cudnn_sdp_enabled()),
 }
-"""What fused ops need, and whether a GPU, a dtype and the larger head dim have it: torch's sources, 2.11 to 2.15."""
-_LOW = (torch.float16, torch.bfloat16)
+"""The conditions of fused ops, each as a text and a test of GPU, dtype and larger head dim (torch's sources, 2.11 to
+2.15)."""
+_16_BITS = (torch.float16, torch.bfloat16)
 CPU_FLASH = CpuFlashKernel(
-    "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
+    "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_16_BITS), wide_tiles=True
 )
 """torch's flash attention for CPU: float64, float32, bfloat16, float16. Low precision has tiles of float32."""
 CUDA_FLASH = VarlenKernel(
     "_scaled_dot_product_flash_attention",
     "cuda",
-    _LOW,
+    _16_BITS,
     dense_rows=True,
     row_bytes=16,
     most_dim=256,
@@ -481,7 +477,7 @@ small tiles are packed for torch's op for sequences of varying lengths."""
 CUDA_EFFICIENT = SdpaKernel(
     "_scaled_dot_product_efficient_attention",
     "cuda",
-    (torch.float32, *_LOW),
+    (torch.float32, *_16_BITS),
     grouped=False,  # takes groups from torch 2.15 on
     lse_multiple=32,
     out_by_rows=True,
@@ -494,12 +490,12 @@ CUDA_EFFICIENT = SdpaKernel(
 CUDA_EFFICIENT_FLOAT32 = replace(CUDA_EFFICIENT, wide_tiles=True)
 """This kernel with tiles of float16 and bfloat16 computed in float32, so that only the merged result is rounded. An
 attention in a single tile stays in its dtype."""
-# Whole blocks of 128 rows: its backward can make NaN with half a block of keys (cuDNN before 9.26) and with one query
-# (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never forgotten.
+# Whole blocks of 128 rows: the backward of cuDNN can make NaN with half a block of keys (before 9.26) and with one
+# query (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never freed.
 CUDA_CUDNN = SdpaKernel(
     "_scaled_dot_product_cudnn_attention",
     "cuda",
-    _LOW,
+    _16_BITS,
     lse_column=True,
     out_like_query=True,
     dense_rows=True,
@@ -518,4 +514,4 @@ CUDA_CUDNN_PREFERRED = FewShapesKernel(
 shapes of tiles on each of them."""
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_CUDNN_PREFERRED, CUDA_FLASH, CUDA_EFFICIENT)
-"""The kernels that call torch's fused ops, in the order in which they are tried: see :func:`kernel_for_tiles`."""
+"""The kernels that call torch's fused ops, in the order of choice: see :func:`kernel_for_tiles`."""

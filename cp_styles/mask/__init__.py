@@ -1,9 +1,9 @@
 """Attention masks, in global positions.
 
-A mask with structure is a band: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The
-conjunction of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`,
-defines the plan, the work of a layout, the rows that must be sent, and :meth:`Mask.allowed`. An arbitrary boolean or
-additive mask is :class:`Dense`, which adds a bias to the logits.
+Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The conjunction
+of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
+plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`. An arbitrary boolean or additive mask is
+:class:`Dense`, which adds a bias to the logits.
 """
 
 from cp_styles.mask.algebra import Full, Mask, PerRow

@@ -1,4 +1,4 @@
-"""The base class of masks, and how masks combine."""
+"""The base class of masks, and combinations of masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from cp_styles.troubleshooting import see
 
-# "No bound on this side". Larger than any position. The sum of two does not overflow int64.
+# A bound without effect, larger than any position. The sum of two does not overflow int64.
 UNBOUNDED = 2**60
 
 
@@ -19,8 +19,8 @@ class BlockGrid:
 
     Attributes:
         block: size of a block in positions: (queries, keys).
-        cover: uint8 ``[query blocks, key blocks]`` on the host. 0: no query of the block attends to any key of it.
-            1: the bias of the mask decides. 2: each query attends to each key.
+        cover: uint8 ``[query blocks, key blocks]`` on the host. 0: no query of the block attends to any of its keys. 1:
+            the bias of the mask decides. 2: each query attends to each key.
     """
 
     block: tuple[int, int]
@@ -44,10 +44,10 @@ class Mask:
             cls.breaks = Mask.breaks  # the breaks of the base class do not fit the new bounds
 
     def breaks(self, length: int) -> torch.Tensor:
-        """Positions below ``length`` where a bound may change its slope: int64, in any order. More may be listed.
+        """Positions below ``length`` where a bound may change its slope: int64, in any order.
 
-        Between two of them each bound is constant, or grows by one with each position. This default looks at the bounds
-        of all positions. Subclasses that can compute their breaks override it.
+        Between two breaks each bound is constant, or grows by one with each position. Additional breaks are allowed.
+        This default compares the bounds of all positions. Subclasses that can compute their breaks override it.
         """
         steps = torch.stack([bound.diff() for bound in self.bounds(torch.arange(length, device="cpu"))])
         jumps = ((steps < 0) | (steps > 1)).any(0)
@@ -88,7 +88,7 @@ class Mask:
 
     @property
     def content(self) -> int:
-        """A hash of what the repr does not show: the contents of tensors. Ranks compare it."""
+        """A hash of the contents of tensors, which the repr does not show. Ranks compare it."""
         return 0
 
     @property
@@ -102,7 +102,7 @@ class Mask:
         return None
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a tensor that the mask was made from has been changed in place. Asked at each call."""
+        """Raise RuntimeError if a tensor of the mask has been changed in place. Called at each attention."""
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise ValueError unless the mask fits an attention of the global ``shape`` [B, H, S_q, S_kv]."""
@@ -119,7 +119,7 @@ class Mask:
         return (kv >= lo[:, None]) & (kv < hi[:, None])
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        """How many of ``keys`` keys each of ``q_positions_L`` attends to: int64 ``[L]``. Layouts balance this."""
+        """The number of keys, of ``keys``, to which each of ``q_positions_L`` attends: int64 ``[L]``. For balancers."""
         lo, hi = self.bounds(q_positions_L)
         return (hi.clamp(max=keys) - lo).clamp(min=0)
 
@@ -146,8 +146,8 @@ class Full(Mask):
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-class _Several(Mask):
-    """Base of masks that are made of masks, which are the first field."""
+class _CompositeMask(Mask):
+    """Base of masks that consist of masks. The first field of a subclass has them."""
 
     @property
     def _members(self) -> tuple[Mask, ...]:
@@ -172,7 +172,7 @@ class _Several(Mask):
 
 
 @dataclass(frozen=True)
-class All(_Several):
+class All(_CompositeMask):
     """The conjunction of masks, made by ``&``."""
 
     parts: tuple[Mask, ...]
@@ -182,7 +182,7 @@ class All(_Several):
         return tuple(grid for part in self.parts for grid in part.grids)
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        # An upper bound: the least work of the parts. The intersection may be smaller.
+        # The least work of the parts is an upper bound. The intersection may be smaller.
         works = (part.work(q_positions_L, keys) for part in self.parts)
         return reduce(torch.minimum, works, super().work(q_positions_L, keys))
 
@@ -206,11 +206,11 @@ class All(_Several):
 
     def breaks(self, length: int) -> torch.Tensor:
         breaks = torch.cat([part.breaks(length) for part in self.parts])
-        first, last = stretches(breaks, length)
+        first, last = split_at(breaks, length)
         both = torch.cat((first, last))
         sides = (torch.stack(side) for side in zip(*(part.bounds(both) for part in self.parts), strict=True))
-        # Between breaks of the parts, the maximum of the lower bounds is the largest constant one or the largest
-        # growing one. It has a break where the growing bound overtakes. Likewise for the minimum of upper bounds.
+        # Between breaks of the parts, the maximum of the lower bounds is the largest constant bound or the largest
+        # growing bound. It has a break where the growing bound overtakes. Likewise for the minimum of upper bounds.
         for side, largest in zip(sides, (True, False), strict=True):
             before, after = side.chunk(2, dim=1)
             none = -2 * UNBOUNDED if largest else 2 * UNBOUNDED
@@ -228,24 +228,24 @@ class All(_Several):
         return reduce(torch.add, biases) if biases else None
 
 
-def stretches(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``0 .. length - 1`` cut at ``breaks``: the first and the last position of each piece, two int64, ascending."""
+def split_at(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``0 .. length - 1`` at ``breaks``. Returns the first and the last position of each piece, two int64."""
     first = torch.cat((breaks.new_zeros(min(length, 1)), breaks[(breaks > 0) & (breaks < length)])).unique()
     return first, torch.cat((first[1:] - 1, first.new_full((min(length, 1),), length - 1)))
 
 
 @dataclass(frozen=True)
-class PerRow(_Several):
+class PerRow(_CompositeMask):
     """One mask for each row of the batch, for example for packed documents that differ between rows.
 
-    Rows are computed one by one, each by its own plan, so only what its mask needs is sent. All rows share one
+    Rows are computed one by one, each with its own plan: only the keys that its mask needs are sent. All rows share one
     layout; ``by_work(S, P, mask=...)`` balances the sum of their work.
 
     Args:
         masks: one mask for each row, none of them a PerRow.
 
     Raises:
-        TypeError: ``masks`` is empty, or has something else than masks.
+        TypeError: ``masks`` is empty, or has items that are not masks.
         ValueError: the masks are for different lengths.
 
     Example::

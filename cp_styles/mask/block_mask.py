@@ -1,8 +1,8 @@
 """FlexAttention's BlockMask as a mask of this package, in global positions.
 
-Most BlockMasks are bands (causal, windows, packed documents, prefixes, and conjunctions of them). Whether a BlockMask
-is a band is determined once, by evaluating ``mask_mod`` on its partial blocks. Plan, bytes and kernels are then those
-of a band. A mask that is not a band is planned block by block. The values of ``mask_mod`` in partial blocks are kept.
+Most BlockMasks are bands (causal, windows, packed documents, prefixes, and their conjunctions). The analysis of a
+BlockMask evaluates ``mask_mod`` once on its partial blocks. If the mask is a band, it has the plan, the bytes and the
+kernels of a band. Otherwise it is planned block by block, and the values of ``mask_mod`` in partial blocks are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_styles.mask import Mask, PerRow
 from cp_styles.mask.algebra import UNBOUNDED, BlockGrid
 from cp_styles.troubleshooting import see
 
-# Number of pairs for which mask_mod is evaluated at a time. There are some int64 temporaries of this size.
+# Number of pairs for which mask_mod is evaluated at a time, with some int64 temporaries of this size.
 _PAIRS = 2**22
 
 
@@ -60,22 +60,22 @@ class FlexMask(Mask):
                 f"FlexMask takes a BlockMask of the whole sequence (create_block_mask), got {type(block_mask).__name__}"
             )
         self.block_mask = block_mask
-        self._facts = _facts_of(block_mask)
-        self._row: int | None = None  # of the batch, if this is the mask of one row
+        self._analysis = _get_analysis(block_mask)
+        self._row: int | None = None  # the row of the batch, if this is the mask of a single row
 
     @classmethod
     def per_row(cls, block_mask: BlockMask) -> Mask:
         """The mask of ``block_mask``; or a :class:`~cp_styles.mask.PerRow` if each row of the batch has its own band.
 
-        The second is the case for packed documents that differ between rows.
+        Rows have their own bands in packed documents that differ between rows, for example.
         """
         mask = cls(block_mask)
-        rows = mask._facts.bands
+        rows = mask._analysis.bands
         return mask if rows is None or not mask.grids else PerRow(tuple(map(mask.row, range(len(rows)))))
 
     @property
     def varies_by_head_or_row(self) -> bool:
-        return self._row is None and _four(self.block_mask)[:2] != (1, 1)
+        return self._row is None and _dims_of(self.block_mask)[:2] != (1, 1)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlexMask) and other.block_mask is self.block_mask and other._row == self._row
@@ -89,7 +89,7 @@ class FlexMask(Mask):
 
     @property
     def content(self) -> int:
-        return self._facts.content
+        return self._analysis.content
 
     @property
     def length(self) -> int:
@@ -102,14 +102,14 @@ class FlexMask(Mask):
 
     @property
     def pattern(self) -> BlockPattern:
-        bands = self._facts.bands
-        return self._facts.pattern if self._row is None or bands is None else bands[self._row]
+        bands = self._analysis.bands
+        return self._analysis.pattern if self._row is None or bands is None else bands[self._row]
 
     def check_unchanged(self) -> None:
-        self._facts.check_unchanged()
+        self._analysis.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        batch, heads, *lengths = _four(self.block_mask)
+        batch, heads, *lengths = _dims_of(self.block_mask)
         batch = batch if self._row is None else 1
         if tuple(lengths) != shape[2:]:
             raise ValueError(
@@ -122,9 +122,9 @@ class FlexMask(Mask):
                 raise ValueError(f"the BlockMask was made for {size} {what}, the attention has {needed}")
 
     def row(self, index: int) -> Mask:
-        if _four(self.block_mask)[0] == 1 or self._row is not None:
+        if _dims_of(self.block_mask)[0] == 1 or self._row is not None:
             return self
-        if self._facts.bands is not None:
+        if self._analysis.bands is not None:
             mask = copy.copy(self)
             mask._row = index
             return mask
@@ -136,22 +136,22 @@ class FlexMask(Mask):
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         if not self.has_bias:
             return None
-        facts, mask = self._facts, self.block_mask
-        device = facts.states.device
+        analysis, mask = self._analysis, self.block_mask
+        device = analysis.states.device
         q, kv = q_positions_L.to(device), kv_positions_M.to(device)
         rows, columns = mask.BLOCK_SIZE
-        states, places = (x[:, :, q // rows][:, :, :, kv // columns] for x in (facts.states, facts.places))
+        states, places = (x[:, :, q // rows][:, :, :, kv // columns] for x in (analysis.states, analysis.places))
         # For blocks that are not partial, places is 0 and not used.
-        allowed = (states == 2) | (states == 1) & facts.bits[places, (q % rows)[:, None], kv % columns]
+        allowed = (states == 2) | (states == 1) & analysis.bits[places, (q % rows)[:, None], kv % columns]
         return torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, float("-inf"))
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPattern(Mask):
-    """The part of a BlockMask that plans depend on. Compared by value; holds none of the user's tensors.
+    """The part of a BlockMask that plans depend on. Compared by value; it holds no tensor of the user.
 
-    ``lo`` and ``hi`` are each query's interval of keys. ``counts`` is how many keys it attends to. ``grid`` has the
-    blocks, or None for a band, where each query attends to its whole interval.
+    ``lo`` and ``hi`` are the interval of keys of each query, ``counts`` the number of keys to which it attends.
+    ``grid`` has the blocks. It is None for a band, where each query attends to its whole interval.
     """
 
     lo: torch.Tensor
@@ -210,12 +210,12 @@ class BlockPattern(Mask):
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Analysis:
     """The result of the analysis of a BlockMask.
 
     Attributes:
-        pattern: for all rows of the batch and all heads together.
-        bands: one for each row of the batch, if each is a band for all heads; else None.
+        pattern: the pattern for all rows of the batch and all heads together.
+        bands: a pattern for each row of the batch, if each row is a band for all heads; otherwise None.
         states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
         places: the index into ``bits`` of each partial block, in the shape of ``states``.
         bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
@@ -240,22 +240,22 @@ class _Facts:
                 )
 
 
-def _facts_of(block_mask: BlockMask) -> _Facts:
+def _get_analysis(block_mask: BlockMask) -> _Analysis:
     table = known_about(block_mask)
-    facts = table.get(_look)
-    if facts is None:
+    analysis = table.get(_analyze)
+    if analysis is None:
         with torch.no_grad():
-            facts = table[_look] = _look(block_mask)
-    facts.check_unchanged()
-    return facts
+            analysis = table[_analyze] = _analyze(block_mask)
+    analysis.check_unchanged()
+    return analysis
 
 
-def _look(mask: BlockMask) -> _Facts:
-    batch, heads, queries, keys = _four(mask)
+def _analyze(mask: BlockMask) -> _Analysis:
+    batch, heads, queries, keys = _dims_of(mask)
     rows, columns = mask.BLOCK_SIZE
-    states = _states(mask)
+    states = _read_states(mask)
     blocks = states.flatten(0, 1)
-    device, (many, q_blocks, kv_blocks) = blocks.device, blocks.shape
+    device, (masks, q_blocks, kv_blocks) = blocks.device, blocks.shape
     heights = (queries - torch.arange(q_blocks, device=device) * rows).clamp(0, rows)
     widths = (keys - torch.arange(kv_blocks, device=device) * columns).clamp(0, columns)
 
@@ -265,7 +265,7 @@ def _look(mask: BlockMask) -> _Facts:
     hi = torch.where(full, starts + widths, 0).amax(-1).repeat_interleave(rows, 1)
     counts = (full * widths).sum(-1).repeat_interleave(rows, 1)
     places, bits_of_groups = torch.zeros_like(blocks, dtype=torch.int64), []
-    for (n, i, j), bits in _partial_bits(mask, blocks, queries, keys):
+    for (n, i, j), bits in _evaluate_partial_blocks(mask, blocks, queries, keys):
         places[n, i, j] = torch.arange(len(n), device=device) + sum(map(len, bits_of_groups))
         bits_of_groups.append(bits)
         area = bits.sum((1, 2))
@@ -289,27 +289,27 @@ def _look(mask: BlockMask) -> _Facts:
         grid = None if band else BlockGrid((rows, columns), cover)
         return BlockPattern(low, high, (count.sum(0) + count.shape[0] - 1) // count.shape[0], grid, keys)
 
-    whole = pattern(slice(0, many))
-    rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
+    joint = pattern(slice(0, masks))
+    rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if joint.grid and batch > 1 else []
     bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
     read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
-    if not whole.grid or not bits_of_groups:
+    if not joint.grid or not bits_of_groups:
         bits_of_groups = [torch.zeros(1, rows, columns, dtype=torch.bool, device=device)]
     bits = torch.cat(bits_of_groups)
     content = hash((checksum(bits), checksum(states)))  # places follow from states
-    return _Facts(whole, bands, states, places.view(states.shape), bits, read, content)
+    return _Analysis(joint, bands, states, places.view(states.shape), bits, read, content)
 
 
-def _four(mask: BlockMask) -> tuple[int, int, int, int]:
+def _dims_of(mask: BlockMask) -> tuple[int, int, int, int]:
     """(batch, heads, queries, keys) for which a BlockMask was made."""
     *outer, queries, keys = mask.shape
     batch, heads = (*(1,) * (2 - len(outer)), *outer)
     return batch, heads, queries, keys
 
 
-def _states(mask: BlockMask) -> torch.Tensor:
+def _read_states(mask: BlockMask) -> torch.Tensor:
     """``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full."""
-    batch, heads, _, _ = _four(mask)
+    batch, heads, _, _ = _dims_of(mask)
     kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
     states = None
     for state, number, indices in (
@@ -323,25 +323,25 @@ def _states(mask: BlockMask) -> torch.Tensor:
         valid = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
         if states is None:
             states = indices.new_zeros(*number.shape, kv_blocks + 1, dtype=torch.uint8)
-        # Entries of the list beyond its number are not valid. They are written to an extra column.
+        # Entries of the list beyond its number are not valid. An extra column takes them.
         states.scatter_(-1, torch.where(valid, indices, kv_blocks), state)
     assert states is not None
     return states[..., :kv_blocks].contiguous()
 
 
-def _partial_bits(
+def _evaluate_partial_blocks(
     mask: BlockMask, blocks: torch.Tensor, queries: int, keys: int
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """``((n, i, j), [blocks, rows, columns])``: values of mask_mod in partial blocks, some blocks at a time."""
+    """Values of mask_mod in partial blocks, some blocks at a time: ``((n, i, j), [blocks, rows, columns])``."""
     rows, columns = mask.BLOCK_SIZE
-    heads, device = _four(mask)[1], blocks.device
-    of_row = torch.vmap(torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
-    ask = torch.vmap(of_row, in_dims=(0, 0, 0, 0))
+    heads, device = _dims_of(mask)[1], blocks.device
+    block = torch.vmap(torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+    evaluate = torch.vmap(block, in_dims=(0, 0, 0, 0))
     partial_blocks = torch.nonzero(blocks == 1)
     for group in partial_blocks.split(max(1, _PAIRS // (rows * columns))) if len(partial_blocks) else ():
         n, i, j = group.unbind(1)
         q = i[:, None] * rows + torch.arange(rows, device=device)
         kv = j[:, None] * columns + torch.arange(columns, device=device)
         # Tensors that mask_mod reads may have the length of the sequence, so clamp the positions.
-        bits = ask(n // heads, n % heads, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
+        bits = evaluate(n // heads, n % heads, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
         yield (n, i, j), bits & (q < queries)[:, :, None] & (kv < keys)[:, None, :]

@@ -1,4 +1,4 @@
-"""Masks given as a tensor, boolean or additive."""
+"""Masks that are a tensor, boolean or additive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cp_styles.unsupported_derivatives import refuse_transforms
 class Dense(Mask):
     """A boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
 
-    Two are equal if they hold the same tensor object. Do not change the tensor in place. A float mask that requires
-    grad is refused: its gradient, which every rank's tiles contribute to, is not implemented.
+    Two Dense masks are equal if they hold one tensor object. Do not change the tensor in place. A float mask that
+    requires grad is refused, because its gradient is not implemented.
 
     Args:
         tensor: the mask, of 2 to 4 dims. Rows and columns are in the order of positions.
@@ -85,7 +85,7 @@ class Dense(Mask):
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         sizes = tuple(self.tensor.shape)
-        if any(size not in (1, whole) for size, whole in zip(sizes, shape[-len(sizes) :], strict=True)):
+        if any(size not in (1, expected) for size, expected in zip(sizes, shape[-len(sizes) :], strict=True)):
             raise ValueError(
                 f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}: give the mask "
                 "of the whole sequence, rows and columns in the order of positions"
@@ -113,7 +113,7 @@ class Dense(Mask):
         self.check_unchanged()
         bias = self.tensor
         rows, columns = q_positions_L.to(bias.device), kv_positions_M.to(bias.device)
-        # Select rows and columns in one step: rows with all columns would be much larger than a tile.
+        # Select rows and columns in one step, because rows with all columns would be much larger than a tile.
         if bias.shape[-2] != 1 and bias.shape[-1] != 1:
             bias = bias[..., rows[:, None], columns]
         elif bias.shape[-2] != 1:
@@ -126,11 +126,11 @@ class Dense(Mask):
 
 
 def causal_bias(attn_mask: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
-    """``(attn_mask, is_causal)``, where torch's ``causal_upper_left(...)`` and ``causal_lower_right(...)`` are causal.
+    """``(attn_mask, is_causal)``, with torch's ``causal_upper_left(...)`` and ``causal_lower_right(...)`` as causal.
 
-    torch reads them so too, whatever lengths they were made for: this rank's or the whole sequence's. A lower
-    right one for more keys than queries stays, and :func:`check_plain_mask` refuses it.
+    A ``causal_lower_right`` for more keys than queries stays, and :func:`check_plain_mask` refuses it.
     """
+    # torch too ignores the lengths of the mask, which may be the lengths of the shard or of the whole sequence.
     if isinstance(attn_mask, CausalBias) and not is_causal:
         square = attn_mask.seq_len_q == attn_mask.seq_len_kv
         if square or attn_mask.variant == CausalVariant.UPPER_LEFT:
@@ -139,11 +139,11 @@ def causal_bias(attn_mask: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor 
 
 
 def check_plain_mask(tensor: torch.Tensor) -> None:
-    """Raise for subclasses of torch.Tensor: their values need not be those that torch's operators read from them."""
+    """Raise TypeError for subclasses of torch.Tensor, whose memory need not have the values of the mask."""
     if isinstance(tensor, CausalBias):
         raise TypeError(
             f"an attn_mask {tensor.variant.name} for {tensor.seq_len_q} queries and {tensor.seq_len_kv} keys is not a "
-            "tensor of values: for a causal mask pass is_causal=True, or Causal() where a mask object is asked for; "
+            "tensor of values: for a causal mask pass is_causal=True, or Causal() where a mask object is expected; "
             "for another one the boolean mask of the whole sequence"
         )
     if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -155,7 +155,7 @@ def check_plain_mask(tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class SomeBias(Full):
-    """The pattern of a mask with a bias. Caches of plans hold it instead of the mask, and so hold no tensor."""
+    """The pattern of a mask with a bias. Caches of plans hold it instead of the mask with its tensor."""
 
     @property
     def has_bias(self) -> bool:

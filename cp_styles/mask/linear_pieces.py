@@ -1,4 +1,4 @@
-"""The bounds of a mask as a few linear pieces. Plans and work are computed from these, not position by position."""
+"""The bounds of a mask as a few linear pieces, from which plans and work are computed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import NamedTuple
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
+from cp_styles.mask.algebra import All, Full, Mask, PerRow, split_at
 from cp_styles.troubleshooting import see
 
 
 class Pieces(NamedTuple):
     """Ranges of queries over which both ends of the interval of keys are linear. All columns are int64 ``[N]``.
 
-    They are counted in one of three ways: queries and keys as positions of the sequence; queries as local rows of one
-    rank and keys as local rows of another one; or keys as rows among those that are sent.
+    There are three units: queries and keys as positions of the sequence; queries and keys as local rows of two ranks;
+    or keys as numbers among the sent rows.
 
     Attributes:
-        rank: of positions, who holds the queries (0 before ranks matter); of rows, who holds the keys.
+        rank: the rank that holds the queries, if they are positions (0 if ranks do not matter); the rank that holds the
+            keys, if they are rows.
         start: the first query. Each query of a piece attends to some key.
-        count: number of queries.
+        count: the number of queries.
         lo, hi: the interval of the first query.
         lo_step, hi_step: growth of the ends with each query: 0, or the positions from one query to the next.
     """
@@ -56,12 +57,12 @@ class Pieces(NamedTuple):
 
     @property
     def reach(self) -> torch.Tensor:
-        """The range of keys that the queries attend to, taken together: int64 ``[2, N]``."""
+        """The range of keys to which any query of a piece attends: int64 ``[2, N]``."""
         return torch.stack((self.lo, self.end))
 
     @property
     def work(self) -> torch.Tensor:
-        """Number of (query, key) pairs of each piece."""
+        """The number of (query, key) pairs of each piece."""
         size = self.hi - self.lo
         return (2 * size + (self.hi_step - self.lo_step) * (self.count - 1)) * self.count // 2
 
@@ -72,30 +73,30 @@ class Pieces(NamedTuple):
         return self.at(torch.nonzero(condition).flatten())
 
     def part(self, skipped: torch.Tensor, count: torch.Tensor) -> Pieces:
-        """``count`` queries of each piece, after the first ``skipped`` ones."""
+        """``count`` queries of each piece, after the first ``skipped`` queries."""
         lo, hi = torch.addcmul(self.lo, self.lo_step, skipped), torch.addcmul(self.hi, self.hi_step, skipped)
         return Pieces(self.rank, self.start + skipped, count, lo, hi, self.lo_step, self.hi_step)
 
     def cut(self, positions: torch.Tensor) -> Pieces:
-        """These pieces, cut so that none of ``positions`` is inside of a piece."""
+        """Cut the pieces at ``positions``."""
         start = torch.cat((self.start, positions)).unique()
         index = torch.searchsorted(self.start, start, right=True) - 1
         # Queries before the first piece, and in the gaps between pieces, attend to nothing.
         stop = self.start + self.count
         inside = torch.nonzero((start < stop[index]) & (index >= 0)).flatten() if len(stop) else index[:0]
-        start, whole, stop = start[inside], self.at(index[inside]), stop[index[inside]]
-        return whole.part(start - whole.start, torch.minimum(stop, torch.cat((start[1:], stop[-1:]))) - start)
+        start, uncut, stop = start[inside], self.at(index[inside]), stop[index[inside]]
+        return uncut.part(start - uncut.start, torch.minimum(stop, torch.cat((start[1:], stop[-1:]))) - start)
 
 
-def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
+def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
     """The pieces of the band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
-    return _uncut(mask.pattern, queries, keys).cut(cuts)
+    return _make_pieces(mask.pattern, queries, keys).cut(cuts)
 
 
-@remembered(64)  # asked by layouts that balance work, and by every plan
-def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
-    within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _Within(keys)))
-    first, last = stretches(within.breaks(queries), queries)
+@remembered(64)  # for layouts that balance work, and for every plan
+def _make_pieces(mask: Mask, queries: int, keys: int) -> Pieces:
+    within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _ExistingKeys(keys)))
+    first, last = split_at(within.breaks(queries), queries)
     more = last - first
     middle = more // 2
     lo, hi = (bound.view(3, -1) for bound in within.bounds(torch.cat((first, first + middle, last))))
@@ -104,7 +105,7 @@ def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
         if not torch.equal(bound[1:] - bound[0], step * torch.stack((middle, more))):
             raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
     lo, hi = lo[0], hi[0]
-    # Where the bounds converge or diverge, some positions at one end may attend to nothing.
+    # If the bounds converge or diverge, some positions at one end may attend to nothing.
     size, opening = hi - lo, hi_step - lo_step
     skipped = torch.where(opening > 0, (1 - size).clamp(min=0), 0)
     count = torch.where(opening < 0, torch.minimum(more + 1, size), more + 1 - skipped)
@@ -113,14 +114,15 @@ def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
     return pieces.part(skipped, count).where(count > 0)
 
 
-def counts_by_itself(mask: Mask) -> bool:
-    """Whether a mask has its own count of the keys of each position: :meth:`Mask.work`."""
+def has_own_work(mask: Mask) -> bool:
+    """Whether a mask overrides :meth:`Mask.work`, the number of keys of each position."""
     parts = mask.parts if isinstance(mask, All) else (mask,)
     return any(type(part).work is not Mask.work for part in parts)
 
 
 def refuse_shorter(mask: Mask, queries: int) -> None:
-    """Raise ValueError if the mask is for fewer positions. (For more: the keys of a cross-attention may be more.)"""
+    """Raise ValueError if the mask is for fewer positions than ``queries``."""
+    # A mask for more positions may be right: a cross-attention may have more keys than queries.
     if mask.length is not None and mask.length < queries:
         raise ValueError(
             f"the mask is for {mask.length} positions, the layout for {queries}: both are for the whole sequence"
@@ -129,24 +131,24 @@ def refuse_shorter(mask: Mask, queries: int) -> None:
 
 
 def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """Number of (query, key) pairs in each range of queries: int64, in the shape of ``starts``.
+    """The number of (query, key) pairs in each range of queries: int64, in the shape of ``starts``.
 
-    Ranges go from each position of ``starts`` to the next one; the last goes to ``queries``. ``starts`` ascend from 0.
+    A range goes from a position of ``starts`` to the next position, or to ``queries``. ``starts`` ascend from 0.
     """
     refuse_shorter(mask, queries)
     if isinstance(mask, PerRow):
         return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
-    if counts_by_itself(mask):
+    if has_own_work(mask):
         positions = torch.arange(queries, device="cpu")
         work = mask.work(positions, keys)
     else:
-        pieces = pieces_of(mask, queries, keys, starts)
+        pieces = cut_into_pieces(mask, queries, keys, starts)
         positions, work = pieces.start, pieces.work
     return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
 
 
 @dataclass(frozen=True)
-class _Within(Full):
+class _ExistingKeys(Full):
     """Restricts the bounds of a mask to the existing keys."""
 
     keys: int

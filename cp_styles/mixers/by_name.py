@@ -85,7 +85,7 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
     parameters = inspect.signature(plain)
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls = AttentionCalls.entered()
+        calls = AttentionCalls.current()
         bound = parameters.bind(self, *args, **kwargs)
         if calls is None or _continues_prompt(calls, bound.arguments):
             return plain(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def _continues_prompt(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
 
 def rows_at_end(x_BCL: torch.Tensor, count: int) -> torch.Tensor:
     """The last rows of the sequence of the running module, on every rank: the state of its convolution."""
-    calls = AttentionCalls.entered()
+    calls = AttentionCalls.current()
     assert calls is not None
     return _run_mixer(calls, "the state of a convolution", lambda cut: last_rows(cut, x_BCL, 2, count), {})
 
@@ -138,7 +138,7 @@ def _run_mixer(calls: AttentionCalls, name: str, run: Callable[[CutSequence], An
         sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
         return run(sequence.with_documents_from(kwargs))
 
-    return calls.mix(run_on_sequence)
+    return calls.run_mixer(run_on_sequence)
 
 
 def _run_convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
-from cp_styles.engine.binding import agreed_layouts
+from cp_styles.engine.binding import agree_on_layouts
 from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -29,8 +29,8 @@ from cp_styles.layout import (
     Balancer,
     Chunk,
     SequenceLayout,
-    cuts_of,
-    fact_of,
+    describe_cut,
+    find_cuts,
     head_tail,
     layout_made_by,
     layout_of_one,
@@ -222,7 +222,7 @@ class CutSequence:
         axis = state.operations.axis  # known for a group too, if a call before had its mesh
         try:
             if layout is None or documents is None:
-                scope = state.the(ScopeHistory).scope_around(name, axis, layout)
+                scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)
         except Exception as error:  # raised at the agreement, on every rank
             problem = error
 
@@ -235,7 +235,7 @@ class CutSequence:
         default = around[-1].layout if around and around[-1].group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
-        for check in state.the(RankChecks):
+        for check in state.get_or_create(RankChecks):
             check.learn(checks)
         return cls(name, axis, group, layout, masked, checks, refuse)
 
@@ -288,7 +288,7 @@ class CutSequence:
         name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)
         fixed, where = layout if isinstance(layout, SequenceLayout) else None, (name, self.axis, self.group)
         documents: tuple[int, ...] | None = None
-        rank_checks, checked_call = state.the(RankChecks), CheckedCall(where, self.checks, ())
+        rank_checks, checked_call = state.get_or_create(RankChecks), CheckedCall(where, self.checks, ())
 
         def layout_for(length: int) -> SequenceLayout:
             return layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, length, peers.size)
@@ -306,7 +306,7 @@ class CutSequence:
             length = tensors[0].shape[dim]
             if any(x.shape[dim] != length for x in tensors):
                 raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
-            for x, cut in cuts_of(tensors):
+            for x, cut in find_cuts(tensors):
                 if cut.ranks == peers.size:
                     refuse_other_cut(name, (x,), layout_for(cut.length), plain(layout))
             of_rank = None if fixed is None else (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1])
@@ -321,7 +321,7 @@ class CutSequence:
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
                 **requires_grad_by_name(tensors),
-                "layout": fact_of(layout),
+                "layout": describe_cut(layout),
                 "documents": documents,
             }
             checked_call.tensors = tensors
@@ -334,7 +334,7 @@ class CutSequence:
                 check.judge(numbers, checked_call)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        cut, _ = agreed_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
+        cut, _ = agree_on_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
         state.lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
         if cut.lengths != lengths:
             raise ValueError(

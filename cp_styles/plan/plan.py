@@ -1,17 +1,16 @@
-"""The plan of a rank: what it computes, and which rows it needs from other ranks. Derived from (layouts, mask).
+"""The plan of a rank: its tiles, and the rows that it receives and sends. Derived from layouts and mask.
 
 A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
-each end of the interval is constant or grows by one with each position
-(:func:`~cp_styles.mask.linear_pieces.pieces_of`). So is the interval of a source's local rows to which a local
-query row attends. It changes its slope only where an end of the interval reaches another chunk. A rank looks at
-its own pieces and at the chunks that they reach, in a few tensor operations, and cuts each source's part into tiles
-(:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes which of its own rows they need: these are the
-rows that it sends. No rank makes the plan of another.
+each end of the interval is constant or grows by one with each position: see ``cut_into_pieces`` in linear_pieces.py.
+The same holds for the interval of a source's local rows to which a local query row attends: it changes its slope only
+where an end of the interval reaches another chunk. A rank cuts its own pieces at these chunks, in a few tensor
+operations, and each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes
+the own rows that they need, which it sends. No rank makes the plan of another rank.
 
-In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.linear`): from a
-row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
+In :class:`~cp_styles.layout.Stripes` of one position, pieces are not cut at chunks (:mod:`cp_styles.plan.linear`): from
+a row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
 source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
-are attended to in equal ways. These are planned once.
+have equal tiles, which are planned once.
 
 Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.algebra.BlockGrid`. Forward and
 backward use the same tiles. The functions are pure: no process group, no device.
@@ -28,26 +27,26 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
-from cp_styles.mask.linear_pieces import counts_by_itself, pieces_of, refuse_shorter
+from cp_styles.mask.linear_pieces import cut_into_pieces, has_own_work, refuse_shorter
 from cp_styles.plan.blocks import block_tiles, needed_rows
 from cp_styles.plan.linear import (
     RowRanges,
-    among_sent,
-    first_alike,
-    holders_of,
-    in_rows,
-    longest_runs,
-    rows_to_send,
+    convert_to_rows,
+    find_rows_to_send,
+    first_equal_sources,
+    join_runs,
+    make_holders,
+    number_sent_rows,
 )
-from cp_styles.plan.tiles import Tile, tiles_of
+from cp_styles.plan.tiles import Tile, make_tiles
 
 
 @dataclass(frozen=True)
 class SourcePart:
     """The part of a plan for the keys and values of one source.
 
-    ``rows`` are the local rows of the source that the rank needs (exactly those some query attends to); ``tiles``
-    index key rows *within* ``rows``, as they arrive.
+    ``rows`` are the local rows of the source to which some query of the rank attends. The key rows of ``tiles`` are
+    numbered *within* ``rows``, in the order of arrival.
     """
 
     source: int
@@ -56,7 +55,7 @@ class SourcePart:
 
     @cached_property
     def count(self) -> int:
-        """Number of rows needed."""
+        """The number of needed rows."""
         return sum(stop - start for start, stop in self.rows)
 
 
@@ -65,9 +64,9 @@ class Plan:
     """The plan of one rank for an attention.
 
     Attributes:
-        rank: whose plan this is.
-        parts: by source rank, its own included.
-        sends: by destination rank, which of this rank's rows go there (its own entry is empty).
+        rank: the rank that has this plan.
+        parts: a part for each source rank, also for this rank.
+        sends: for each destination rank, the rows of this rank that are sent there; empty for this rank.
     """
 
     rank: int
@@ -76,7 +75,7 @@ class Plan:
 
     @property
     def received_rows(self) -> int:
-        """Number of rows that this rank receives from other ranks."""
+        """The number of rows that this rank receives from other ranks."""
         return sum(part.count for part in self.parts if part.source != self.rank)
 
 
@@ -91,9 +90,8 @@ def make_plan(
 ) -> Plan:
     """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached.
 
-    With ``small_tiles``, many small tiles cost little. Short runs are then not joined into a block with an explicit
-    mask, unless many of them attend to the same keys. With ``windows``, there are tiles that are bands. The rows that
-    are sent do not depend on either.
+    With ``small_tiles``, short runs are not joined into a block with an explicit mask, unless many runs attend to the
+    same keys. With ``windows``, there are tiles that are bands. The sent rows do not depend on these options.
     """
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows)
 
@@ -107,14 +105,14 @@ def _make_plan(
         parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
         sends = {peer: needed_rows(*layouts, mask, peer, rank) for peer in range(q_layout.ranks) if peer != rank}
     else:
-        queries, keys = holders_of(q_layout, kv_layout)
-        pieces = queries.by_rank(pieces_of(mask, q_layout.length, kv_layout.length, queries.starts))
-        sends = rows_to_send(pieces, keys, rank)
+        queries, keys = make_holders(q_layout, kv_layout)
+        pieces = queries.by_rank(cut_into_pieces(mask, q_layout.length, kv_layout.length, queries.starts))
+        sends = find_rows_to_send(pieces, keys, rank)
         pieces = pieces.where(pieces.rank == rank)
-        firsts = first_alike(queries, keys, pieces)
-        pieces, rows = among_sent(in_rows(pieces, rank, queries, keys, firsts), keys.length)
-        how = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
-        tiles = tiles_of(longest_runs(pieces), keys.ranks, **how)
+        firsts = first_equal_sources(queries, keys, pieces)
+        pieces, rows = number_sent_rows(convert_to_rows(pieces, rank, queries, keys, firsts), keys.length)
+        options = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
+        tiles = make_tiles(join_runs(pieces), keys.ranks, **options)
         parts = [
             SourcePart(source, rows.get(first, ()), tiles[first])
             for first, stop in pairwise((*firsts.tolist(), keys.ranks))
@@ -124,7 +122,7 @@ def _make_plan(
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
-    """Number of (query, key) pairs that ``rank`` computes: its work.
+    """The number of (query, key) pairs that ``rank`` computes: its work.
 
     Queries are cut by ``q_layout``, keys by ``kv_layout``. ``mask`` says which keys each query attends to.
     """
@@ -152,15 +150,15 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
 
 
 def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
-    """The pairs of each rank."""
+    """The number of pairs of each rank."""
     refuse_shorter(mask, layout.length)
     if isinstance(mask, PerRow):
         return torch.stack([_work(layout, keys, row) for row in mask.masks]).sum(0)
-    queries, _ = holders_of(layout, layout)
-    if counts_by_itself(mask):
+    queries, _ = make_holders(layout, layout)
+    if has_own_work(mask):
         positions = torch.arange(layout.length, device="cpu")
         holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
     else:
-        pieces = queries.by_rank(pieces_of(mask, layout.length, keys, queries.starts))
+        pieces = queries.by_rank(cut_into_pieces(mask, layout.length, keys, queries.starts))
         holder, work = pieces.rank, pieces.work
     return torch.zeros(layout.ranks, dtype=torch.int64, device="cpu").index_add_(0, holder, work)

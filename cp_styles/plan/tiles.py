@@ -1,8 +1,8 @@
-"""A band cut into tiles, so that few kernel calls are needed.
+"""Cuts a band into tiles for few kernel calls.
 
-A run is a range of query rows with linear bounds. If both bounds are constant, the run is a rectangle. If a bound
-grows by one with each row, it is a band, which is one tile for kernels that have windows. For others, a band of which
-only the upper bound grows is a rectangle and a causal triangle. Everything else is cut into small blocks with an
+A run is a range of query rows with linear bounds. If both bounds are constant, the run is a rectangle. If a bound grows
+by one with each row, the run is a band, which is one tile for kernels with windows. For other kernels, a band with a
+growing upper bound only is a rectangle and a causal triangle. All other bands are cut into small blocks with an
 explicit mask.
 """
 
@@ -17,10 +17,10 @@ import torch
 
 from cp_styles.mask.linear_pieces import Pieces
 
-# Query rows of a block with an explicit mask. Small, so that few masked pairs are computed; but large enough that a
+# Query rows of a block with an explicit mask. Few rows, so that few masked pairs are computed, but enough rows that a
 # kernel call is not mostly overhead.
 _BLOCK = 128
-# Runs of fewer rows than this join their neighbours into one block with an explicit mask.
+# Runs with fewer rows join their neighbours in one block with an explicit mask.
 _SHORT = 32
 
 
@@ -28,16 +28,16 @@ class Cover(enum.Enum):
     """Which keys of a tile its queries attend to."""
 
     FULL = "full"
-    CAUSAL = "causal"  # square; row i sees keys 0 .. i
+    CAUSAL = "causal"  # square; row i attends to keys 0 .. i
     BAND = "band"  # see Tile.window
     PARTIAL = "partial"  # an explicit mask
 
 
 class Tile(NamedTuple):
-    """One kernel call: local query rows x rows of what came from one source.
+    """One kernel call: local query rows x rows of the keys from one source.
 
-    ``window`` of a band: how many keys before and after its own each query sees; -1 for all. Own is the last key for
-    the last query, and a key further with each query.
+    ``window`` of a band: the numbers of keys before and after its own key that each query attends to; -1 for all. The
+    own key of the last query is the last key, and the own key moves by one with each query.
     """
 
     q: tuple[int, int]
@@ -47,16 +47,16 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of queries and keys, but for what an explicit mask hides."""
+        """The number of pairs of queries and keys. Pairs that an explicit mask hides count too."""
         queries, keys = self.q[1] - self.q[0], self.kv[1] - self.kv[0]
         edges = int(self.cover is Cover.CAUSAL) if self.window is None else sum(size >= 0 for size in self.window)
         return queries * keys - edges * (queries * (queries - 1) // 2)
 
 
 class Run(NamedTuple):
-    """Query rows ``start .. stop - 1``; row ``start + i`` sees the keys ``[lo + i lo_step, hi + i hi_step)``.
+    """Query rows ``start .. stop - 1``; row ``start + i`` attends to the keys ``[lo + i lo_step, hi + i hi_step)``.
 
-    There is at least one key in each row. ``end`` is ``hi`` of the last row.
+    Each row has at least one key. ``end`` is ``hi`` of the last row.
     """
 
     start: int
@@ -67,20 +67,20 @@ class Run(NamedTuple):
     hi_step: int
 
     def keys(self, first: int, stop: int) -> tuple[int, int]:
-        """The keys that the rows ``first .. stop - 1`` see, taken together."""
+        """The range of keys to which any of the rows ``first .. stop - 1`` attends."""
         return self.lo + self.lo_step * (first - self.start), self.end - self.hi_step * (self.stop - stop)
 
 
-def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windows: bool) -> list[tuple[Tile, ...]]:
+def make_tiles(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windows: bool) -> list[tuple[Tile, ...]]:
     """For each source, tiles that cover each attended pair once.
 
     Args:
-        runs: of rows and of rows that are sent; ascending in (source, row).
-        ranks: number of sources.
+        runs: runs of query rows and of sent rows, ascending in (source, row).
+        ranks: the number of sources.
         biased: all tiles have an explicit mask.
         small_tiles, windows: see :func:`~cp_styles.plan.make_plan`.
     """
-    # Lists by column: there may be as many runs as documents or stripes, most of them joined to blocks.
+    # Lists by column, because there may be as many runs as documents or stripes, and most are joined to blocks.
     columns = runs.start, runs.start + runs.count, runs.lo, runs.end, runs.lo_step, runs.hi_step
     columns = torch.stack(columns).tolist()
     starts, stops, los, ends, *_ = columns
@@ -93,22 +93,22 @@ def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windo
             keys = min(los[begin:end]), max(ends[begin:end])
             if small_tiles and not biased:
                 rows = zip(*(x[begin:end] for x in columns), strict=True)
-                apart = [tile for row in rows for tile in _apart(Run(*row), windows)]
-                # Documents share no keys; stripes and windows share most, and each tile comes with a copy of its keys.
-                if sum(tile.kv[1] - tile.kv[0] for tile in apart) <= 2 * (keys[1] - keys[0]):
-                    tiles += apart
+                separate = [tile for row in rows for tile in _split_run(Run(*row), windows)]
+                # Documents share no keys. Stripes and windows share most keys, and each tile would copy its keys.
+                if sum(tile.kv[1] - tile.kv[0] for tile in separate) <= 2 * (keys[1] - keys[0]):
+                    tiles += separate
                     continue
             if end - begin > 1:
                 tiles.append(Tile((starts[begin], stops[end - 1]), keys, Cover.PARTIAL))
             else:
                 run = Run(*(column[begin] for column in columns))
-                tiles += _explicit(run) if biased else _of_one(run, windows)
+                tiles += _mask_run(run) if biased else _tile_run(run, windows)
         result.append(tuple(tiles))
     return result
 
 
 def _groups(starts: list[int], stops: list[int], long: list[int], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Runs ``first .. last - 1`` in groups: short runs are grouped with their neighbours, long ones are alone.
+    """Group the runs ``first .. last - 1``: short runs with their neighbours, long runs alone.
 
     Yields the first run of each group, and one past its last.
     """
@@ -121,7 +121,7 @@ def _groups(starts: list[int], stops: list[int], long: list[int], first: int, la
             first = end + 1
 
 
-def _of_one(run: Run, windows: bool) -> list[Tile]:
+def _tile_run(run: Run, windows: bool) -> list[Tile]:
     start, stop, lo, end, lo_step, hi_step = run
     if stop - start == 1 or not (lo_step or hi_step):
         return [Tile((start, stop), (lo, end), Cover.FULL)]
@@ -130,20 +130,20 @@ def _of_one(run: Run, windows: bool) -> list[Tile]:
         window = below - lo if lo_step else -1, 0 if hi_step else -1
         return [Tile((start, stop), (lo, end), Cover.BAND, window)]
     if lo_step:
-        return _explicit(run)
+        return _mask_run(run)
     # The upper bound grows by one with each row: a rectangle, then a causal triangle that ends with the last key.
     triangle = Tile((start, stop), (below, end), Cover.CAUSAL)
     return [Tile((start, stop), (lo, below), Cover.FULL), triangle] if below > lo else [triangle]
 
 
-def _apart(run: Run, windows: bool) -> list[Tile]:
-    """Tiles of a run without a mask. Without windows, a short one that sees other keys in each row is cut into rows."""
+def _split_run(run: Run, windows: bool) -> list[Tile]:
+    """Tiles of a run without a mask. Without windows, a short run with other keys in each row is cut into rows."""
     if windows or not run.lo_step or run.stop - run.start >= _SHORT:
-        return _of_one(run, windows)
+        return _tile_run(run, windows)
     return [Tile((row, row + 1), run.keys(row, row + 1), Cover.FULL) for row in range(run.start, run.stop)]
 
 
-def _explicit(run: Run) -> list[Tile]:
-    """Blocks of rows with an explicit mask over the union of what their rows attend to."""
+def _mask_run(run: Run) -> list[Tile]:
+    """Blocks of rows with an explicit mask over the keys to which any of their rows attends."""
     blocks = [(row, min(row + _BLOCK, run.stop)) for row in range(run.start, run.stop, _BLOCK)]
     return [Tile(rows, run.keys(*rows), Cover.PARTIAL) for rows in blocks]

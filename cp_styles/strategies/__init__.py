@@ -1,4 +1,4 @@
-"""How queries, keys and values of a sharded sequence meet."""
+"""Strategies: how queries, keys and values of a sharded sequence meet."""
 
 from cp_styles.strategies.base import Attention, Strategy
 from cp_styles.strategies.moving_kv import AllGather, Ring

@@ -1,12 +1,8 @@
-"""Strategies: how queries, keys and values of different ranks get to the same kernel.
+"""Strategies: how queries, keys and values of different ranks reach one kernel.
 
 A strategy is a pair of functions of local tensors, forward and backward.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
-
-[Note: residual] All that a backward needs, except query, key, value and out, is in *one* flat tensor of bytes, the
-residual: the logsumexp, and received data that the strategy keeps instead of sending it again. One tensor works through
-every door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it.
 """
 
 from __future__ import annotations
@@ -31,22 +27,20 @@ Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.Pro
 
 @dataclass(frozen=True)
 class Attention:
-    """The configuration of one attention over a sharded sequence: everything but the tensors.
-
-    Making one does not communicate.
+    """The configuration of one attention over a sharded sequence, without the tensors. No communication.
 
     Attributes:
-        group: the ranks that share the sequence. None if there is only this one.
+        group: the ranks that share the sequence. None for a single rank.
         q_layout: which query positions each rank holds.
-        kv_layout: the same for keys and values. Differs from ``q_layout`` in cross-attention.
+        kv_layout: which key positions each rank holds. It differs from ``q_layout`` in cross-attention.
         mask: which keys each query attends to, in global positions.
         kernel: computes a tile.
         scale: factor of the logits.
-        heads: if the mask has heads, the range of its heads that these query heads are. None: all.
-        split: makes the subgroups of ``group`` for two levels, as
-            :func:`~cp_styles.comm.point_to_point.split_group` does.
-        known: what strategies have derived from the configuration and from shapes of tensors. It is the same at every
-            layer and step, and holds no tensor of a call.
+        heads: the range of the query heads among the heads of the mask. None: all heads.
+        split: makes the subgroups of ``group`` for two levels, like
+            :func:`~cp_styles.comm.point_to_point.split_group`.
+        known: a cache of strategies, for results that depend on the configuration and on shapes. It holds no tensor of
+            a call.
     """
 
     group: dist.ProcessGroup | None
@@ -86,11 +80,11 @@ class Strategy(ABC):
     """Whether the backward reads query, key, value and output, and not only their shapes."""
 
     def on(self, ranks: int) -> Strategy:
-        """What runs on this number of ranks. Raises ValueError if the strategy cannot."""
+        """The strategy that runs on this number of ranks. Raises ValueError if this strategy cannot."""
         return self
 
     def without_kept_keys(self) -> Strategy:
-        """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
+        """This strategy with ``keep=0``, for selective checkpointing, where results of a forward outlive the layer."""
         return self
 
     @abstractmethod
@@ -141,8 +135,8 @@ class Strategy(ABC):
         Args:
             attention: as in :meth:`forward`, and so are ``q_BHLD``, ``k_BGMD``, ``v_BGME`` and ``sink_H``.
             grad_BHLE: gradient of the output.
-            out_BHLE: output of the forward. This and the inputs have no values unless ``reads_inputs``.
-            residual: as the forward has filled it.
+            out_BHLE: output of the forward. Output and inputs have no values unless ``reads_inputs``.
+            residual: the residual that the forward has filled.
         """
 
     @abstractmethod
@@ -160,12 +154,16 @@ class Strategy(ABC):
         """
 
 
-# Tensors in the residual start at multiples of this number of bytes, which is good for vector loads.
+# [Note: residual] A backward reads query, key, value, out, and *one* flat tensor of bytes, the residual: the logsumexp,
+# and received data that the strategy keeps instead of sending it again. Autograd saves a single tensor, checkpointing
+# drops and recomputes it, and save_on_cpu moves it.
+#
+# Tensors in the residual start at multiples of this number of bytes, for vector loads.
 _ALIGNMENT = 64
 
 
 class ResidualPlaces:
-    """Where the tensors of a residual are in it: see [Note: residual].
+    """The places of tensors in a residual: see [Note: residual].
 
     Attributes:
         spec: shape and dtype of the residual: uint8 ``[bytes]``.
@@ -184,7 +182,7 @@ class ResidualPlaces:
         """Views of the tensors in a residual, in the order of the specs."""
         views = []
         for start, stop, (shape, dtype) in self._places:
-            # Hooks of saved tensors may return an empty one with strides that cannot be viewed.
+            # Hooks of saved tensors may return an empty residual with strides that cannot be viewed.
             part = residual[start:stop].view(dtype) if stop > start else residual.new_empty(0, dtype=dtype)
             views.append(part.view(shape))
         return views

@@ -6,20 +6,8 @@ it sends their gradients directly to the owner. So the bytes are the bytes of th
 
 [Note: moving tensors]
 message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it is the only copy
-residual   lse [B, H, L] in the accumulation dtype, then the messages of the sources that are kept
-gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
-
-[Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
-messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
-rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
-needs one merge: see _PAIRED in schedule.py. A forward without a backward computes one range of heads after another:
-messages of a range take at most 16 MiB, or have one key head. While three messages are alive, a backward computes by
-groups of key heads and sends the gradients of each group: they take at most half the bytes of queries. Kept keys come
-first, and are computed at once, as the last keys are. Own keys come last, with all heads: their results become the
-sums. Until then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward
-always computes by groups. On a GPU, a group fills the device (_LEAST_BLOCKS in schedule.py), and the output and its
-gradient are copied once by the heads of groups (_COPIES). A tile in float32 of inputs in 16 bits has copies of one
-query head at a time.
+residual   lse [B, H, L] in the accumulation dtype, then the kept messages
+gradients  one message of dk and one message of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 """
 
 from __future__ import annotations
@@ -46,16 +34,16 @@ from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.packs import Call, row_index
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
 
-# More ranges of rows than this are copied, and their gradients are added, by an index of the rows.
-_FEW_RANGES = 4
+# With more ranges of rows, copies of rows and sums of gradients use an index of the rows.
+_MAX_RANGES = 4
 
-# Without a backward, no more bytes of keys and values than these arrive together on a rank, if one head has fewer.
-_LONG = 2**24
+# The largest number of bytes of keys and values that arrive together in a forward without a backward. One key head may
+# have more.
+_MAX_ARRIVAL_BYTES = 2**24
 
-
-# A backward holds copies of the output and of its gradient, by heads, of at most so many bytes. With 32 heads of 128 in
-# 16 bits, these are 8K rows: from there on kernels take so long that a copy for each tile is no matter.
-_COPIES = 2**27
+# The largest number of bytes of copies of the output and of its gradient in a backward. With 32 heads of 128 in 16
+# bits, these are 8K rows. Kernels for more rows take so long that a copy for each tile does not count.
+_MAX_COPY_BYTES = 2**27
 
 
 class MovingKV(Strategy):
@@ -72,42 +60,44 @@ class MovingKV(Strategy):
 
     @abstractmethod
     def rounds(self, ranks: int) -> Sequence[Sequence[int]]:
-        """Every distance from 1 to ``ranks - 1`` once, in groups that arrive together. The sources of rank r are the
-        ranks r - distance."""
+        """The distances from 1 to ``ranks - 1``, each once, in groups that arrive together.
+
+        The source of rank r at a distance is the rank r - distance.
+        """
 
     def without_kept_keys(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
     def residual_places(self, attention, q_BHLD, k_BGMD, v_BGME):
-        return self._setup(attention, q_BHLD, k_BGMD, v_BGME).residual
+        return self._get_setup(attention, q_BHLD, k_BGMD, v_BGME).residual
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
-        setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
+        setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
         lse_BHL = setup.residual.views(residual)[0]
         lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("-inf"))
         return lse_BHL if setup.levels is None else (lse_BHL + setup.levels.level).to(lse_BHL.dtype)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         heads = at_once = k_BGMD.shape[1]
-        if residual is None:  # no backward: heads in turns. All ranks count the same, with their mean of keys
+        if residual is None:  # no backward: ranges of heads in turns. All ranks use the mean number of keys of a rank
             together = max(map(len, self.rounds(attention.ranks)), default=0) * attention.kv_layout.length
             head = k_BGMD.shape[0] * (k_BGMD.shape[3] + v_BGME.shape[3]) * k_BGMD.element_size()
-            at_once = max(_LONG * attention.ranks // max(head * together, 1), 1)
+            at_once = max(_MAX_ARRIVAL_BYTES * attention.ranks // max(head * together, 1), 1)
         if at_once < heads:
             outs, share, before = [], q_BHLD.shape[1] // heads, attention.heads[0] if attention.heads else 0
             for first in range(0, heads, at_once):
                 keys, queries = slice(first, first + at_once), slice(first * share, (first + at_once) * share)
-                of_mask = before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
+                mask_heads = before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
                 known = attention.known
-                part = known.get(of_mask) or known.setdefault(of_mask, replace(attention, heads=of_mask))
+                turn = known.get(mask_heads) or known.setdefault(mask_heads, replace(attention, heads=mask_heads))
                 sink = None if sink_H is None else sink_H[queries]
                 tensors = q_BHLD[:, queries], k_BGMD[:, keys], v_BGME[:, keys]
-                outs.append(self.forward(part, *tensors, sink).transpose(1, 2))
+                outs.append(self.forward(turn, *tensors, sink).transpose(1, 2))
             return torch.cat(outs, 2).transpose(1, 2)
-        setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
+        setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        q = q_BHLD if setup.levels is None else setup.levels.zeroed(q_BHLD)
+        q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
         shape = *q.shape[:3], v_BGME.shape[3]
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
@@ -120,22 +110,23 @@ class MovingKV(Strategy):
         return out.to(q_BHLD.dtype)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
-        setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
+        setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.backward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         kernel, levels, q = attention.kernel, setup.levels, q_BHLD
         if levels is not None and levels.drowned is not None:
-            kernel, q = SplitQueries(kernel), levels.split(q_BHLD)
+            kernel, q = SplitQueries(kernel), levels.split_queries(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
         queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
         for step in steps:
-            arrived = run.arrived(step)
+            tensors = run.wait_for_keys(step)
             # Source by source, so that the gradients of at most one source wait to be sent.
             for messages in step.gradients:
                 gradients, keys = [], messages.keys
                 if keys is not None:
-                    gradients = run.gradients(kernel, keys, arrived.pop(0), *queries.of(keys.q_heads), dq_sum)
+                    q_and_out = queries.select(keys.q_heads)
+                    gradients = run.compute_gradients(kernel, keys, tensors.pop(0), *q_and_out, dq_sum)
                 returns.send(messages, gradients)
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
@@ -143,10 +134,10 @@ class MovingKV(Strategy):
         dsink = None if sink_H is None else sink_gradient(sink_H, grad_BHLE, out_BHLE, run.lse, levels and levels.level)
         return dq.to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
-    def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
+    def _get_setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
         known = attention.known
-        return known.get(key) or known.setdefault(key, _setup(self, attention, q, k, v))
+        return known.get(key) or known.setdefault(key, _make_setup(self, attention, q, k, v))
 
 
 class _Setup(NamedTuple):
@@ -154,9 +145,9 @@ class _Setup(NamedTuple):
 
     Attributes:
         schedule: the steps of this rank.
-        levels: what is subtracted from the biases of an additive mask; None if there is nothing.
-        wide: the dtype in which results of tiles are summed, and gradients travel. The dtype of the inputs for one tile
-            without messages.
+        levels: the levels that are subtracted from the biases of an additive mask; None if no row has a level.
+        wide: the dtype in which results of tiles are summed, and gradients travel. The dtype of the inputs for a single
+            tile without messages.
         dtype: the dtype of tiles.
         residual: the logsumexp, then the messages that are kept.
     """
@@ -168,25 +159,27 @@ class _Setup(NamedTuple):
     residual: ResidualPlaces
 
 
-def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
+def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
-    joins = q.shape[0] == 1 and kernel.streams_keys and kernel.tile_dtype(q.dtype) == q.dtype  # else tiles are copied
-    how = kernel.small_tiles, kernel.windows, joins, rounds, strategy.keep
+    # A tile of several sources must not be a copy.
+    joins = q.shape[0] == 1 and kernel.streams_keys and kernel.tile_dtype(q.dtype) == q.dtype
+    options = kernel.small_tiles, kernel.windows, joins, rounds, strategy.keep
     wide = accumulation_dtype(q.dtype)
     widening = wide.itemsize // q.dtype.itemsize
-    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *how, *shapes, widening)
+    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *options, *shapes, widening)
     levels = None
-    # On the meta device only shapes are computed.
+    # Tensors on the meta device have no biases.
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
         positions = attention.q_layout.positions(attention.rank, q.device)
         biases, keys = partial(_masked_bias, mask, attention.heads, wide), attention.kv_layout.length
-        # The host waits for a device once for each mask, by what it holds. In inference mode changes are not counted.
-        held = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
-        key = None if torch.is_inference_mode_enabled() else (*held, keys, wide, kernel.positional)
-        # With a score_mod the logit of a query of zeros is not known.
-        levels = RowLevels.of(biases, positions, keys, wide, drowns=not kernel.positional, read=partial(_read, key))
+        # The host waits for a device once for each content of a mask. In inference mode the content has no version.
+        content = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
+        key = None if torch.is_inference_mode_enabled() else (*content, keys, wide, kernel.positional)
+        # No row is drowned with a score_mod, which may change the logits of a query of zeros.
+        read = partial(_read_once, key)
+        levels = RowLevels.find(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
@@ -195,22 +188,34 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if sums else q.dtype, residual)
 
 
-_have_levels: LatestEntries[Any, list[bool]] = LatestEntries(256)
+_level_flags: LatestEntries[Any, list[bool]] = LatestEntries(256)
 
 
-def _read(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
-    """The result of ``make``, or what it was for the same ``key`` of late; None is no key."""
-    found = None if key is None else _have_levels.get(key)
-    return found or (make() if key is None else _have_levels.put(key, make()))
+def _read_once(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
+    """The result of ``make``, cached for ``key`` unless it is None."""
+    flags = None if key is None else _level_flags.get(key)
+    return flags or (make() if key is None else _level_flags.put(key, make()))
 
 
 _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
 
 
+# [Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
+# messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
+# rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
+# needs one merge: see _PAIRED in schedule.py. A forward without a backward computes one range of heads after another:
+# messages of a range take at most 16 MiB, or have one key head.
+#
+# While three messages are alive, a backward computes by groups of key heads and sends the gradients of each group,
+# which take at most half the bytes of queries. Kept keys come first, and are computed at once, as the last keys are.
+# Own keys come last, with all heads: their results become the sums. Until then sums have the rows of received gradients
+# alone. In 16 bits, where sums are wider than keys, a backward always computes by groups. On a GPU, a group fills the
+# device (_LEAST_BLOCKS in schedule.py), and the output and its gradient are copied once by the heads of groups
+# (_MAX_COPY_BYTES). A tile in float32 of inputs in 16 bits has copies of one query head at a time.
 class _PlanRun:
-    """One rank's run of its schedule: sends messages in order, and computes with what has arrived.
+    """One rank's run of its schedule: sends messages in order, and computes with received keys.
 
-    It starts the first transfers. Call :meth:`arrived` for each of ``steps``, in order.
+    The constructor starts the first transfers. Call :meth:`wait_for_keys` for each of ``steps``, in order.
     """
 
     def __init__(
@@ -225,29 +230,26 @@ class _PlanRun:
     ) -> None:
         self.setup, self.attention = setup, attention
         self.q, self.k, self.v = q, k, v
-        # The logsumexp, and the kept messages.
+        # The logsumexp, then the kept messages.
         self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
         self.number = 0  # of the present step
         self._to_start = iter(steps)
-        self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
+        self._pending: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
-        self.by_index = q.device.type != "cpu"  # a GPU takes as long to be given a range as for a copy of it
+        self.by_index = q.device.type != "cpu"  # a launch for each range takes as long as a copy on a GPU
         if self.by_index:
             open_group(attention.group, q.device)
         self._start_next()
 
-    def arrived(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """k and v of each of the keys of a step. The next messages are received while the caller computes.
-
-        See [Note: memory].
-        """
+    def wait_for_keys(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Wait for the keys of a step, and start the next transfers. Returns k and v for each of ``step.keys``."""
         self.number = step.number
         received: list[torch.Tensor] = []
         if step.travels:
-            assert self._under_way is not None
-            received, pending = self._under_way
+            assert self._pending is not None
+            received, pending = self._pending
             with named_range("step", step.number, "wait for keys of", *step.sources):
-                pending.wait()  # first, so that what this rank has sent can be freed
+                pending.wait()  # before the next messages are packed, so that sent messages can be freed
             self._start_next()
         pairs = []
         for arrival in step.arrivals:
@@ -255,63 +257,62 @@ class _PlanRun:
                 message = received.pop(0)
             elif arrival.kept is not None:
                 message = self._receive_buffer(arrival)
-            else:  # own keys, which may be packed for other ranks
+            else:  # own keys, for which there may be a message to other ranks
                 message = self._packed.get(arrival.block)
             block = arrival.block
             index = self.index(block) if message is None and self.by_index else None
-            pairs.append(block.unpacked(self.k, self.v, index) if message is None else block.in_message(message))
-        parts = []
+            pairs.append(block.copy_or_view(self.k, self.v, index) if message is None else block.views_of(message))
+        tensors = []
         for keys in step.keys:
             (k, v), heads = pairs[keys.arrival], slice(*keys.block.heads)
-            parts.append((k[:, heads], v[:, heads]))
-        return parts
+            tensors.append((k[:, heads], v[:, heads]))
+        return tensors
 
     def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step and add the results to ``merged``."""
-        arrived = self.arrived(step)
+        tensors = self.wait_for_keys(step)
         with named_range("step", step.number, "attend to keys of", *step.sources):
-            for keys, (k, v) in zip(step.keys, arrived, strict=True):
+            for keys, (k, v) in zip(step.keys, tensors, strict=True):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
-                    for heads in self._heads(keys):
+                    for heads in self._split_heads(keys):
                         out, lse = self._call_kernel(
                             self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,)
                         )
                         merged.add(heads[0], call.q, out, lse, packed[1])
-                        del out, lse  # before the next tile's result is made
+                        del out, lse  # free the memory for the next tile
 
-    def gradients(
+    def compute_gradients(
         self,
         kernel: Kernel,
         keys: Keys,
-        arrived: tuple[torch.Tensor, torch.Tensor],
-        before: tuple[torch.Tensor, ...],
-        after: tuple[torch.Tensor, ...],
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        q_args: tuple[torch.Tensor, ...],
+        out_args: tuple[torch.Tensor, ...],
         dq: RowSum,
     ) -> list[torch.Tensor]:
-        """dk and dv of some keys. Gradients of queries are added to ``dq``.
+        """dk and dv for the keys in ``tensors``. Gradients of queries are added to ``dq``.
 
-        ``before`` and ``after`` are the arguments of the kernel before and after k and v, with the query heads of keys.
+        ``q_args`` and ``out_args`` are the kernel's arguments before and after k and v, with the query heads of keys.
         """
-        k, v = arrived
+        k, v = tensors
         dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
         with named_range("step", self.number, "gradients with keys of", keys.source):
-            for heads in self._heads(keys):
+            for heads in self._split_heads(keys):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     _, q_index, kv_index = packed
-                    gradients = self._call_kernel(kernel.backward, keys, call, packed, heads, k, v, before, after)
-                    tile_dq, tile_dk, tile_dv = gradients
-                    del gradients
+                    backward_args = kernel.backward, keys, call, packed, heads, k, v, q_args, out_args
+                    tile_dq, tile_dk, tile_dv = self._call_kernel(*backward_args)
                     dq.add(heads[0], call.q, tile_dq, q_index)
                     dk.add(heads[1], call.kv, tile_dk, kv_index)
                     dv.add(heads[1], call.kv, tile_dv, kv_index)
                     del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
 
-    def _heads(self, keys: Keys) -> list[tuple[Span, Span]]:
-        """Query heads of ``keys``, and their key heads in it, of which a kernel is given tiles: all; or one query head
-        after the other where their tiles are copies in a wider dtype."""
+    def _split_heads(self, keys: Keys) -> list[tuple[Span, Span]]:
+        """The ranges of query heads of ``keys``, and of key heads in ``keys``, for calls of the kernel."""
+        # One range, or one query head for each call if tiles are copies in a wider dtype.
         (first, stop), count = keys.q_heads, keys.block.heads[1] - keys.block.heads[0]
         if self.setup.dtype == self.q.dtype:
             return [(keys.q_heads, (0, count))]
@@ -319,7 +320,7 @@ class _PlanRun:
         return [((head, head + 1), (key_head, key_head + 1)) for head, key_head in places]
 
     def _start_next(self) -> None:
-        """Start the transfers of the next step that has some."""
+        """Start the transfers of the next step that has transfers."""
         for step in self._to_start:
             if step.travels:
                 break
@@ -327,62 +328,62 @@ class _PlanRun:
             self._packed = {}
             return
         with named_range("step", step.number, "start keys of", *step.sources):
-            places = list(map(self._receive_buffer, step.arrivals))
-            # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
+            buffers = list(map(self._receive_buffer, step.arrivals))
+            # A block is packed once for all ranks of a step, and for the next step if it sends the same block.
             for block in self._packed.keys() - dict(step.sends).values():
                 del self._packed[block]
             sends = []
             for rank, block in step.sends:
                 if block not in self._packed:
-                    self._packed[block] = block.packed(self.k, self.v, self.index(block) if self.by_index else None)
+                    self._packed[block] = block.pack(self.k, self.v, self.index(block) if self.by_index else None)
                 sends.append((rank, self._packed[block]))
             receives: list[tuple[int, torch.Tensor]] = []
-            for arrival, place in zip(step.arrivals, places, strict=True):
+            for arrival, buffer in zip(step.arrivals, buffers, strict=True):
                 sources, sizes = zip(*arrival.messages, strict=True)
-                receives += zip(sources, place.split(sizes), strict=True)
-            self._under_way = places, exchange(sends, receives, self.attention.group)
+                receives += zip(sources, buffer.split(sizes), strict=True)
+            self._pending = buffers, exchange(sends, receives, self.attention.group)
 
     def index(self, block: Block) -> torch.Tensor | None:
-        """The rows of a block, if they are many ranges."""
-        if len(block.rows) <= _FEW_RANGES:
+        """The index of the rows of a block. None for at most _MAX_RANGES ranges."""
+        if len(block.rows) <= _MAX_RANGES:
             return None
         key, known = (block, self.q.device), self.attention.known
         return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
 
     def _receive_buffer(self, arrival: Arrival) -> torch.Tensor:
-        """The buffer of a message: in the residual if it is kept, else new memory."""
+        """The buffer of a message: a part of the residual for a kept message, otherwise new memory."""
         if arrival.kept is not None and self._kept:
             return self._kept[arrival.kept]
         return self.k.new_empty(arrival.block.size)
 
     def _call_kernel(
         self,
-        how: Callable[..., tuple[torch.Tensor, ...]],
+        kernel_function: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
         call: Call,
         packed: _PackedRows,
         heads: tuple[Span, Span],
         k: torch.Tensor,
         v: torch.Tensor,
-        before: tuple[torch.Tensor, ...],
-        after: tuple[torch.Tensor, ...] = (),
+        q_args: tuple[torch.Tensor, ...],
+        out_args: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, ...]:
-        """What ``how`` makes of a call's ``heads`` and rows of ``before``, of k and v, and of ``after``.
+        """Call a function of the kernel with the ``heads`` and rows of one tile.
 
-        ``before`` and ``after`` have the query heads of ``keys``; ``packed`` are the call's :meth:`_packed_rows`. Other
-        arguments of the kernel are alive only here: an explicit mask is as large as its tile, and so are copies.
+        ``q_args`` and ``out_args`` have the query heads of ``keys``. ``packed`` are the call's :meth:`_packed_rows`.
         """
+        # A method, so that the mask of a tile and copies of the arguments end with it. They are as large as the tile.
         pack, q_index, kv_index = packed
-        first, (_, count, length, *_) = keys.q_heads[0], before[0].shape
+        first, (_, count, length, *_) = keys.q_heads[0], q_args[0].shape
         q_heads = heads[0][0] - first, heads[0][1] - first
         if q_index is not None or (q_heads, call.q) != ((0, count), (0, length)):
-            part = partial(part_of, heads=q_heads, rows=call.q, index=q_index)
-            before, after = tuple(map(part, before)), tuple(map(part, after))
+            select = partial(part_of, heads=q_heads, rows=call.q, index=q_index)
+            q_args, out_args = tuple(map(select, q_args)), tuple(map(select, out_args))
         if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
             k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
-        own, wide = self.q.dtype, self.setup.dtype
-        tensors = [x.to(wide) if x.dtype == own != wide else x for x in (*before, k, v, *after)]
-        bias = self._bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
+        narrow, wide = self.q.dtype, self.setup.dtype
+        tensors = [x.to(wide) if x.dtype == narrow != wide else x for x in (*q_args, k, v, *out_args)]
+        bias = self._make_bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
         options = {"causal": call.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
         if self.attention.kernel.windows:
             options["window"] = call.window
@@ -391,10 +392,10 @@ class _PlanRun:
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
             options["where"] = TilePositions(*self._positions(keys, call), first + heads[0][0])
-        return how(*tensors, **options)
+        return kernel_function(*tensors, **options)
 
     def _packed_rows(self, call: Call) -> _PackedRows:
-        """The documents of a pack, and which rows of queries and of keys it has."""
+        """The documents of a pack, and the indices of its rows of queries and of keys. None for a single tile."""
         if isinstance(call, Tile):
             return None, None, None
         key, known = (call, self.q.shape[0], self.q.device), self.attention.known
@@ -403,11 +404,11 @@ class _PlanRun:
     def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
         attention, device = self.attention, self.q.device
-        if device.type == "meta":  # only shapes are computed
+        if device.type == "meta":  # shapes only
             q_rows, kv_rows = (self.q.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv))
             return q_rows, kv_rows
         q_positions = attention.q_layout.positions(attention.rank, device, rows=tile.q)
-        pieces, row = [], 0  # row: the tile's number of the first row of a range
+        pieces, row = [], 0  # row: the index of the first row of a range, among the rows of the block
         for start, stop in keys.block.rows:
             low, high = max(tile.kv[0], row), min(tile.kv[1], row + stop - start)
             if low < high:
@@ -416,18 +417,18 @@ class _PlanRun:
             row += stop - start
         return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _bias(self, keys: Keys, tile: Call, q_heads: Span) -> torch.Tensor:
+    def _make_bias(self, keys: Keys, tile: Call, q_heads: Span) -> torch.Tensor:
         attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
         heads = first + q_heads[0], first + q_heads[1]
         bias = _masked_bias(attention.mask, heads, dtype, *self._positions(keys, tile))
-        return (bias if levels is None else levels.subtracted(bias, q_heads, tile.q)).to(dtype)
+        return (bias if levels is None else levels.subtract(bias, q_heads, tile.q)).to(dtype)
 
 
 def _masked_bias(
     mask: Mask, heads: Span | None, dtype: torch.dtype, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor
 ) -> torch.Tensor:
-    """The bias of some heads, -inf outside of the band. In ``dtype`` for masks without a bias of their own."""
+    """The bias of some heads, -inf outside of the band. In ``dtype`` for masks without a bias."""
     outside = ~mask.allowed(q_positions_L, kv_positions_M)
     bias = mask.bias(q_positions_L, kv_positions_M)
     if bias is None:
@@ -441,54 +442,52 @@ _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class _QueriesByHeads:
-    """(grad, query) and (out, logsumexp) of ranges of query heads, for a backward.
+    """Selects (grad, query) and (out, logsumexp) of ranges of query heads, for a backward."""
 
-    A kernel with ``dense_rows`` would copy grad and out of a range at each of its tiles. So each range is copied once,
-    if the copies are small: see [Note: memory].
-    """
+    # A kernel with ``dense_rows`` would copy grad and out of a range at each tile. So each range is copied once, if the
+    # copies are small: see [Note: memory].
 
-    def __init__(self, kernel: Kernel, before: _Pair, after: _Pair) -> None:
-        self._whole = *before, *after
-        self._copies = kernel.dense_rows and before[0].nbytes + after[0].nbytes <= _COPIES
-        self._made = {} if self._copies else {(0, before[0].shape[1]): (before, after)}
+    def __init__(self, kernel: Kernel, q_args: _Pair, out_args: _Pair) -> None:
+        self._tensors = *q_args, *out_args
+        self._copies = kernel.dense_rows and q_args[0].nbytes + out_args[0].nbytes <= _MAX_COPY_BYTES
+        self._by_heads = {} if self._copies else {(0, q_args[0].shape[1]): (q_args, out_args)}
 
-    def of(self, heads: Span) -> tuple[_Pair, _Pair]:
-        if heads not in self._made:
-            if any(heads[0] < stop and start < heads[1] for start, stop in self._made):
-                self._made.clear()  # the ranges of another step
-            grad, query, out, lse = (x[:, slice(*heads)] for x in self._whole)
+    def select(self, heads: Span) -> tuple[_Pair, _Pair]:
+        if heads not in self._by_heads:
+            if any(heads[0] < stop and start < heads[1] for start, stop in self._by_heads):
+                self._by_heads.clear()  # overlapping ranges belong to another step
+            grad, query, out, lse = (x[:, slice(*heads)] for x in self._tensors)
             if self._copies:
                 grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
                 lse = lse.contiguous()
-            self._made[heads] = (grad, query), (out, lse)
-        return self._made[heads]
+            self._by_heads[heads] = (grad, query), (out, lse)
+        return self._by_heads[heads]
 
 
 class _GradientReturn:
-    """Sends gradients of keys and values to their owners, and sums the gradients of this rank's own rows.
+    """Sends gradients of keys and values to their owners, and sums the gradients of this rank's rows."""
 
-    A transfer starts when its gradients are computed. The order is the same on all ranks, because NCCL and gloo match
-    the messages of two ranks by order. Received gradients are added before the next transfer starts.
-    """
+    # A transfer starts when its gradients are computed. The order is the same on all ranks, because NCCL and gloo match
+    # the messages of two ranks by order. Received gradients are added before the next transfer starts.
 
     def __init__(self, run: _PlanRun) -> None:
         self._run = run
         self._sums = [RowSum(x.shape, run.setup.wide, x.device) for x in (run.k, run.v)]
-        self._under_way: tuple[GradientMessages, list[torch.Tensor], PendingTransfers] | None = None
+        self._pending: tuple[GradientMessages, list[torch.Tensor], PendingTransfers] | None = None
 
     def send(self, messages: GradientMessages, gradients: list[torch.Tensor]) -> None:
-        """Take the gradients of ``messages.keys``: add them if they are this rank's, else send them.
+        """Add the gradients of ``messages.keys`` to the sums if the keys are this rank's. Otherwise send them.
 
-        The list of dk and dv is emptied. It is empty if there are none.
+        ``gradients`` is [dk, dv], or empty if there are none. It is emptied.
         """
         run = self._run
         if messages.keys is not None and messages.source == run.attention.rank:
-            self._add(messages.keys.block, gradients)
+            self._add_to_sums(messages.keys.block, gradients)
             gradients.clear()
             return
-        self._settle()
+        self._finish_transfer()
         with named_range("step", run.number, "start gradients to", messages.source):
-            # Fused kernels return them so, [B, rows, g, D]: then this is no copy.
+            # No copy if the gradients have the memory order [B, rows, g, D] of fused kernels.
             sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
             gradients.clear()
             received = []
@@ -496,24 +495,24 @@ class _GradientReturn:
                 shapes = [(*messages.block.shape[:3], dim) for dim in messages.block.dims]
                 received = [run.k.new_empty(shape, dtype=run.setup.wide) for shape in shapes]
             pending = exchange(sends, [(messages.peer, x) for x in received], run.attention.group)
-        self._under_way = messages, received, pending
+        self._pending = messages, received, pending
 
     def result(self) -> list[torch.Tensor]:
         """``[dk, dv]`` of this rank's rows, summed over all ranks."""
-        self._settle()
+        self._finish_transfer()
         return [total.result() for total in self._sums]
 
-    def _settle(self) -> None:
-        if self._under_way is None:
+    def _finish_transfer(self) -> None:
+        if self._pending is None:
             return
-        messages, gradients, pending = self._under_way
-        self._under_way = None
+        messages, gradients, pending = self._pending
+        self._pending = None
         with named_range("step", self._run.number, "wait for gradients of", messages.peer):
             pending.wait()
         if messages.block is not None:
-            self._add(messages.block, [x.transpose(1, 2) for x in gradients])
+            self._add_to_sums(messages.block, [x.transpose(1, 2) for x in gradients])
 
-    def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
+    def _add_to_sums(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
         index = self._run.index(block) if self._run.by_index else None
         if index is not None:
             for total, gradient in zip(self._sums, gradients, strict=True):
@@ -569,7 +568,7 @@ class Ring(MovingKV):
 class AllGather(MovingKV):
     """The keys of all other ranks arrive in one exchange, which runs while the rank computes with its own keys.
 
-    It is an all-gather without the rows that the rank does not need. It has one latency, where a ring has P - 1.
+    It is an all-gather without the rows that the rank does not need. It has one latency; a ring has P - 1.
 
     Communication of one attention: as :class:`Ring`.
 

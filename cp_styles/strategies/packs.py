@@ -1,4 +1,4 @@
-"""Tiles joined to packs, so that a kernel computes them in one call, and results are merged in one."""
+"""Packs: tiles that a kernel computes in one call, and whose results are merged in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 from cp_styles.kernels import packing
-from cp_styles.layout import joined_ranges
+from cp_styles.layout import join_ranges
 from cp_styles.plan.plan import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 
@@ -19,12 +19,12 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class PackedTiles:
-    """Tiles of one cover and window. No two have a row of queries in common.
+    """Tiles of one cover and window, without common rows of queries.
 
     Attributes:
-        q, kv: from their first row to their last.
-        rows: of queries and of keys: tile by tile, in as few ranges as possible.
-        lengths: the queries of each tile, and the keys of each.
+        q, kv: the ranges from the first row to the last row, of queries and of keys.
+        rows: the rows of queries and of keys, tile by tile, in as few ranges as possible.
+        lengths: the number of queries of each tile, and the number of keys of each tile.
     """
 
     q: tuple[int, int]
@@ -39,10 +39,10 @@ class PackedTiles:
         sides = [tile.q for tile in tiles], [tile.kv for tile in tiles]
         hulls = ((min(side)[0], max(stop for _, stop in side)) for side in sides)
         lengths = (tuple([stop - start for start, stop in side]) for side in sides)
-        return cls(*hulls, *tiles[0][2:], tuple(tuple(joined_ranges(side)) for side in sides), tuple(lengths))  # pyright: ignore
+        return cls(*hulls, *tiles[0][2:], tuple(tuple(join_ranges(side)) for side in sides), tuple(lengths))  # pyright: ignore
 
     def on(self, batch: int, device: torch.device) -> tuple[packing.Pack, torch.Tensor | None, torch.Tensor | None]:
-        """The pack, and which rows of queries and of keys it has."""
+        """The pack on a device, and the indices of its rows of queries and of keys."""
         q_index, kv_index = (row_index(rows, device) for rows in self.rows)
         return packing.Pack.of(self.lengths, batch, device), q_index, kv_index
 
@@ -51,19 +51,19 @@ Call: TypeAlias = Tile | PackedTiles
 """The work of a kernel in one call."""
 
 
-def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
-    """The ``tiles`` of one source in the order in which they are computed; those with an explicit mask are the last.
+def make_calls(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
+    """The kernel calls for the ``tiles`` of one source, in order. Tiles with an explicit mask come last.
 
     ``shapes`` are the shapes of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.
     """
     masked = [tile for tile in tiles if tile.cover is Cover.PARTIAL]
-    whole = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]
+    unmasked = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]
     if not small_tiles:
-        return (*whole, *masked)
+        return (*unmasked, *masked)
     batch, heads = shapes[0][:2]
     packs: list[list[Tile]] = []
-    newest: dict[object, tuple[list[Tile], int]] = {}  # by cover, with its bytes
-    for tile in whole:
+    newest: dict[object, tuple[list[Tile], int]] = {}  # the latest pack of each cover and window, with its bytes
+    for tile in unmasked:
         rows, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
         if batch * rows > packing.LONG_TILE and batch * heads * rows > packing.FEW_ROWS:
             packs.append([tile])
@@ -79,5 +79,5 @@ def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small
 
 
 def row_index(ranges: RowRanges, device: torch.device) -> torch.Tensor | None:
-    """The rows of several ``ranges``: int64. None for one range."""
+    """The rows of several ``ranges`` as int64. None for a single range."""
     return tensor_on(device, [row for rows in ranges for row in range(*rows)]) if len(ranges) > 1 else None

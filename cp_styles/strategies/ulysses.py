@@ -1,9 +1,4 @@
-"""Ulysses attention: every rank gets the whole sequence of some heads. Also its hybrid with an inner strategy.
-
-[Note: two levels] There are P = U x R ranks. U neighbouring ranks exchange sequence for heads. Then each rank holds all
-positions of these U ranks, for 1/U of the heads. The inner strategy runs among the R ranks that hold the same heads.
-R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
-"""
+"""Ulysses attention: every rank gets the whole sequence of some heads. And its hybrid with an inner strategy."""
 
 from __future__ import annotations
 
@@ -88,60 +83,60 @@ class Ulysses(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, kept_out, inner_residual = levels.kept_in(residual)
-        q, k, v = levels.heads(places, q_BHLD, k_BGMD, v_BGME)
+        buffers, kept_out, inner_residual = levels.split_residual(residual)
+        q, k, v = levels.exchange_heads(buffers, q_BHLD, k_BGMD, v_BGME)
         with named_range("attend"):
-            k, v = levels.paired(k, v)
-            out = self.inner.forward(levels.inner, q, k, v, levels.of_heads(sink_H), inner_residual)
+            k, v = levels.pair_keys(k, v)
+            out = self.inner.forward(levels.inner, q, k, v, levels.select_heads(sink_H), inner_residual)
         del q, k, v
         if kept_out is not None:
             kept_out.copy_(out)
-        # From the residual, so that the memory of ``out`` is free for the result.
+        # The output in the residual is sent, so that the memory of ``out`` is free for the result.
         heads = [out if kept_out is None else kept_out]
         del out
-        _, back = levels.like_queries(v_BGME.shape[3])
-        return levels.exchanged("output", back, heads)[0]
+        _, to_sequence = levels.exchange_like_queries(v_BGME.shape[3])
+        return levels.exchange("output", to_sequence, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, out, inner_residual = levels.kept_in(residual)
+        buffers, out, inner_residual = levels.split_residual(residual)
         assert out is not None  # a backward has a residual
         assert inner_residual is not None
-        there, _ = levels.like_queries(grad_BHLE.shape[3])
-        (grad,) = levels.exchanged("gradient of output", there, [grad_BHLE])
-        q, k, v = levels.in_heads(places)
+        to_heads, _ = levels.exchange_like_queries(grad_BHLE.shape[3])
+        (grad,) = levels.exchange("gradient of output", to_heads, [grad_BHLE])
+        q, k, v = levels.received_heads(buffers)
         with named_range("gradients"):
-            k, v = levels.paired(k, v)
-            of_heads = levels.of_heads(sink_H)
-            *grads, dsink_of_heads = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, of_heads)
-            grads[1:] = levels.unpaired(*grads[1:])
-        del grad, q, k, v  # free the memory for what follows
+            k, v = levels.pair_keys(k, v)
+            local_sink = levels.select_heads(sink_H)
+            *grads, local_dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, local_sink)
+            grads[1:] = levels.unpair_gradients(*grads[1:])
+        del grad, q, k, v  # free the memory for the messages
         dsink = None if sink_H is None else torch.zeros_like(sink_H)
-        if dsink_of_heads is not None:
-            levels.of_heads(dsink).copy_(dsink_of_heads)
+        if local_dsink is not None:
+            levels.select_heads(dsink).copy_(local_dsink)
         results = []
         for way in levels.ways_back:
             leaving = grads[: len(way.way.columns)]
             del grads[: len(way.way.columns)]
-            results += levels.exchanged("gradients", way, leaving)
+            results += levels.exchange("gradients", way, leaving)
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, _, inner_residual = levels.kept_in(residual)
-        q, k, v = levels.in_heads(places)
+        buffers, _, inner_residual = levels.split_residual(residual)
+        q, k, v = levels.received_heads(buffers)
         assert inner_residual is not None
-        lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        _, back = levels.like_queries(1)
-        return levels.exchanged("logsumexp", back, [lse.unsqueeze(-1)])[0].squeeze(-1)
+        lse = self.inner.logsumexp(levels.inner, q, *levels.pair_keys(k, v), inner_residual)
+        _, to_sequence = levels.exchange_like_queries(1)
+        return levels.exchange("logsumexp", to_sequence, [lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
         return attention.known.get(key) or attention.known.setdefault(key, _Levels(self, attention, q, k, v))
 
     def size_on(self, ranks: int) -> int:
-        """Number of ranks that exchange heads if ``ranks`` share the sequence.
+        """The number of ranks that exchange heads if ``ranks`` share the sequence.
 
         Raises:
             ValueError: ``size`` does not divide ``ranks``.
@@ -162,9 +157,9 @@ class _Geometry(NamedTuple):
         queries: the exchange of queries.
         exchanges: one exchange for query, key and value together; two if keys are cut differently from queries.
         layouts: the layouts of queries and keys on the inner level.
-        own: the query heads of this rank.
-        kv_heads: the number of KV heads that this rank gets.
-        pairs: the KV head that each query head of this rank needs; None if kernels pair them correctly by order.
+        own: the range of query heads of this rank.
+        kv_heads: the number of KV heads that this rank receives.
+        pairs: for each query head of this rank, its KV head. None if kernels pair the heads correctly by order.
     """
 
     queries: Exchange
@@ -176,10 +171,10 @@ class _Geometry(NamedTuple):
 
 
 @remembered(64)
-def _geometry(
+def _make_geometry(
     peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
 ) -> _Geometry:
-    q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
+    q_cut, kv_cut = (_renumber_neighbours(layout, first, peers.size) for layout in (q_layout, kv_layout))
     exchange = head_exchange(peers, (heads, kv_heads, kv_heads), q_cut, seq_dim=2, heads_dim=1)
     queries, exchanges = exchange._replace(columns=exchange.columns[:1]), (exchange,)
     if kv_cut != q_cut:  # cross-attention
@@ -189,10 +184,13 @@ def _geometry(
     pairs = tuple(head // share - kv_start for head in range(start, stop))
     regular = kv_count and count % kv_count == 0
     even = regular and pairs == tuple(index // (count // kv_count) for index in range(count))
-    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
+    layouts = join_neighbours(q_layout, peers.size), join_neighbours(kv_layout, peers.size)
     return _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
 
 
+# [Note: two levels] There are P = U x R ranks. U neighbouring ranks exchange sequence for heads. Then each rank holds
+# all positions of these U ranks, for 1/U of the heads. The inner strategy runs among the R ranks that hold the same
+# heads. R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 class _Levels:
     """Both levels of calls of one shape: the exchange of heads, and the attention of this rank's heads.
 
@@ -208,17 +206,17 @@ class _Levels:
         group, inner_group = attention.split(attention.group, size)
         assert group is not None, "for one rank, Strategy.on takes the inner strategy"
         first = attention.rank - attention.rank % size
-        # Without the name of the group: all groups of equal sizes have the same geometry.
+        # Peers without the name of the group, because groups of equal sizes have equal geometries.
         peers = Peers("", group.rank(), group.size())
-        geometry = _geometry(peers, first, attention.q_layout, attention.kv_layout, q.shape[1], k.shape[1])
-        # One message for all three, unless keys are cut differently from queries.
+        geometry = _make_geometry(peers, first, attention.q_layout, attention.kv_layout, q.shape[1], k.shape[1])
+        # One message for query, key and value, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._group = ref(group)  # weak: what is remembered must not keep a group alive
-        ways = [*zip(geometry.exchanges, (shapes[which] for which in self._messages), strict=True)]
+        self._group = ref(group)  # weak, because this object is cached, and must not keep a group alive
+        ways = [*zip(geometry.exchanges, (shapes[members] for members in self._messages), strict=True)]
         self.ways = [Blocks(way, of_way) for way, of_way in ways]
         back = [(way.adjoint(), of_way) for way, of_way in ways]
-        # From 2 MiB on a rank, one by one and without packing: each is free before the next one arrives.
+        # Gradients of 2 MiB or more on a rank are sent one by one, without packing. Each is freed before the next one.
         if attention.q_layout.length * prod((*q.shape[:2], q.shape[3], q.itemsize)) >= 2**21 * attention.ranks:
             back = [
                 (way._replace(columns=(cut,)), (shape,))
@@ -237,27 +235,27 @@ class _Levels:
             kv_layout=geometry.layouts[1],
             heads=(before + start, before + stop),
         )
-        self._own = slice(start, stop)
+        self._local_heads = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
         self.residual = ResidualPlaces(self._residual_specs(strategy.inner, q, v))
 
-    def like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
-        """The exchange of tensors with the shape of queries and a last dim ``dim``, to heads and back.
+    def exchange_like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
+        """The exchanges, to heads and back, of tensors with the shape of queries but for the last dim ``dim``.
 
-        These are the output, its gradient, and the logsumexp.
+        Such tensors are the output, its gradient, and the logsumexp.
         """
         if dim not in self._like_queries:
             shapes = ((*self._q_shape[:3], dim),)
             self._like_queries[dim] = Blocks(self._queries, shapes), Blocks(self._queries.adjoint(), shapes)
         return self._like_queries[dim]
 
-    def kept_in(self, residual: torch.Tensor | None) -> _Kept:
-        """Views of ``residual``. Without one there are none."""
+    def split_residual(self, residual: torch.Tensor | None) -> _Kept:
+        """Views of ``residual``: buffers of the received tensors, output, and inner residual. None without one."""
         if residual is None:
             return None, None, None
-        *places, out, inner = self.residual.views(residual)
-        return places, out.transpose(1, 2), inner
+        *buffers, out, inner = self.residual.views(residual)
+        return buffers, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
@@ -272,23 +270,23 @@ class _Levels:
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
         return [*(((sum(way.received),), dtype) for way in self.ways), out, kept]
 
-    def heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def exchange_heads(self, buffers: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value from sequence shards to head shards: one all-to-all, or two in cross-attention.
 
-        ``places`` get them. None: temporary memory does.
+        They are received in ``buffers``, or in temporary memory with None.
         """
-        # Loops: an error's traceback would keep what a comprehension captures, and so the groups.
+        # Loops and not comprehensions: an error's traceback would keep captured objects, and with them the groups.
         started, results = [], []
         with named_range("start heads"):
-            for way, place, which in zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True):
-                started.append(way.post(list(tensors[which]), self._live_group(), place))
+            for way, buffer, members in zip(self.ways, buffers or [None] * len(self.ways), self._messages, strict=True):
+                started.append(way.post(list(tensors[members]), self._live_group(), buffer))
         with named_range("wait for heads"):
             for way in self.ways:
                 results += way.finish(started.pop(0))
         return results
 
-    def exchanged(self, name: str, way: Blocks, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The tensors, exchanged. The list is emptied. ``name`` is for traces."""
+    def exchange(self, name: str, way: Blocks, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Exchange the tensors. The list is emptied. ``name`` is for traces."""
         with named_range("start", name):
             started = way.post(tensors, self._live_group())
         with named_range("wait for", name):
@@ -299,33 +297,33 @@ class _Levels:
         assert group is not None, "its attention holds the group of an exchange that runs"
         return group
 
-    def in_heads(self, places: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Views of what is in ``places``."""
-        assert places is not None  # a backward has a residual
-        return [x for way, place in zip(self.ways, places, strict=True) for x in way.columns_in(place)]
+    def received_heads(self, buffers: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Views of query, key and value in ``buffers``."""
+        assert buffers is not None  # a backward has a residual
+        return [x for way, buffer in zip(self.ways, buffers, strict=True) for x in way.columns_in(buffer)]
 
-    def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""
         return (k, v) if self._pairs is None else (k.index_select(1, self._pairs), v.index_select(1, self._pairs))
 
-    def unpaired(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The adjoint of :meth:`paired`."""
+    def unpair_gradients(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The adjoint of :meth:`pair_keys`."""
         if self._pairs is None:
             return grads
         shape = (self._q_shape[0], self._kv_heads)
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
 
-    def of_heads(self, per_head_H: torch.Tensor | None) -> Any:
-        """A view of this rank's heads of a tensor that has all heads on every rank; None of None."""
-        return None if per_head_H is None else per_head_H[self._own]
+    def select_heads(self, per_head_H: torch.Tensor | None) -> Any:
+        """A view of this rank's heads in a tensor that has all heads on every rank. None for None."""
+        return None if per_head_H is None else per_head_H[self._local_heads]
 
 
 _Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.Tensor | None]
-"""Buffers for the received query, key and value; for their output; the inner residual."""
+"""Buffers of the received query, key and value; the output; the inner residual."""
 
 
-def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
-    """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
+def join_neighbours(layout: SequenceLayout, size: int) -> SequenceLayout:
+    """The layout of the inner level, in which ``size`` neighbouring ranks are one rank."""
     if isinstance(held := layout.held, Stripes):
         return striped(layout.length, layout.ranks // size, block=held.block * size)
     chunks = layout.chunks
@@ -334,8 +332,8 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     )
 
 
-def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
-    """How the positions of ``size`` neighbouring ranks are cut among them, renumbered from 0 without gaps."""
+def _renumber_neighbours(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
+    """The layout of the positions of ``size`` neighbouring ranks, renumbered from 0 without gaps."""
     if isinstance(held := layout.held, Stripes):
         return striped(sum(layout.lengths[first : first + size]), size, block=held.block)
     members = layout.chunks[first : first + size]

@@ -1,9 +1,9 @@
 """AttentionContextParallel: for a module that receives query, key and value, each sharded along the sequence.
 
-Hooks convert the module's inputs and outputs (CoreState). Between them a function mode is on (CoreCalls), the
-dispatcher of context parallelism: it intercepts an attention before it is an operator. This rank's parts go to the op
-of custom_ops.py, whose backward needs no mode, and its output becomes a DTensor again. All else in the module are
-DTensor's own ops, which cannot gather the sequence.
+Hooks convert the module's inputs and outputs (CoreState). Between the hooks a function mode is active (CoreCalls). It
+intercepts an attention call before DTensor sees an operator, and passes this rank's shards to the op of custom_ops.py.
+The output of the op becomes a DTensor again. All other code in the module runs DTensor's own ops, which cannot gather
+the sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_ca
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cuts_of
+from cp_styles.layout import Balancer, SequenceLayout, find_cuts
 from cp_styles.mask import Mask
 from cp_styles.mask.dense import causal_bias
 from cp_styles.strategies import Strategy
@@ -57,10 +57,10 @@ from cp_styles.styles.mesh_axes import chunk_sizes
 from cp_styles.subclassing import BoundToThisRun, put_before_class
 from cp_styles.troubleshooting import see
 
-# The kinds of parameters of a forward(*args, **kwargs), as wrappers have it.
-_OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-# Names that modules use for the three inputs. Otherwise the first three arguments are used.
-_NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
+# The kinds of parameters of a wrapper's forward(*args, **kwargs).
+_VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+# Names that modules use for query, key and value. Modules with other names get them as the first three arguments.
+_INPUT_NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
 
 
 class AttentionContextParallel(ContextParallelStyle):
@@ -94,8 +94,8 @@ class AttentionContextParallel(ContextParallelStyle):
     heads, it has all heads.
 
     Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.Checks`), then
-    the messages of the strategy. A balancer that is no function of this package costs one all-gather more: its results
-    are compared.
+    the messages of the strategy. If the layout is a balancer that is not a function of this package, one more
+    all-gather compares its results.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -152,7 +152,7 @@ class AttentionContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
         key = axis, device_mesh, self.seq_dim, self.use_local_output
-        boundaries = binding.group_state.the(_Boundaries)
+        boundaries = binding.group_state.get_or_create(_Boundaries)
         boundary = boundaries.get(key)
         if boundary is None:
             boundary = boundaries[key] = SequenceBoundary(binding.group, *key)
@@ -163,15 +163,15 @@ class AttentionContextParallel(ContextParallelStyle):
         return f"{super().__repr__()[:-1]}, seq_dim={self.seq_dim}, use_local_output={self.use_local_output})"
 
 
-def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: Any) -> None:
-    """The signature that is assumed for a forward(*args, **kwargs): the three come first, and without names."""
+def _three_inputs_first(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: Any) -> None:
+    """The signature that is assumed for a forward(*args, **kwargs)."""
 
 
 _STATE = "_context_parallel_core"
 
 
 class _Boundaries(WeakValueDictionary[tuple[Any, ...], SequenceBoundary]):
-    """Modules over the same axes, such as the layers of a model, share one, and so the compiled graph of a layer."""
+    """The boundaries of a group. Modules over the same axes share one, and thereby the compiled graph of a layer."""
 
 
 class CoreState:
@@ -185,20 +185,20 @@ class CoreState:
         self._boundary, self._binding = boundary, binding
         self._scoped = ScopedBinding(binding, style.layout)
         self.calls = CoreCalls(self._scoped, binding.name)
-        # The forward that is under way: the form of its inputs on other axes, how many queries were declared to
+        # While a forward runs: the form of its inputs on other axes, the number of queries that was declared to
         # DTensor, and the private mesh.
-        self.entered: tuple[InputForm | None, int, DeviceMesh] | None = None
-        # A module with parameters: the axes that cut its inputs, and the form of the latest ones.
-        self._hooked = WeakIdKeyDictionary()  # parameters with a hook
-        self._form_of_parameters: tuple[tuple[str, ...], InputForm | None] | None = None
+        self.running: tuple[InputForm | None, int, DeviceMesh] | None = None
+        # For a module with parameters: the axes that cut the latest inputs, and the form of these inputs.
+        self._latest_form: tuple[tuple[str, ...], InputForm | None] | None = None
+        self._hooked_parameters = WeakIdKeyDictionary()
         self._traced = False  # torch.compile has traced the forward
         self._holds_parameters = False
-        self._one_mask = not binding.mask.varies_by_head_or_row
+        self._mask_is_uniform = not binding.mask.varies_by_head_or_row
         self._signature = inspect.signature(module.forward)
-        if {parameter.kind for parameter in self._signature.parameters.values()} == _OPEN:
-            self._signature = inspect.signature(_three_by_place)
+        if {parameter.kind for parameter in self._signature.parameters.values()} == _VARIADIC:
+            self._signature = inspect.signature(_three_inputs_first)
         parameters = self._signature.parameters
-        self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters)[:3])
+        self._names = next((names for names in _INPUT_NAMES if set(names) <= set(parameters)), tuple(parameters)[:3])
         kinds = [parameters[name].kind for name in self._names]
         if len(kinds) < 3 or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
             raise ValueError(
@@ -207,85 +207,87 @@ class CoreState:
                 "module that takes these three"
                 f"{see('The style is on a whole attention block')}"
             )
-        self._places = [(name, list(parameters).index(name)) for name in self._names]
-        self._first = [place for _, place in self._places] == [0, 1, 2]
+        self._input_positions = [(name, list(parameters).index(name)) for name in self._names]
+        self._inputs_come_first = [place for _, place in self._input_positions] == [0, 1, 2]
 
     def attach(self) -> None:
         module = self.module
         setattr(module, _STATE, self)
         self._holds_parameters = any(True for _ in module.parameters())
-        # torch.compile finds a forward by the class.
-        put_before_class(module, _Core, _core_members)
-        # Last to change the inputs and first to change the outputs, so that hooks of other styles see the same as ever.
-        before = module.register_forward_pre_hook(self._before, with_kwargs=True)
-        after = module.register_forward_hook(self._after, prepend=True, always_call=True)
+        # A subclass and not an attribute, because torch.compile looks up a forward in the class.
+        put_before_class(module, _Core, _make_core_members)
+        # Run last before the forward and first after it, so that hooks of other styles see the caller's tensors.
+        before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        after = module.register_forward_hook(self._end, prepend=True, always_call=True)
         hooks_in_order(module, before, after)
         self._hook_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
-        # Copying a module copies its hooks and this state. The copy shares the mesh and has its own state.
+        # Copying a module copies its hooks and this state. The copied state shares the mesh and the binding.
         module = copy.deepcopy(self.module, memo)
-        twin = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
-        twin._holds_parameters = self._holds_parameters  # the copy's are not there yet
-        return twin
+        copied = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
+        copied._holds_parameters = self._holds_parameters  # the parameters of the module are copied later
+        return copied
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, with the attention calls inside intercepted, where the hooks have not converted."""
+        """Run the module's forward where the hooks have not converted its inputs."""
         self._traced = True
         if torch.compiler.is_dynamo_compiling():
-            return self._traced_forward(forward, args, kwargs)
-        # The forward is called directly and not through the module, or torch.compile has traced the hooks and then
-        # broke its graph inside the module.
-        args, kwargs = self._before(self.module, args, kwargs)
+            return self._trace_forward(forward, args, kwargs)
+        # A program has called forward directly, or torch.compile has traced the hooks and then broken its graph inside
+        # the module.
+        args, kwargs = self._begin(self.module, args, kwargs)
         try:
             with self.calls:
                 output = forward(*args, **kwargs)
         except BaseException as error:
-            self._fail(error)
+            self._handle_failure(error)
             raise
-        return self._leave(output)
+        return self._convert_output(output)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Hook before the forward: query, key and value become DTensors on the private mesh. If they are refused, every
-        rank raises."""
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Forward pre-hook: convert query, key and value to DTensors on the private mesh.
+
+        If this rank refuses the inputs, every rank raises.
+        """
         if torch.compiler.is_dynamo_compiling():
             self._traced = False
             return args, kwargs
         if (tracer := graph_tracer()) is not None:
             self.calls.refuse_tracer(tracer)
         install_handlers()
-        self.entered, self.calls.forward_state.calls = None, 0
-        binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
+        self.running, self.calls.forward_state.calls = None, 0
+        binding = self._scoped.resolve()[0]  # outside of the try block: resolve() reports its errors to other ranks
         binding.group_state.phase = GroupPhase.IDLE
-        by_place = len(args) == 3 and not kwargs and self._first
+        only_inputs = len(args) == 3 and not kwargs and self._inputs_come_first
         try:
             if function_modes():
                 self.calls.refuse_inside()
-            inputs, form = args if by_place else self._three(args, kwargs), None
+            inputs, form = args if only_inputs else self._find_inputs(args, kwargs), None
             if {*map(type, inputs)} != {torch.Tensor}:
                 inputs, form = self._boundary.local(binding.name, self._names, inputs)
             check_local(binding.name, inputs)
-            if not by_place:
-                self._refuse_others(args, kwargs)
-            if cut := cuts_of(inputs):
+            if not only_inputs:
+                self._refuse_other_tensors(args, kwargs)
+            if cut := find_cuts(inputs):
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
             if self._holds_parameters and torch.is_grad_enabled():
                 self._hook_parameters()
-                self._note_form(self.calls.form)
+                self._keep_form(self.calls.form)
             tensors = self._boundary.enter(inputs, binding.group, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             self._scoped.unscoped.refuse(error)
-        self.entered = form, tensors[0].shape[self.style.seq_dim], tensors[0].device_mesh
-        return (tuple(tensors), kwargs) if by_place else self._replaced(args, kwargs, tensors)
+        self.running = form, tensors[0].shape[self.style.seq_dim], tensors[0].device_mesh
+        return (tuple(tensors), kwargs) if only_inputs else self._replace_inputs(args, kwargs, tensors)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after the forward, also after one that failed."""
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook, which also runs after a forward that raised."""
         failure = sys.exc_info()[1]
         if output is None and failure is not None and not torch.compiler.is_dynamo_compiling():
-            self._fail(failure)
-        elif self.entered is not None:
-            return self._leave(output)
+            self._handle_failure(failure)
+        elif self.running is not None:
+            return self._convert_output(output)
         # The forward was traced, and this hook with it or not: see never_compile_alone below.
         elif not self._traced:
             raise RuntimeError(
@@ -294,24 +296,24 @@ class CoreState:
             )
         return output
 
-    def _leave(self, output: Any) -> Any:
-        """The outputs in the form of the inputs."""
-        assert self.entered is not None
-        (form, declared, private), self.entered = self.entered, None
-        # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
+    def _convert_output(self, output: Any) -> Any:
+        """Convert the outputs to the form of the inputs."""
+        assert self.running is not None
+        (form, declared, private), self.running = self.running, None
+        # A recomputation may call no attention: a selective checkpoint has kept the output, on all ranks.
         if not self.calls.forward_state.calls and graph_task_id() < 0:
             self._scoped.unscoped.refuse_call()
             raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
         on_sequence = not self.style.use_local_output if form is None else form.seq_axis is not None
-        scale = declared, self._length() if on_sequence else 0
+        scale = declared, self._declarable_length() if on_sequence else 0
         leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
         return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
 
-    def _length(self) -> int:
-        """The number of queries on all ranks, for outputs that are DTensors on the sequence axis."""
+    def _declarable_length(self) -> int:
+        """The number of queries on all ranks. Raises ValueError if a DTensor of this length is cut in another way."""
         layout = self.calls.latest_layout
         even = chunk_sizes(layout.length, layout.ranks)
-        if layout.lengths != even:  # full_tensor() and redistribute() would be wrong
+        if layout.lengths != even:  # full_tensor() and redistribute() of the output would be wrong
             raise ValueError(
                 f"{self._binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {layout.length} "
                 f"positions has {list(even)} on its ranks, but the layout gives {list(layout.lengths)}: use local "
@@ -319,17 +321,17 @@ class CoreState:
             )
         return layout.length
 
-    def _fail(self, failure: BaseException) -> None:
-        """After an error in the forward, which is under way: explain it, and tell the other ranks."""
-        entered, self.entered = self.entered, None
-        reached = entered is not None and self.calls.forward_state.calls
-        if entered is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
+    def _handle_failure(self, failure: BaseException) -> None:
+        """Handle an exception raised by the module's forward: add a note, and notify the peers."""
+        running, self.running = self.running, None
+        reached = running is not None and self.calls.forward_state.calls
+        if running is not None and not getattr(failure, "__notes__", None) and (note := self._explain(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
         if isinstance(failure, Exception) and not reached:
-            self._scoped.unscoped.refuse_call()  # if it failed before the forward, they know already
+            self._scoped.unscoped.refuse_call()  # sends nothing if _begin has reported the error
 
-    def _note(self, failure: BaseException) -> str:
-        """What explains an error of DTensor; nothing for other errors."""
+    def _explain(self, failure: BaseException) -> str:
+        """A note for an error raised by DTensor or torch.compile; empty for other errors."""
         if type(failure).__module__.startswith("torch._dynamo"):
             return (
                 "torch.compile inside the module is not supported, because its tensors are DTensors: compile the "
@@ -341,31 +343,31 @@ class CoreState:
             return "the module gathers or reduces the sequence after its attention. Do that outside of the module"
         return ""
 
-    def _three(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Query, key and value among the arguments of a call."""
+    def _find_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Query, key and value from the arguments of a call. Raises TypeError if arguments are missing."""
         if len(args) < 3:
             try:
                 self._signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._binding.name}: {error}") from None
-        return tuple([kwargs[name] if name in kwargs else args[place] for name, place in self._places])
+        return tuple([kwargs[name] if name in kwargs else args[place] for name, place in self._input_positions])
 
-    def _replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any], three: Sequence[Any]) -> tuple[Any, Any]:
+    def _replace_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
         new_args, new_kwargs = list(args), dict(kwargs)
-        for (name, place), value in zip(self._places, three, strict=True):
+        for (name, place), value in zip(self._input_positions, inputs, strict=True):
             if name in kwargs:
                 new_kwargs[name] = value
             else:
                 new_args[place] = value
         return tuple(new_args), new_kwargs
 
-    def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise for tensors in addition to query, key and value. A mask is handed on, for the attention inside."""
-        three = {place for name, place in self._places if name not in kwargs}
+    def _refuse_other_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise for tensors in addition to query, key, value and a mask."""
+        positions = {place for name, place in self._input_positions if name not in kwargs}
         names = list(self._signature.parameters)
-        others = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]
-        others = [argument for place, argument in enumerate(others) if place not in three] + list(kwargs.items())
-        for label, value in others:
+        arguments = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]
+        arguments = [argument for place, argument in enumerate(arguments) if place not in positions]
+        for label, value in [*arguments, *kwargs.items()]:
             if isinstance(value, torch.Tensor) and label not in (*self._names, "attn_mask"):
                 raise NotImplementedError(
                     f"{self._binding.name}: got a tensor {label!r} of shape {tuple(value.shape)} in addition to query, "
@@ -373,7 +375,7 @@ class CoreState:
                     "of the module"
                 )
 
-    def _traced_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _trace_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, boundary, calls = self._binding.name, self._boundary, self.calls
         if not self.style.use_local_output:
             raise NotImplementedError(
@@ -385,14 +387,14 @@ class CoreState:
                 f"{name}: torch.compile cannot trace plain parameters together with DTensors: apply the parameters "
                 "before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
-        inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
+        inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._input_positions]
         inputs, form = boundary.local(name, self._names, inputs)
         calls.is_cut = form is not None and bool(form.cut_axes)
-        if calls.is_cut and not self._one_mask:
+        if calls.is_cut and not self._mask_is_uniform:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
         tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
         private = tensors[0].device_mesh
-        args, kwargs = self._replaced(args, kwargs, tensors)
+        args, kwargs = self._replace_inputs(args, kwargs, tensors)
         calls.forward_state.calls = 0
         with calls:
             output = forward(*args, **kwargs)
@@ -401,48 +403,48 @@ class CoreState:
         return tree_map_only(DTensor, lambda value: boundary.leave(name, private, form, (0, 0), value), output)
 
     def _hook_parameters(self) -> None:
-        """Hook the gradients of the module's parameters. A copy of the module has parameters of its own."""
+        """Hook the gradients of parameters that have no hook yet, such as the parameters of a copied module."""
         for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked[parameter] = parameter.register_hook(self._gradient_share)
+            if parameter.requires_grad and parameter not in self._hooked_parameters:
+                self._hooked_parameters[parameter] = parameter.register_hook(self._reduce_gradient)
 
-    def _note_form(self, form: InputForm | None) -> None:
-        """Remember over which axes the gradients of the module's parameters are summed. A backward may follow several
-        forwards, so these must have their inputs cut over the same axes."""
-        before, cut = self._form_of_parameters, () if form is None else form.cut_axes
+    def _keep_form(self, form: InputForm | None) -> None:
+        """Keep the form of the inputs, over whose axes the gradients of the module's parameters are summed."""
+        # A backward may follow several forwards, so all forwards must have inputs that the same axes cut.
+        before, cut = self._latest_form, () if form is None else form.cut_axes
         if before is not None and before[0] != cut:
             raise ValueError(
                 f"{self._binding.name}: query was cut over mesh axes {before[0]} before and is over {cut} now, and the "
                 "module holds parameters, whose gradients are summed over these axes: give it all inputs in one form, "
                 "or apply the parameters before the module"
             )
-        self._form_of_parameters = cut, form
+        self._latest_form = cut, form
 
-    def _gradient_share(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
+    def _reduce_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Convert the gradient of a parameter inside the module to this rank's share of the sequence."""
         if not (isinstance(grad, DTensor) and is_private(grad)):
             return grad
         share = grad.redistribute(placements=[Partial()]).to_local()
-        _, form = self._form_of_parameters or ((), None)
-        # Gradients of plain parameters are not summed over the remaining axes, so there it must be whole.
-        return share if form is None else form.summed(share)
+        _, form = self._latest_form or ((), None)
+        # Users sum gradients of plain parameters over the sequence axis only, so other axes are reduced here.
+        return share if form is None else form.reduce_gradient(share)
 
 
-# If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.
-never_compile_alone(CoreState._after, nor_what_it_calls=True)
-# If a module breaks the graph, torch.compile ends its graph before this function and calls it. The whole module then
-# runs without torch.compile, because DTensors on a private mesh cannot be outputs of a graph.
+# A compiled hook would not run after a forward that cannot be traced. Other ranks would then wait for this rank.
+never_compile_alone(CoreState._end, nor_what_it_calls=True)
+# If a module breaks the graph, torch.compile ends its graph before CoreState.forward and calls it. The whole module
+# then runs without torch.compile, because DTensors on a private mesh cannot be outputs of a graph.
 never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
 class _Core(BoundToThisRun):
-    """Put before a module's class. Its forward is :meth:`CoreState.forward`."""
+    """Mixin before a module's class. Its forward is :meth:`CoreState.forward`."""
 
 
-def _core_members(cls: type[nn.Module]) -> dict[str, Any]:
+def _make_core_members(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, _STATE)
-        if torch.compiler.is_dynamo_compiling() or state.entered is None:
+        if torch.compiler.is_dynamo_compiling() or state.running is None:
             return state.forward(partial(cls.forward, self), args, kwargs)
         with state.calls:
             return cls.forward(self, *args, **kwargs)
@@ -454,28 +456,28 @@ def _core_members(cls: type[nn.Module]) -> dict[str, Any]:
 # -- the mode --
 
 _LABELS = ("query", "key", "value")
-_SEQ_DIM, _HEAD_DIM = 2, 1  # of what reaches the attention: [B, H, S, D]
-_ALONG = (Shard(_SEQ_DIM),)
+_SEQ_DIM, _HEAD_DIM = 2, 1  # of the tensors at the attention, [B, H, S, D]
+_SEQUENCE_SHARD = (Shard(_SEQ_DIM),)
 
 
 class CoreCalls(AttentionCalls):
     """Runs attention calls on DTensors of a private mesh on the engine, and returns DTensors.
 
-    Attention on other tensors, which were not made from the module's inputs, is not changed.
+    Attention on other tensors, which were not computed from the module's inputs, is not changed.
     """
 
-    # The cut of the module's inputs, if other axes cut their heads or batch. It stays until the next inputs, because a
-    # checkpoint in the module runs its attention again without the hooks.
+    # The form of the module's inputs, if other axes cut their heads or batch. It stays until the next forward, because
+    # a checkpoint in the module runs its attention again without the hooks.
     form: InputForm | None = None
-    # While torch.compile traces, in place of ``form``: whether there is one.
+    # Used instead of ``form`` while torch.compile traces: whether other axes cut the heads or batch.
     is_cut = False
 
     def refuse_inside(self) -> None:
-        """Raise inside a module or block that takes all attention."""
-        around = self.entered()
-        if around is not None and not isinstance(around, CoreCalls):
+        """Raise inside a module or block that intercepts all attention."""
+        outer = self.current()
+        if outer is not None and not isinstance(outer, CoreCalls):
             raise ValueError(
-                f"{around._name}: a module inside has AttentionContextParallel, and this style takes all attention "
+                f"{outer._name}: a module inside has AttentionContextParallel, and this style takes all attention "
                 "inside: apply one of the two"
             )
 
@@ -520,28 +522,28 @@ class CoreCalls(AttentionCalls):
         binding: Source = self._scoped if self.form is None else self._scoped.resolve()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            self.remember()
+            self.wrap_checkpoints()
             if self.form is not None and isinstance(binding, Binding):
-                binding = self._of_own_heads(binding, self.form, query, attn_mask)
+                binding = self._select_own_heads(binding, self.form, query, attn_mask)
         except Exception as error:  # of any kind: the other ranks must raise too
             self.unscoped.refuse(error)
         out, _, self._latest = attend(binding, local_tensors(*tensors), **options)
         spec = spec_of(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
         return placed_as((spec,), out)[0]
 
-    def _of_own_heads(
+    def _select_own_heads(
         self, binding: Binding, form: InputForm, query: DTensor, attn_mask: torch.Tensor | None
     ) -> Binding:
-        """The binding for this rank's heads, so that a mask of all heads is cut as the heads are."""
-        if query.shape[:2] == form.own:
-            # The rows of a mask are not cut: where other axes cut the batch, only one for all rows will do.
-            whole = 1 if form.cuts(0) else form.whole[0], form.whole[1]
-            return binding.of_heads(form.heads, whole)
-        if binding.mask.varies_by_head_or_row or _by_head(attn_mask):
+        """The binding for this rank's heads, which selects them in a mask of all heads."""
+        if query.shape[:2] == form.local_sizes:
+            # A mask has no range of rows. If other axes cut the batch, all rows must share one mask.
+            sizes = 1 if form.cuts(0) else form.global_sizes[0], form.global_sizes[1]
+            return binding.with_heads(form.heads, sizes)
+        if binding.mask.varies_by_head_or_row or _may_differ_by_head(attn_mask):
             raise ValueError(
                 f"{self._name}: query has {query.shape[0]} rows of the batch and {query.shape[1]} heads at the "
-                f"attention, not {form.own[0]} and {form.own[1]} as the inputs on this rank: which heads of the mask "
-                "they are is not known. Give one mask for all, or reshape query, key and value before the module"
+                "attention, not {} and {} as the inputs on this rank: which heads of the mask they are is not known. "
+                "Give one mask for all, or reshape query, key and value before the module".format(*form.local_sizes)
             )
         return binding
 
@@ -552,7 +554,7 @@ class CoreCalls(AttentionCalls):
         raise NotImplementedError(f"{self._name}: varlen_attn {_NOT_ON_DTENSORS.format('context_varlen_attention')}")
 
     def _refuse_core_call(self, tensors: tuple[Any, ...], mesh: DeviceMesh, attn_mask: torch.Tensor | None) -> None:
-        """Raise for a call that is not an attention over this module's sequence, which the private ``mesh`` cuts."""
+        """Raise unless the tensors are shards of the module's sequence on the private ``mesh``."""
         for label, tensor in zip(_LABELS, tensors, strict=True):
             if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
                 raise ValueError(
@@ -566,7 +568,7 @@ class CoreCalls(AttentionCalls):
                     "give query, key and value the missing ones, such as query.unsqueeze(0)"
                 )
         for label, tensor in zip(_LABELS, tensors, strict=True):
-            if tensor.placements != _ALONG:
+            if tensor.placements != _SEQUENCE_SHARD:
                 raise ValueError(
                     f"{self._name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} "
                     f"at the attention, not Shard({_SEQ_DIM}) on the sequence axis: the module moved or gathered the "
@@ -577,14 +579,14 @@ class CoreCalls(AttentionCalls):
                 f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the "
                 "same on all ranks"
             )
-        if self.is_cut and attn_mask is not None and _by_head(attn_mask):
+        if self.is_cut and attn_mask is not None and _may_differ_by_head(attn_mask):
             raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {SINGLED_OUT}")
 
 
 never_compile_alone(CoreCalls._attend, nor_what_it_calls=True)
 
 
-def _by_head(attn_mask: torch.Tensor | None) -> bool:
+def _may_differ_by_head(attn_mask: torch.Tensor | None) -> bool:
     """Whether a mask may differ by head or by row of the batch."""
     return attn_mask is not None and any(size != 1 for size in attn_mask.shape[:-2])
 

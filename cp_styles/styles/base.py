@@ -1,4 +1,4 @@
-"""The base of the context-parallel styles: their options, and the binding that they make on a mesh."""
+"""The base of the context-parallel styles: their options, and how a style binds an attention to a mesh."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class ContextParallelStyle(ParallelStyle):
         name, group = axis_and_group(type(self).__name__, axis)
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
-        # By group, because ranks may be threads that share the style.
+        # The count is in the state of the group and not in the style: ranks that are threads may share the style.
         numbers = state_of(group).modules
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
         binding = Binding(who, name, group, *options, checks=self.checks, site=site)
-        # After what may raise: it reads the locals of frames, which then outlive an error, and with them the group.
+        # Last, because module_of_plan reads the locals of frames. After an error these locals would keep the group.
         root = module_of_plan()
         proof = proof_of(module if root is None else root)
         proof.verified = proof.verified or self.verified

@@ -1,13 +1,4 @@
-"""SequenceBoundary: between the tensors of a module's caller and DTensors with Shard on the sequence.
-
-[Note: boundary] Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed
-mesh, such as tp. Inside the module they are DTensors on a private 1-D mesh of the sequence. Other axes come off at the
-boundary: attention mixes neither heads nor rows of the batch, so the module gets this rank's heads and rows, and the
-key heads that these query heads need. Outputs get the form of the query again.
-
-Under torch.compile the lengths of the ranks' parts are not known, and DTensor's own functions take the place of faster
-ones: each rank declares that all ranks hold as many tokens as it does. No local result depends on this.
-"""
+"""SequenceBoundary: converts the tensors of a module's caller to DTensors with Shard on the sequence, and back."""
 
 from __future__ import annotations
 
@@ -34,7 +25,7 @@ from cp_styles.styles.dtensors import (
     private_mesh,
     spec_of,
 )
-from cp_styles.styles.mesh_axes import Placements, axis_in, own_heads, paired, refuse_placements
+from cp_styles.styles.mesh_axes import Placements, axis_in, find_local_heads, refuse_placements, select_key_heads
 from cp_styles.troubleshooting import see
 
 
@@ -46,9 +37,9 @@ class InputForm(NamedTuple):
         seq_axis: the index of the sequence axis in ``mesh``. None if it has none.
         head_dim: the dim of the heads.
         heads: the range of this rank's heads.
-        pairs: for each of them, the index of its key head among this rank's.
-        whole: the numbers of rows of the batch and of heads, over all axes.
-        own: the numbers on this rank.
+        pairs: for each of these query heads, the index of its key head among this rank's key heads.
+        global_sizes: the numbers of rows of the batch and of query heads, over all axes.
+        local_sizes: the same numbers on this rank.
     """
 
     mesh: DeviceMesh
@@ -57,11 +48,11 @@ class InputForm(NamedTuple):
     head_dim: int
     heads: tuple[int, int]
     pairs: tuple[int, ...]
-    whole: tuple[int, int] = (0, 0)
-    own: tuple[int, int] = (0, 0)
+    global_sizes: tuple[int, int] = (0, 0)
+    local_sizes: tuple[int, int] = (0, 0)
 
     def cuts(self, dim: int) -> bool:
-        """Whether some axis cuts this dim, 0 for the batch or ``head_dim``."""
+        """Whether some axis cuts ``dim``: 0 for the batch, or ``head_dim``."""
         return Shard(dim) in self.placements
 
     @property
@@ -70,15 +61,15 @@ class InputForm(NamedTuple):
         names = enumerate(self.mesh.mesh_dim_names or ())
         return tuple(name for axis, name in names if axis != self.seq_axis and self.placements[axis].is_shard())
 
-    def of_output(self, name: str, shape: Sequence[int], seq: int) -> Placements:
+    def place_output(self, name: str, shape: Sequence[int], seq: int) -> Placements:
         """The placements of an output with this local ``shape``, whose dim ``seq`` is the sequence.
 
         Raises:
             ValueError: an axis cuts the batch or the heads, and the shape does not show where they are.
         """
         rows, heads = self.cuts(0), self.cuts(self.head_dim)
-        has_rows = seq > 0 and shape[0] == self.own[0]
-        has_heads = len(shape) == 4 and 0 < seq < 3 and shape[3 - seq] == self.own[1]
+        has_rows = seq > 0 and shape[0] == self.local_sizes[0]
+        has_heads = len(shape) == 4 and 0 < seq < 3 and shape[3 - seq] == self.local_sizes[1]
         if (rows and not has_rows) or (heads and not (has_rows and has_heads)):
             raise ValueError(
                 f"{name}: an output has the shape {tuple(shape)} on this rank, which does not show the rows of the "
@@ -91,16 +82,23 @@ class InputForm(NamedTuple):
             for axis, placement in enumerate(self.placements)
         )
 
-    def summed(self, share: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter inside, summed over the axes that cut heads or rows: each rank has a share.
+    def reduce_gradient(self, share: torch.Tensor) -> torch.Tensor:
+        """Sum the gradient of a parameter inside the module over the axes that cut heads or rows.
 
-        It stays a share of the sequence. Communication: one all-reduce over each of these axes.
+        The result is still this rank's share of the sequence. Communication: one all-reduce over each of these axes.
         """
-        own = tuple(Partial() if placement.is_shard() else Replicate() for placement in self.placements)
-        whole = [Partial() if axis == self.seq_axis else Replicate() for axis in range(self.mesh.ndim)]
-        return placed(share, self.mesh, own, share.shape).redistribute(placements=whole).to_local()
+        partial = tuple(Partial() if placement.is_shard() else Replicate() for placement in self.placements)
+        reduced = [Partial() if axis == self.seq_axis else Replicate() for axis in range(self.mesh.ndim)]
+        return placed(share, self.mesh, partial, share.shape).redistribute(placements=reduced).to_local()
 
 
+# [Note: boundary] Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed
+# mesh, such as tp. Inside the module they are DTensors on a private 1-D mesh of the sequence. Other axes come off at
+# the boundary: attention mixes neither heads nor rows of the batch, so the module gets this rank's heads and rows, and
+# the key heads that these query heads need. Outputs get the form of the query again.
+#
+# Under torch.compile the lengths of the shards are not known, and the boundary uses DTensor's own, slower functions.
+# Each rank then declares that all ranks hold as many tokens as it does. No local result depends on this.
 class SequenceBoundary:
     """Converts the inputs and outputs of a module.
 
@@ -115,40 +113,40 @@ class SequenceBoundary:
     def __init__(
         self, group: dist.ProcessGroup, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool
     ) -> None:
-        self._own = group, axis, composed
+        self._given_ranks = group, axis, composed
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
-        self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)  # of inputs, by all but their values
+        self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)  # of inputs, by shapes, strides and dtypes
         self._forms: LatestEntries[Any, InputForm] = LatestEntries(16)
         self.live = LiveObject(weakref.ref(self))
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
-        """Group, axis and composed mesh. Where this rank takes the place of the ranks, they have one rank."""
-        group, axis, composed = self._own
+        """Group, axis and composed mesh; meshes of one rank while verify runs the step on this rank alone."""
+        group, axis, composed = self._given_ranks
         stand_in = state_of(group).stand_in
         if stand_in is None or stand_in.mesh is None:
-            return self._own
+            return self._given_ranks
         mesh = stand_in.mesh
-        one = mesh if mesh.ndim == 1 else mesh[axis.mesh_dim_names or ()]
-        return stand_in.group, one, one if composed.ndim == 1 else mesh
+        axis = mesh if mesh.ndim == 1 else mesh[axis.mesh_dim_names or ()]
+        return stand_in.group, axis, axis if composed.ndim == 1 else mesh
 
     def local(
         self, name: str, labels: Sequence[str], inputs: Sequence[Any]
     ) -> tuple[tuple[Any, ...], InputForm | None]:
-        """Query, key and value as local tensors, and their form if they are DTensors on other axes than the sequence's.
+        """Query, key and value as local tensors, and their form if they are DTensors on axes other than the sequence.
 
-        Key and value have the heads that this rank's query heads need. Communication: none; in the backward two
-        all-reduces over an axis that cuts the query's heads and replicates key and value.
+        Key and value have the heads that this rank's query heads need. No communication in the forward. The backward
+        has two all-reduces over an axis that cuts the query's heads and replicates key and value.
 
         Raises:
-            ValueError: they are DTensors on a mesh or with placements that this attention does not take.
+            ValueError: the inputs are DTensors on a mesh or with placements that attention cannot take.
         """
         axis, dim, head_dim = self._ranks()[1], self._seq_dim, 3 - self._seq_dim
         local = tuple([x.to_local() if isinstance(x, DTensor) else x for x in inputs])
         on_sequence = [
             not isinstance(x, DTensor) or (x.device_mesh == axis and x.placements == (Shard(dim),)) for x in inputs
         ]
-        if all(on_sequence) or any(getattr(x, "ndim", 0) != 4 for x in local):  # which check_local refuses
+        if all(on_sequence) or any(getattr(x, "ndim", 0) != 4 for x in local):  # check_local refuses other dims
             return local, None
         is_on = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ()) for x in inputs]
         query, *keys = inputs
@@ -156,32 +154,34 @@ class SequenceBoundary:
         form = form_of(self.live, tuple(labels), on_sequence.index(False), tuple(is_on), counts)
         if isinstance(form, str):
             raise ValueError(f"{name}: {form}")
-        if torch.compiler.is_dynamo_compiling() and (form.seq_axis is not None or any(_uneven(x) for x in inputs)):
+        if torch.compiler.is_dynamo_compiling() and (form.seq_axis is not None or any(_is_uneven(x) for x in inputs)):
             raise ValueError(
                 f"{name}: under torch.compile DTensors must have even shards, and DTensors on the sequence axis and "
                 "other axes together are not supported"
             )
         if query.placements != keys[0].placements:
-            own_gradients = [
-                key if key == of_query else Partial()  # each rank has the share of its own query heads
+            # Each rank computes the share of its own query heads. The backward of redistribute sums the shares.
+            grad_placements = [
+                key if key == of_query else Partial()
                 for of_query, key in zip(query.placements, keys[0].placements, strict=True)
             ]
-            # The backward of redistribute sums them.
-            keys = [x.redistribute(placements=x.placements).to_local(grad_placements=own_gradients) for x in keys]
-            local = local[0], *[paired(x, form.pairs, head_dim) for x in keys]
-        whole, own = (query.shape[0], query.shape[head_dim]), (local[0].shape[0], local[0].shape[head_dim])
+            keys = [x.redistribute(placements=x.placements).to_local(grad_placements=grad_placements) for x in keys]
+            local = local[0], *[select_key_heads(x, form.pairs, head_dim) for x in keys]
+        sizes = (query.shape[0], query.shape[head_dim]), (local[0].shape[0], local[0].shape[head_dim])
         # torch.compile cannot trace _replace, and on 2.11 no comparison of the placements of ``form``.
         fields = form.seq_axis, form.head_dim, form.heads, form.pairs
-        return local, InputForm(query.device_mesh, query.placements, *fields, whole, own)
+        return local, InputForm(query.device_mesh, query.placements, *fields, *sizes)
 
     def enter(
         self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: SequenceLayout | Balancer
     ) -> Sequence[DTensor]:
-        """Local query, key and value as DTensors on the private mesh over ``group``. ``layout``: the layout of the
-        call, or the balancer that makes it."""
+        """Convert local query, key and value to DTensors on the private mesh over ``group``. No communication.
+
+        ``layout`` is the layout of the call, or the balancer that makes it.
+        """
         if torch.compiler.is_dynamo_compiling():
-            mesh, along = mesh_in_graph(self.live, tensors[0].device.type), [Shard(self._seq_dim)]
-            return [placed_in_graph(tensor, mesh, along) for tensor in tensors]
+            mesh, placements = mesh_in_graph(self.live, tensors[0].device.type), [Shard(self._seq_dim)]
+            return [placed_in_graph(tensor, mesh, placements) for tensor in tensors]
         q, k, v = tensors
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
         key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
@@ -199,13 +199,13 @@ class SequenceBoundary:
     def leave(
         self, name: str, private: DeviceMesh, form: InputForm | None, scale: tuple[int, int], output: DTensor
     ) -> torch.Tensor:
-        """An output on the ``private`` mesh, converted to the form of the inputs; another DTensor as it is.
+        """Convert an output on the ``private`` mesh to the form of the inputs. Other DTensors are returned unchanged.
 
-        ``scale``: the number of queries that was declared to DTensor, and the true one.
+        ``scale`` is the number of queries that was declared to DTensor, and the true number. No communication.
 
         Raises:
-            ValueError: the output is not sharded along the sequence any more, or the dims that other axes cut are not
-                found in it.
+            ValueError: the output is not sharded along the sequence, or its shape does not show the dims that other
+                axes cut.
         """
         if output.device_mesh != private:
             return output
@@ -223,13 +223,13 @@ class SequenceBoundary:
             shape[seq] = output.shape[seq] // declared * length if declared else 0
         if form is None:
             return placed(local, self._ranks()[1], (placement,), shape)
-        placements = form.of_output(name, local.shape, seq)
+        placements = form.place_output(name, local.shape, seq)
         if in_graph:
             return placed_in_graph(local, form.mesh, placements)
         if form.cuts(0):
-            shape[0] = form.whole[0]
+            shape[0] = form.global_sizes[0]
         if form.cuts(form.head_dim):
-            shape[3 - seq] = form.whole[1]
+            shape[3 - seq] = form.global_sizes[1]
         return placed(local, form.mesh, placements, shape)
 
     def form_of(
@@ -239,50 +239,52 @@ class SequenceBoundary:
         is_on: tuple[tuple[DeviceMesh | None, Placements], ...],
         counts: tuple[int, int],
     ) -> InputForm:
-        """The form of inputs with these meshes and placements. ``first``: the first one on other axes. ``counts``: the
-        numbers of all query and key heads."""
+        """The form of inputs with these meshes and placements.
+
+        ``first`` is the index of the first input on other axes, ``counts`` are the numbers of all query and key heads.
+        """
         (_, axis, composed), dim = self._ranks(), self._seq_dim
         key = axis, composed, is_on, counts
         if key in self._forms:
             return self._forms[key]
         mesh, placements = is_on[first]
         assert mesh is not None
-        what = f"{labels[first]} is a DTensor on mesh axes {mesh.mesh_dim_names} with {placements}"
+        found = f"{labels[first]} is a DTensor on mesh axes {mesh.mesh_dim_names} with {placements}"
         expected = f"expected a local tensor, or a DTensor on {axis.mesh_dim_names} with Shard({dim})"
         if mesh == axis:
-            raise ValueError(f"{what}; {expected}")
+            raise ValueError(f"{found}; {expected}")
         if composed.ndim == 1:
             raise ValueError(
-                f"{what}; {expected}, because the style was given the 1-D mesh {composed.mesh_dim_names}: for DTensors "
-                "on other axes pass the composed mesh to parallelize_module, or let the style before this one return "
-                f"local tensors (use_local_output=True){see('DTensors on other axes')}"
+                f"{found}; {expected}, because the style was given the 1-D mesh {composed.mesh_dim_names}: for "
+                "DTensors on other axes pass the composed mesh to parallelize_module, or let the style before this one "
+                f"return local tensors (use_local_output=True){see('DTensors on other axes')}"
             )
         for label, (other, _) in zip(labels, is_on, strict=True):
             if other != mesh:
                 on = "local" if other is None else f"on mesh axes {other.mesh_dim_names}"
-                raise ValueError(f"{what}, but {label} is {on}: pass all three on the same mesh")
+                raise ValueError(f"{found}, but {label} is {on}: pass all three on the same mesh")
         try:
             seq_axis = axis_in(mesh, composed, (axis.mesh_dim_names or ("cp",))[0])
         except ValueError as error:
-            raise ValueError(f"{what}: {error}. Otherwise {expected}") from None
+            raise ValueError(f"{found}: {error}. Otherwise {expected}") from None
         if seq_axis is None and not self._use_local_output:
             raise ValueError(
-                f"{what}. Outputs are then DTensors on the same axes, and use_local_output=False has no meaning for "
+                f"{found}. Outputs are then DTensors on the same axes, and use_local_output=False has no meaning for "
                 f"them: leave it out, or pass DTensors on a mesh that also has {axis.mesh_dim_names}"
             )
         query, keys, values = [each for _, each in is_on]
         refuse_placements(labels, (query, keys, values), mesh.mesh_dim_names or (), seq_axis, dim, 3 - dim)
-        heads = own_heads(mesh, query, keys, counts, 3 - dim)
+        heads = find_local_heads(mesh, query, keys, counts, 3 - dim)
         return self._forms.put(key, InputForm(mesh, query, seq_axis, 3 - dim, *heads))
 
     def private_mesh(self, device_type: str) -> DeviceMesh:
         return private_mesh(self._ranks()[0], device_type)
 
 
-# torch.compile guards their arguments.
+# torch.compile does not trace the next two functions. It keeps their results, and guards their arguments.
 @constant_under_compile
 def form_of(boundary: LiveObject, *arguments: Any) -> InputForm | str:
-    """:meth:`SequenceBoundary.form_of`, or the text of its error, which code that is traced can raise."""
+    """:meth:`SequenceBoundary.form_of`, or the text of its error, which traced code can raise."""
     try:
         return boundary.reference().form_of(*arguments)  # pyright: ignore[reportOptionalMemberAccess]
     except ValueError as error:
@@ -294,9 +296,9 @@ def mesh_in_graph(boundary: LiveObject, device_type: str) -> DeviceMesh:
     return boundary.reference().private_mesh(device_type)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _uneven(tensor: DTensor) -> bool:
-    whole = list(tensor.to_local().shape)
+def _is_uneven(tensor: DTensor) -> bool:
+    even = list(tensor.to_local().shape)
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            whole[placement.dim] *= tensor.device_mesh.size(axis)
-    return tuple(whole) != tuple(tensor.shape)
+            even[placement.dim] *= tensor.device_mesh.size(axis)
+    return tuple(even) != tuple(tensor.shape)

@@ -1,9 +1,4 @@
-"""DTensors without communication: local tensors as DTensors and back, and the private mesh on which a module has them.
-
-[Note: private mesh] A module's inputs are DTensors on a private view of the user's axis, over which nothing
-communicates. A function mode (attention.py) intercepts attention on these DTensors before it is an operator. DTensor
-would make of the operator a local attention on each rank's part, or nothing. So there DTensor's dispatcher raises.
-"""
+"""DTensors without communication: local tensors as DTensors and back, and the private mesh inside a module."""
 
 from __future__ import annotations
 
@@ -38,11 +33,12 @@ _PREFIX = "cp_styles:"
 NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
 
 
+# [Note: private mesh] A module's inputs are DTensors on a private view of the user's axis, over which nothing
+# communicates. A function mode (attention.py) intercepts attention on these DTensors before it becomes an operator. An
+# operator that reaches DTensor's dispatcher would attend to this rank's shard only. So our handlers there raise.
 def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The private 1-D mesh over a group. There is only one, because DTensor's caches keep every mesh for ever.
-
-    No communication.
-    """
+    """The private 1-D mesh over a group. No communication."""
+    # One mesh for each group and device type, because DTensor's caches keep every mesh forever.
     meshes = state_of(group).meshes
     if device_type not in meshes:
         refuse_destroyed(group)
@@ -59,13 +55,10 @@ def is_private(tensor: Any) -> bool:
 
 
 def install_handlers() -> None:
-    """Put our handlers into DTensor's table, if they are not there.
-
-    Called before every forward, because other code replaces or restores the table (torch's own context parallelism does
-    so when it is enabled and disabled). A handler that was there before still handles all other meshes.
-    """
+    """Put our handlers into DTensor's table, if they are not there. The previous handlers still handle other meshes."""
+    # Called before every forward, because torch's own context parallelism replaces and restores the table.
     table = sdpa_handlers()
-    if list(map(type, table.values())).count(_Handler) == len(_HANDLED):  # torch hashes ops in Python
+    if list(map(type, table.values())).count(_Handler) == len(_HANDLED):  # no look-ups: torch hashes ops in Python
         return
     for op, ours in _HANDLED.items():
         present = table.get(op)
@@ -94,19 +87,19 @@ def _refuse(op: torch._ops.OpOverload, *args: Any) -> None:
     )
 
 
-def _of_part(op: torch._ops.OpOverload, tensor: DTensor) -> torch.Tensor:
-    # Anomaly detection asks whether a gradient has a NaN. Answer for this rank's part.
+def _run_on_shard(op: torch._ops.OpOverload, tensor: DTensor) -> torch.Tensor:
+    # Anomaly detection looks for NaN in a gradient. It looks at this rank's shard.
     return op(tensor.to_local())
 
 
 _HANDLED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _refuse,
     **{kernel.forward_op: _refuse for kernel in SDPA_KERNELS},
-    IS_ANY_TRUE: _of_part,
+    IS_ANY_TRUE: _run_on_shard,
 }
 
 
-# -- local tensors as DTensors and back, in a fraction of the time of DTensor's functions --
+# -- conversions in a fraction of the time of DTensor's functions --
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
@@ -119,14 +112,14 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape:
 
 
 def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """:func:`placed` while torch.compile traces: of a global shape as if all ranks had as much as this one."""
+    """:func:`placed` while torch.compile traces, with the global shape of equal shards."""
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
 def spec_of(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> Any:
     """The spec for :func:`placed_as` of a local tensor of a global shape, with the memory order of the local tensor."""
-    # By the mesh itself, which the entry keeps: an equal one may be another rank's, or of groups that were destroyed.
-    # Many tensors may share a spec: DTensor's own sharding rules return shared ones too.
+    # The key has the identity of the mesh, which the entry keeps alive. An equal mesh may belong to another rank, or to
+    # groups that were destroyed. Tensors may share a spec: DTensor's own sharding rules return shared specs too.
     key = id(mesh), placements, tuple(shape), local.shape, local.stride(), local.dtype
     spec = _specs.get(key)
     if spec is None:
@@ -144,9 +137,9 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, specs, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.specs, made = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
-        ctx.mark_non_differentiable(*itertools.compress(made, map(operator.not_, ctx.needs_input_grad[1:])))
-        return made
+        ctx.specs, dtensors = specs, tuple(map(new_dtensor, map(torch.Tensor.detach, tensors), specs))
+        ctx.mark_non_differentiable(*itertools.compress(dtensors, map(operator.not_, ctx.needs_input_grad[1:])))
+        return dtensors
 
     @staticmethod
     def backward(ctx, *grads):
@@ -158,8 +151,7 @@ class _Placed(torch.autograd.Function):
         return None, *local_grads
 
 
-# ``placed_as(specs, *tensors)``: :func:`placed` on one axis for several tensors, by their specs. They share a node of
-# autograd.
+# ``placed_as(specs, *tensors)``: :func:`placed` on one axis for several tensors, which share a node of autograd.
 placed_as: Callable[..., tuple[DTensor, ...]] = _Placed.apply
 
 
@@ -178,7 +170,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # With create_graph=True they go on to a node that refuses second derivatives.
+        # With create_graph=True, second derivatives reach a node that refuses them.
         pairs = zip(grads, ctx.like, strict=True)
         return tuple([None if grad is None else placed(grad, *like) for grad, like in pairs])
 
@@ -189,23 +181,18 @@ local_tensors: Callable[..., tuple[torch.Tensor, ...]] = _Local.apply
 
 
 def declared_size(layout: SequenceLayout | Balancer, rank: int, ranks: int, rows: int) -> int:
-    """The global size of a dim of which this rank has ``rows``, as it is declared to DTensor. No communication.
-
-    It is the true size if the layout is known, and DTensor would make the same parts. Otherwise it is a size for which
-    DTensor's rule gives this rank its rows, so that views and expansions inside the module are right. Ranks may then
-    declare different sizes. These are never compared, and no result depends on them.
-    """
-    exact = isinstance(layout, SequenceLayout) and layout.lengths[rank] == rows
-    if exact and layout.lengths == chunk_sizes(layout.length, ranks):
+    """The global size of a dim, as it is declared to DTensor, if this rank has ``rows``. No communication."""
+    fits = isinstance(layout, SequenceLayout) and layout.lengths[rank] == rows
+    if fits and layout.lengths == chunk_sizes(layout.length, ranks):
         return layout.length
+    # A size from which DTensor computes this rank's rows, so that views and expansions inside the module are right.
+    # Ranks may declare different sizes. The sizes are never compared, and no result depends on them.
     return rows * ranks if rows else rank
 
 
 def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
-    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
-
-    torch uses the global strides to decide which dims a view may join.
-    """
+    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor."""
+    # torch decides by the global strides which dims a view may join.
     expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
     order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
     strides, step, local_step = [0] * len(shape), 1, 1

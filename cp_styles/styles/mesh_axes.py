@@ -23,19 +23,19 @@ Placements = tuple[Placement, ...]
 
 
 def axis_in(mesh: DeviceMesh, composed: DeviceMesh, name: str) -> int | None:
-    """The index of the axis ``name`` in ``mesh``, a mesh of axes of ``composed``. None if it has no such axis.
+    """The index of the axis ``name`` in ``mesh``. None if it has no such axis.
 
     Raises:
-        ValueError: ``mesh`` is not such a mesh.
+        ValueError: the axes of ``mesh`` are not axes of ``composed``, or have other ranks there.
     """
     names, all_names = mesh.mesh_dim_names, composed.mesh_dim_names or ()
     if not names or any(name not in all_names for name in names):
         raise ValueError(f"they are not axes of the mesh {all_names} that the style was given")
     axes = tuple(all_names.index(name) for name in names)
     # The global ranks over these axes, at this rank's coordinates on all other axes.
-    here = (composed.mesh == dist.get_rank()).nonzero()[0].tolist()
-    place = tuple(slice(None) if axis in axes else here[axis] for axis in range(composed.ndim))
-    if not torch.equal(mesh.mesh, composed.mesh[place].permute([sorted(axes).index(axis) for axis in axes])):
+    coordinates = (composed.mesh == dist.get_rank()).nonzero()[0].tolist()
+    index = tuple(slice(None) if axis in axes else coordinates[axis] for axis in range(composed.ndim))
+    if not torch.equal(mesh.mesh, composed.mesh[index].permute([sorted(axes).index(axis) for axis in axes])):
         raise ValueError(
             f"they are not over the ranks that the axes of these names have in the mesh {all_names} of the style"
         )
@@ -43,7 +43,8 @@ def axis_in(mesh: DeviceMesh, composed: DeviceMesh, name: str) -> int | None:
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of rows of part ``index``, if DTensor cuts ``length`` rows. It cuts as torch.chunk does."""
+    """The range of rows of part ``index``, if DTensor cuts ``length`` rows."""
+    # DTensor cuts as torch.chunk does.
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -95,53 +96,54 @@ def refuse_placements(
             )
 
 
-def own_heads(
+def find_local_heads(
     mesh: DeviceMesh, query: Placements, key: Placements, counts: tuple[int, int], head_dim: int
 ) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """The range of this rank's query heads; and for each of them the index of its key head, among this rank's.
+    """The range of this rank's query heads, and for each of these the index of its key head among this rank's.
 
     ``counts`` are the numbers of all query and key heads, ``query`` and ``key`` the placements, which
     :func:`refuse_placements` accepts.
 
     Raises:
-        ValueError: on every rank, if some rank has no query heads, or not the key heads that they need.
+        ValueError: on every rank, if some rank has no query heads, or lacks a key head of its query heads.
     """
-    of, keys_of = counts
-    if keys_of == 0 or of % keys_of:
+    q_heads, kv_heads = counts
+    if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(
-            f"{of} query heads are not a multiple of {keys_of} key/value heads{see('Heads that do not fit')}"
+            f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads{see('Heads that do not fit')}"
         )
-    here = tuple(mesh.get_coordinate() or ())
+    coordinates = tuple(mesh.get_coordinate() or ())
     cut = [axis for axis, placement in enumerate(query) if placement == Shard(head_dim)]
-    own: tuple[tuple[int, int], tuple[int, ...]] = (0, 0), ()
+    local: tuple[tuple[int, int], tuple[int, ...]] = (0, 0), ()
+    # Every rank computes the heads of all ranks, so that all of them raise.
     for place in itertools.product(
-        *(range(mesh.size(axis)) if axis in cut else (here[axis],) for axis in range(mesh.ndim))
+        *(range(mesh.size(axis)) if axis in cut else (coordinates[axis],) for axis in range(mesh.ndim))
     ):
         ranges = []
-        for placements, (start, stop) in ((query, (0, of)), (key, (0, keys_of))):
+        for placements, (start, stop) in ((query, (0, q_heads)), (key, (0, kv_heads))):
             for axis, placement in enumerate(placements):
                 if placement == Shard(head_dim):
                     first, last = chunk(stop - start, mesh.size(axis), place[axis])
                     start, stop = start + first, start + last
             ranges.append((start, stop))
         (start, stop), (first, last) = ranges
-        pairs = tuple(head // (of // keys_of) - first for head in range(start, stop))
+        pairs = tuple(head // (q_heads // kv_heads) - first for head in range(start, stop))
         if not pairs or pairs[0] < 0 or pairs[-1] >= last - first:
             raise ValueError(
-                f"{of} query heads and {keys_of} key/value heads cannot be cut over mesh axes "
+                f"{q_heads} query heads and {kv_heads} key/value heads cannot be cut over mesh axes "
                 f"{[(mesh.mesh_dim_names or ())[axis] for axis in cut]}: the rank at {[place[axis] for axis in cut]} "
                 f"gets query heads {start} to {stop - 1} and key heads {first} to {last - 1}, which do not belong "
                 "together. Replicate key and value over these axes, or use sizes that divide"
             )
-        if place == here:
-            own = (start, stop), pairs
-    return own
+        if place == coordinates:
+            local = (start, stop), pairs
+    return local
 
 
-def paired(kv: torch.Tensor, pairs: tuple[int, ...], head_dim: int) -> torch.Tensor:
-    """The key heads of :func:`own_heads`, so that kernels pair them with the query heads. A view if possible."""
+def select_key_heads(kv: torch.Tensor, pairs: tuple[int, ...], head_dim: int) -> torch.Tensor:
+    """The key heads of :func:`find_local_heads`, arranged as kernels expect for grouped queries. A view if possible."""
     first, size = pairs[0], pairs[-1] + 1 - pairs[0]
-    each = len(pairs) // size  # query heads in order, if each key head is used equally often
-    if len(pairs) == each * size and all(pair == first + index // each for index, pair in enumerate(pairs)):
+    group = len(pairs) // size  # query heads of a key head, if each key head has equally many
+    if len(pairs) == group * size and all(pair == first + index // group for index, pair in enumerate(pairs)):
         return kv if size == kv.shape[head_dim] else kv.narrow(head_dim, first, size)
     return kv.index_select(head_dim, numbers_on(kv.device, pairs))

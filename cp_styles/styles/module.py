@@ -41,7 +41,7 @@ class ModuleContextParallel(ContextParallelStyle):
     For attention modules with their own projections, and for whole models whose code stays as it is. All other code in
     the module sees plain local tensors: this rank's part of the sequence. Calls are intercepted while the module or one
     of its descendants runs, however the function was imported. For this, each of these modules gets a subclass of its
-    class. So state_dict keys and isinstance do not change, and a checkpointed layer is recomputed in the same way.
+    class. state_dict keys and isinstance do not change, and a checkpointed layer is recomputed in the same way.
 
     The attn_mask of a call must be the mask of the whole sequence, rows and columns in the order of positions. Give the
     model the global positions of its tokens (``layout.positions(rank)``).
@@ -66,13 +66,13 @@ class ModuleContextParallel(ContextParallelStyle):
             under such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
         local: names of modules (patterns as in a plan, "frontend.*") whose input is whole on each rank, or whose mixing
             stays within a row of their input. Layers of torch that mix tokens are refused outside of them; see Raises.
-        trusted: removed. A TypeError names what is there in its place.
+        trusted: removed. The TypeError names ``local`` and ``verify``.
 
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
     Communication of one call: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's. If
-    the layout is a balancer that is no function of this package, one more all-gather compares its results.
+    the layout is a balancer that is not a function of this package, one more all-gather compares its results.
     Applying the style sends nothing.
 
     Raises:
@@ -132,7 +132,7 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__}: the attribute `forward` of the module itself was set. It hides the forward "
                 "of the class, and would hide the forward of this style: apply the style first, or to the parent module"
             )
-        scripted = next((name for child in module.modules() for name in _scripted(child)), None)
+        scripted = next((name for child in module.modules() for name in _scripted_attentions(child)), None)
         if scripted is not None:
             raise NotImplementedError(
                 f"{type(module).__name__}: {scripted} is TorchScript with attention in it. TorchScript calls operators "
@@ -158,16 +158,16 @@ class ModuleContextParallel(ContextParallelStyle):
         if binding.group.size() > 1:
             local = list(chain.from_iterable(named.values()))
             check_layers(module, binding.name, local, inputs=self.checks.inputs)
-        self._enter(module, _ObservedForward(calls, ""), at_top=True)
+        self._intercept(module, _ObservedForward(calls, ""), at_top=True)
         state = getattr(module, _STATE)
         before = module.register_forward_pre_hook(state.begin, with_kwargs=True)
         hooks_in_order(module, before, module.register_forward_hook(state.end, always_call=True))
         return module
 
-    def _enter(self, child: nn.Module, state: _ObservedForward, *, at_top: bool = False) -> None:
+    def _intercept(self, child: nn.Module, state: _ObservedForward, *, at_top: bool = False) -> None:
         """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
-        if hasattr(child, _STATE):
-            return  # the module occurs twice
+        if hasattr(child, _STATE):  # the model has the module in two places
+            return
         calls, path = state.calls, state.path
         if self.sink_name is not None and getattr(child, self.sink_name, None) is not None:
             calls = calls.with_sink(child, self.sink_name)
@@ -175,24 +175,25 @@ class ModuleContextParallel(ContextParallelStyle):
         if self.checks.inputs and calls.unscoped.group.size() > 1 and (at_top or is_model(child)):
             state = replace(state, observers=observers_of(child))
         children = dict(child.named_children())
-        # Leaf modules of torch call no attention, and there are many of them. Models share activations of transformers.
+        # Leaf modules of torch call no attention, and a model has many. Models share activations of transformers.
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
             run_known_mixers(child)
             setattr(child, _STATE, state)
-            put_before_class(child, _Entered, _entered_members)
+            put_before_class(child, _InterceptedForward, _make_intercepted_members)
         for name, grandchild in children.items():
             below = f"{path}.{name}" if path else name
-            self._enter(grandchild, replace(state, path=below, observers=()))
+            self._intercept(grandchild, replace(state, path=below, observers=()))
 
 
 @dataclass(frozen=True, eq=False)
 class _ObservedForward:
-    """How the forward of one module runs.
+    """Runs the forward of one module with its attention calls intercepted.
 
     Attributes:
-        calls: the mode that is entered for it.
-        path: of the module, below the module that has the style.
-        observers: of the arguments of the module that has the style, and of models inside of it.
+        calls: the mode that the forward enters.
+        path: the path of the module, below the module that has the style.
+        observers: observe the arguments and outputs of the module. Only the module that has the style, and models
+            inside of it, have observers.
     """
 
     calls: AttentionCalls
@@ -200,21 +201,22 @@ class _ObservedForward:
     observers: Sequence[ForwardObserver] = ()
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the module that has the style."""
-        self.calls.start(module, args, kwargs)
+        """Forward pre-hook of the module that has the style: start the forward and its observers."""
+        self.calls.begin_forward(module, args, kwargs)
         for observer in self.observers:
             observer.forward_begins(self.calls, module, args, kwargs)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the module that has the style, after an exception too; ``output`` is then None."""
-        self.calls.leave(module, args, output, attends=not self.path)
+        """Forward hook of the module that has the style. After an exception ``output`` is None."""
+        self.calls.end_forward(module, args, output, attends=not self.path)
         if output is not None:
             for observer in self.observers:
                 observer.forward_ends(self.calls, module, output)
 
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward where no hook has run. A program calls ``model.forward``, or a model inside of the model
-        (``model.model``, for hidden states); or torch.compile has traced the hooks, and not the forward."""
+        """Run the forward where no hook has run."""
+        # A program calls ``model.forward``, or a model inside of the model (``model.model``, for hidden states). Or
+        # torch.compile has traced the hooks, and not the forward.
         output = None
         try:
             self.begin(module, args, kwargs)
@@ -225,12 +227,11 @@ class _ObservedForward:
         return output
 
 
-# Hooks are traced with the module's call or not compiled at all. If torch.compile compiled one by itself, it would
-# behave as inside a traced forward, and would not tell the ranks that wait that this rank, whose tracing has failed,
-# does not reach its attention.
+# Hooks are traced with the module's call or not compiled at all. A hook that is compiled by itself would behave as
+# inside a traced forward. After a failed trace, it would not report to waiting ranks that this rank calls no attention.
 never_compile_alone(_ObservedForward.begin, nor_what_it_calls=True)
 never_compile_alone(_ObservedForward.end, nor_what_it_calls=True)
-# Its frame is not compiled, because it enters a mode; the forward is.
+# The frame of run is not compiled, because it enters a mode. The forward that it calls is compiled.
 never_compile_alone(_ObservedForward.run)
 
 
@@ -239,7 +240,7 @@ def calls_in(model: nn.Module) -> AttentionCalls | None:
     return next((getattr(child, _STATE).calls for child in model.modules() if hasattr(child, _STATE)), None)
 
 
-def _scripted(module: nn.Module) -> Iterator[str]:
+def _scripted_attentions(module: nn.Module) -> Iterator[str]:
     """Names of TorchScript objects with attention, in a module or among the globals that its forward uses."""
     if scripted_attention(module):
         yield type(module).__name__
@@ -257,8 +258,8 @@ def binding_of(model: nn.Module) -> Binding | None:
     return next((state.calls.binding for state in states if state is not None), None)
 
 
-class _Entered(BoundToThisRun):
-    """Mixin before a module's class: its forward runs with the calls sent through the engine."""
+class _InterceptedForward(BoundToThisRun):
+    """Mixin before a module's class. Its forward runs the attention calls on the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state: _ObservedForward = getattr(self, _STATE)
@@ -271,9 +272,9 @@ class _Entered(BoundToThisRun):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:
-    """A forward that shows the signature of ``cls``. It is a copy: where torch.compile breaks a graph inside of the
-    module depends on the code of :class:`_Entered`, which calls ``super()``."""
-    base = _Entered.forward
+def _make_intercepted_members(cls: type[nn.Module]) -> dict[str, Any]:
+    """A copy of the forward of :class:`_InterceptedForward` that shows the signature of ``cls``."""
+    # A copy and not a wrapper: torch.compile breaks graphs inside of the module by the code that calls ``super()``.
+    base = _InterceptedForward.forward
     forward = FunctionType(base.__code__, base.__globals__, base.__name__, base.__defaults__, base.__closure__)
     return {"forward": functools.wraps(cls.forward)(forward)}

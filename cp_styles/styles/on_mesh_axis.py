@@ -41,7 +41,7 @@ def take_axis(device_mesh: DeviceMesh, axis: str, who: str) -> DeviceMesh:
         axes = f"axes {names}" if names else f"{device_mesh.ndim} axes without names"
         raise ValueError(
             f'{who} works on the mesh axis "{axis}", but the mesh has {axes}: name one of them "{axis}", '
-            'say which one is meant with mesh_axis="...", or pass the 1-D mesh of that axis'
+            'name another axis with mesh_axis="...", or pass the 1-D mesh of that axis'
             f"{see('A mesh without this axis')}"
         )
     return device_mesh[axis]
@@ -74,21 +74,20 @@ class OnMeshAxis(ParallelStyle):
 
     mesh_axis: str
 
-    _others: tuple[dist.ProcessGroup, ...] = ()  # the remaining axes of the mesh that it was given
+    _other_groups: tuple[dist.ProcessGroup, ...] = ()  # over the remaining axes of a composed mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
         axis = take_axis(device_mesh, self.mesh_axis, f"{type(self).__name__} on {type(module).__name__}")
-        mark = (
-            f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"  # a text, so that copies of the module keep it
-        )
+        # A text and not an object, so that copies of the module keep it.
+        mark = f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"
         if mark in module.__dict__.get(_APPLIED, ()):  # inputs would be sharded or gathered twice
             raise ValueError(
                 f"{mark} is on {type(module).__name__} already: apply a style to a module once, and a plan to a model "
                 "once"
             )
         names = device_mesh.mesh_dim_names or ()
-        self._others = tuple(
+        self._other_groups = tuple(
             device_mesh.get_group(name) for name in names if device_mesh.ndim > 1 and name != self.mesh_axis
         )
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
@@ -99,11 +98,9 @@ class OnMeshAxis(ParallelStyle):
         return applied
 
     def _refuse_uneven(self, where: str, shape: Sequence[int], placement: Placement, axis: DeviceMesh) -> None:
-        """Raise if rows of ``shape`` cannot be cut evenly over the axis: plain parts do not tell how many there are.
-
-        The next style would take this rank's part for one of an even cut, and the ranks' messages would not fit. All
-        ranks of the axis see that. Ranks of other axes, which may hold another number of rows, are told.
-        """
+        """Raise ValueError on every rank if rows of ``shape`` cannot be cut evenly over the axis."""
+        # Plain tensors do not show the global number of rows. The next style would assume even shards, and the ranks'
+        # messages would not fit.
         if not isinstance(placement, Shard):
             return
         dim = placement.dim % len(shape)
@@ -112,12 +109,13 @@ class OnMeshAxis(ParallelStyle):
         problem = ValueError(
             f"{type(self).__name__} on {where}: the size {axis.size()} of mesh axis {self.mesh_axis!r} "
             f"does not divide the {shape[dim]} rows that this rank has of the sequence (dim {dim} of {tuple(shape)}), "
-            f"and plain parts do not tell how many there are: pad the sequence to a length whose part on each rank "
+            f"and plain tensors do not show the global number: pad the sequence to a length whose part on each rank "
             f"{axis.size()} divides, or leave out sequence parallelism, Shard({dim})"
             f"{see('A part that tensor parallelism does not divide')}"
         )
         if not is_traced():
-            for group in self._others:
+            # All ranks of this axis raise. Ranks of other axes may hold another number of rows.
+            for group in self._other_groups:
                 report_failure(f"{type(self).__name__} on {where}", group)
         raise problem
 
@@ -128,7 +126,7 @@ class OnMeshAxis(ParallelStyle):
 # -- DTensors on several axes of a composed mesh, as inputs of styles that work on one axis --
 
 
-class _InputForm(NamedTuple):
+class _ComposedForm(NamedTuple):
     """The form of a module's input: its mesh and placements, the index of the style's axis, and its rows."""
 
     mesh: DeviceMesh
@@ -140,9 +138,8 @@ class _InputForm(NamedTuple):
 class AxisAdapter:
     """Removes the axes other than the style's from the inputs of a module, and adds them to its outputs again.
 
-    If a Linear got DTensors on [cp, tp], DTensor would propagate them, and would gather the sequence over cp to add a
-    bias. So the module gets DTensors on the axis of the style alone, with this rank's rows. Parameters stay on this
-    axis. Their gradients are this rank's share (``sum_gradients``). No communication.
+    The module gets DTensors on the axis of the style alone, with this rank's rows. Parameters stay on this axis. Their
+    gradients are this rank's share (``sum_gradients``). No communication.
 
     Args:
         who: the style and the module, for messages.
@@ -151,70 +148,72 @@ class AxisAdapter:
         keeps_rows: whether all dims but the last have the same size in the module's output as in its input.
     """
 
+    # A Linear with DTensors on [cp, tp] would gather the sequence over cp to add a bias.
+
     def __init__(self, who: str, axis: DeviceMesh, composed: DeviceMesh, keeps_rows: bool) -> None:
         self._who = who
         self._axis = axis
         self._composed = composed
         self._keeps_rows = keeps_rows
-        self._form: _InputForm | None = None
+        self._form: _ComposedForm | None = None
 
     def register(self, module: nn.Module) -> None:
         """Register hooks that run before the style's own on inputs, and after them on outputs."""
-        module.register_forward_pre_hook(self._lower, prepend=True)
-        module.register_forward_hook(self._lift)
+        module.register_forward_pre_hook(self._remove_axes, prepend=True)
+        module.register_forward_hook(self._restore_axes)
         hooks_in_order(module)
 
-    def _lower(self, module: nn.Module, args: Any) -> Any:
-        if self._form is not None:  # from a forward that failed
+    def _remove_axes(self, module: nn.Module, args: Any) -> Any:
+        if self._form is not None:  # the previous forward has failed
             self._form = None
-        return tree_map_only(DTensor, self._on_own_axis, args)
+        return tree_map_only(DTensor, self._take_own_axis, args)
 
-    def _on_own_axis(self, value: DTensor) -> DTensor:
+    def _take_own_axis(self, value: DTensor) -> DTensor:
         if value.device_mesh.ndim == 1:
             return value
         (name,) = self._axis.mesh_dim_names or ("",)
-        what = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
+        found = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
         try:
             own_axis = axis_in(value.device_mesh, self._composed, name)
         except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
+            raise ValueError(f"{found}: {error}") from None
         if own_axis is None:
-            raise ValueError(f"{what}: it lacks the axis {name!r} of the style")
+            raise ValueError(f"{found}: it lacks the axis {name!r} of the style")
         if not self._keeps_rows:
             raise NotImplementedError(
-                f"{what}, but this style takes DTensors on {name!r} alone. ColwiseParallel, RowwiseParallel and "
+                f"{found}, but this style takes DTensors on {name!r} alone. ColwiseParallel, RowwiseParallel and "
                 "SequenceParallel take DTensors on several axes and redistribute over their own: leave this style out"
             )
-        placement, others = value.placements[own_axis], {*range(value.device_mesh.ndim)} - {own_axis}
-        cut = {axis: other.dim for axis in others if type(other := value.placements[axis]) is Shard}
-        features = value.ndim - 1 if value.is_floating_point() else None  # and tokens have none
-        if len(cut) < len(others) or features in cut.values():
+        placement, other_axes = value.placements[own_axis], {*range(value.device_mesh.ndim)} - {own_axis}
+        cut = {axis: shard.dim for axis in other_axes if type(shard := value.placements[axis]) is Shard}
+        features_dim = value.ndim - 1 if value.is_floating_point() else None  # token ids have no features
+        if len(cut) < len(other_axes) or features_dim in cut.values():
             raise ValueError(
-                f"{what}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
+                f"{found}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
                 "placements the sum of the parameter gradients would not equal the sum on one device"
             )
         if type(placement) is Shard and any(axis > own_axis for axis, dim in cut.items() if dim == placement.dim):
-            raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
-        shape, place = list(value.shape), value.device_mesh.get_coordinate() or ()
+            raise ValueError(f"{found}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
+        shape, coordinates = list(value.shape), value.device_mesh.get_coordinate() or ()
         for axis, dim in cut.items():
-            start, stop = chunk(shape[dim], value.device_mesh.size(axis), place[axis])
+            start, stop = chunk(shape[dim], value.device_mesh.size(axis), coordinates[axis])
             shape[dim] = stop - start
         rows = {dim: (shape[dim], value.shape[dim]) for dim in cut.values()}
-        self._form = _InputForm(value.device_mesh, value.placements, own_axis, rows)
+        self._form = _ComposedForm(value.device_mesh, value.placements, own_axis, rows)
         return placed(value.to_local(), self._axis, (placement,), shape)
 
-    def _lift(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _restore_axes(self, module: nn.Module, args: Any, output: Any) -> Any:
         form, self._form = self._form, None
-        return output if form is None else tree_map_only(DTensor, lambda value: self._on_all_axes(value, form), output)
+        return output if form is None else tree_map_only(DTensor, lambda x: self._place_on_all_axes(x, form), output)
 
-    def _on_all_axes(self, value: DTensor, form: _InputForm) -> torch.Tensor:
+    def _place_on_all_axes(self, value: DTensor, form: _ComposedForm) -> torch.Tensor:
         if value.device_mesh != self._axis:
             return value
         (placement,) = value.placements
         shape = list(value.shape)
-        for dim, (rows, whole) in form.rows.items():
-            assert shape[dim] == rows  # a Linear, an Embedding or a norm: what the styles took
-            shape[dim] = whole
+        for dim, (local_rows, rows) in form.rows.items():
+            assert shape[dim] == local_rows  # styles that keep rows take a Linear, an Embedding or a norm
+            shape[dim] = rows
         placements = (*form.placements[: form.own_axis], placement, *form.placements[form.own_axis + 1 :])
         if isinstance(placement, Shard) and placement in placements[form.own_axis + 1 :]:
             raise ValueError(

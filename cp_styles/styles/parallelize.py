@@ -62,6 +62,6 @@ def parallelize_module(
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern of a plan names the module of this path: ``*`` and ``?`` stand for no dot."""
+    """Whether a pattern of a plan names the module of this path. ``*`` and ``?`` do not match a dot."""
     names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch, names, patterns))

@@ -1,8 +1,8 @@
 """torch's tensor-parallel styles, each on its own axis of a composed mesh.
 
-Under context parallelism every cp rank runs a style on its part of the sequence, and the gradients of the parameters
-must then be summed over cp (``sum_gradients``). Communication: the redistribution of inputs and outputs, over the axis
-of the style alone.
+Under context parallelism every cp rank runs a style on its shard of the sequence. The gradients of the parameters must
+then be summed over cp (``sum_gradients``). Communication: inputs and outputs are redistributed over the axis of the
+style alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
 
 
 class _EvenOutputs(OnMeshAxis):
-    """Refuses outputs whose rows the axis does not divide, where they leave as plain tensors."""
+    """Refuses plain outputs whose rows the axis does not divide."""
 
     _keeps_rows = True
 
-    def _prepare_output_fn(  # torch's is a static method
+    def _prepare_output_fn(  # a static method in torch
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
         if use_local_output:

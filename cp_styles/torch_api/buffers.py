@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import saved_tensors_hooks_on_top, uncompiled
-from cp_styles.layout import SequenceLayout, cut_with, mark_cut
+from cp_styles.layout import SequenceLayout, find_cut, mark_cut
 from cp_styles.troubleshooting import see
 
 
@@ -44,7 +44,7 @@ class CutBuffer:
 
     def put(self) -> Callable[[], None]:
         """Replace the buffer's data by the part. Call the returned function to restore it."""
-        buffer, before = self.buffer, cut_with(self.buffer)
+        buffer, before = self.buffer, find_cut(self.buffer)
         with torch.inference_mode(False):  # inference tensors cannot be used for training later
             data = buffer.data
 

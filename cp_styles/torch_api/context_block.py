@@ -36,7 +36,7 @@ from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, inne
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, names_of_inputs
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
@@ -218,7 +218,7 @@ class context_parallel(contextlib.ContextDecorator):
         return facts if self._layout is not None else [*facts, self._default.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
-        cut, rank = cut_with(buffer), self._group.rank()
+        cut, rank = find_cut(buffer), self._group.rank()
         if cut is not None and cut[0].ranks > 1 and buffer.shape[dim] == cut[0].lengths[rank % cut[0].ranks]:
             raise ValueError(
                 f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: it was cut by a block that "
@@ -258,7 +258,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.observers = binding.group_state.the(_Observers)
+        self.observers = binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
     def inside(self, *, again: bool = False) -> Iterator[None]:
@@ -347,13 +347,13 @@ class _BlockCalls(AttentionCalls):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
-            if not self.is_around():
+            if not self.encloses_call():
                 return func(*args, **(kwargs or {}))
             if not self._entry.parts.keys().isdisjoint(map(id, args)):
-                self.remember()
+                self.wrap_checkpoints()
         return super().__torch_function__(func, types, args, kwargs)
 
-    def is_around(self) -> bool:
+    def encloses_call(self) -> bool:
         open_here = _open.get()
         if self._again or open_here == (self._entry,):
             return True
@@ -362,7 +362,7 @@ class _BlockCalls(AttentionCalls):
             entry = entry.outer
         return entry is not None
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
+    def enter_again(self) -> contextlib.AbstractContextManager[Any]:
         return self._entry.inside(again=True)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, part_of_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
 from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
@@ -146,7 +146,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
 
     No communication.
     """
-    one = state_of(world_group()).the(_GroupOfOne).group
+    one = state_of(world_group()).get_or_create(_GroupOfOne).group
     if mesh.ndim == 1:
         alone = DeviceMesh.from_group(one, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
     else:
@@ -201,7 +201,7 @@ def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[Temporar
             # Axes of one rank may share a group.
             for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
-                groups.append(part_of_group(original, ranks, f"{original.group_name}/{name}"))
+                groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
                 state_of(groups[-1]).proofs = temporary.proofs
                 stack.enter_context(_replace_group(original, StandIn(groups[-1])))
             yield temporary

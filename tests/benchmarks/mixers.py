@@ -29,7 +29,7 @@ from cp_styles.bounded_cache import another_cache
 from cp_styles.collectives import heads_to_seq, seq_to_heads
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_recurrence
-from cp_styles.mixers.roll import rolled
+from cp_styles.mixers.roll import roll_exchange
 from cp_styles.testing import CommunicationTrace, run_ranks
 
 
@@ -92,7 +92,7 @@ def planning(length: int, ranks: int = 8) -> tuple[float, float]:
     with another_cache():
         for _ in range(2):
             began = time.perf_counter()
-            rolled(layout, (length,), -1, True, 0)
+            roll_exchange(layout, (length,), -1, True, 0)
             times.append(1e3 * (time.perf_counter() - began))
     return times[0], times[1]
 

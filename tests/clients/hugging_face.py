@@ -41,7 +41,7 @@ TINY = {
     "experts_implementation": "eager",
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads"),
@@ -149,14 +149,21 @@ _LOCK = threading.Lock()  # the default dtype is that of all ranks, which are th
 
 
 def config_of(model_type: str, without: Sequence[str] = (), **changes: Any) -> Any:
-    """A tiny configuration; of a model of several kinds of input, the one of its text.
+    """A tiny configuration of two layers, or of four where these are of more kinds; of a model of several kinds of
+    input, the one of its text.
 
     ``without`` names what a type does not take.
     """
-    given = {name: value for name, value in (TINY | changes).items() if name not in without}
-    config = transformers.AutoConfig.for_model(model_type, **given)
-    text = config.get_text_config()
-    return config if text is config else type(text)(**given)
+
+    def of_layers(**layers: int) -> Any:
+        given = {name: value for name, value in (TINY | layers | changes).items() if name not in without}
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        text = config.get_text_config()
+        return config if text is config else type(text)(**given)
+
+    two, four = of_layers(), of_layers(num_hidden_layers=4)
+    kinds = [{*(getattr(config, "layer_types", None) or ())} for config in (two, four)]
+    return two if kinds[0] == kinds[1] else four
 
 
 def tiny(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:

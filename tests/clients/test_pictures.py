@@ -130,7 +130,7 @@ def wanted(model: Any, tokens: torch.Tensor, labels: torch.Tensor, pictures: Any
 
 
 def by_the_page(kind: str, model: Any, **whole: Any) -> Any:
-    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
+    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(r"<!-- example: pictures -->\n```python\n(.*?)```", page, re.DOTALL)
     made, rest = code.split("parallelize_module(", 1)
     rest = rest.replace("language_model", "text_model") if kind in ("idefics3", "smolvlm") else rest

@@ -196,7 +196,7 @@ def test_models_that_share_an_activation():
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
+    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", page, re.DOTALL)
     made, step = code.split("parallelize_module(", 1)
     model, tokens = tiny(causal_lm, config_of("mistral")), tokens_of()

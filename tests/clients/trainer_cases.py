@@ -180,7 +180,7 @@ def packed(**options: Any) -> Training:
 
 
 def on_the_page(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/trainers.md").read_text()
+    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
     return code
 

@@ -199,28 +199,27 @@ def held(attend: Callable[..., torch.Tensor]) -> list[float]:
     return [round(size / grad.nbytes, 2) for size in (kept, kept + most)]
 
 
-def training_error() -> tuple[float, int]:
-    """Of a training step with FSDP2 over dp and cp, and checkpoints that keep the attention of compiled layers: of the
-    loss and all gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
+def training_error(cp: DeviceMesh) -> tuple[float, int]:
+    """Of a training step with FSDP2, and checkpoints that keep the attention of compiled layers: of the loss and all
+    gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
     counters.clear()
-    mesh = composition.dp_cp()
-    model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
+    model = parallelize_module(composition.new_model(), cp, composition.cp_plan(2))
     for index, layer in enumerate(model.layers):
         layer.compile(backend="aot_eager", fullgraph=True)
         model.layers[index] = checkpoint_wrapper(layer, context_fn=save_attention())
-    composition.shard(model, composition.dp_with_cp(mesh))
-    run = composition.training(model, mesh, averaged_over=lambda mesh: mesh.size())
+    composition.shard(model, cp)
+    run = composition.training(model, cp, composition.cp_of, averaged_over=DeviceMesh.size)
     loss, alone = run.backward(composition.batch_of(0)).item(), composition.alone(1)
     gradients = {name.replace("_checkpoint_wrapped_module.", ""): x.grad for name, x in model.named_parameters()}
     errors = [error(composition.whole(gradients[name]), wanted) for name, wanted in alone.gradients.items()]
     return max(abs(loss - alone.losses[0]), *errors), counters["stats"]["unique_graphs"]
 
 
-def memory() -> tuple[list[float], list[float]]:
+def memory(mesh: DeviceMesh) -> tuple[list[float], list[float]]:
     """Eager and compiled."""
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        return context_attention(*qkv, dist.group.WORLD, mask=CAUSAL)
+        return context_attention(*qkv, mesh, mask=CAUSAL)
 
     return held(attend), held(torch.compile(attend, backend="aot_eager", fullgraph=True))
 
@@ -238,12 +237,12 @@ def at_night(folder: Path) -> None:
 def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     said: dict[str, Any] = {"dtensors": layer_error(mesh, Core(), local=False)}
-    # On the ranks of one attention: those of the other would compile the same.
-    said["without positions"] = without_positions(mesh["cp"]) if mesh["tp"].get_local_rank() == 0 else None
     said["order"] = order_of_waiting(mesh)
     torch.compiler.reset()
-    said["training"] = training_error()
-    torch.compiler.reset()
-    said["memory"] = memory()
+    if mesh["tp"].get_local_rank() == 0:  # the ranks of one attention: those of the other would compile the same
+        said["without positions"] = without_positions(mesh["cp"])
+        said["training"] = training_error(mesh["cp"])
+        torch.compiler.reset()
+        said["memory"] = memory(mesh["cp"])
     print(json.dumps(said), flush=True)
     torch.compiler.reset()

@@ -1,6 +1,6 @@
 """The program of test_composition.py: compositions, one after another, on ranks that are processes.
 
-Three are proved first, in place, and at night the rest. A mistake that only a gradient shows is noticed in one of them.
+Two are proved first, in place, and at night the rest. A mistake that only a gradient shows is noticed in one of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from tests.ranks.composition import (
     batch_of,
     by_ddp_over_cp,
     by_fsdp_over_cp_with_tp,
-    by_fsdp_over_dp_cp,
     by_pipeline,
-    by_sum_gradients,
 )
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
@@ -76,8 +74,8 @@ def hidden_shift(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-PROVED = (by_ddp_over_cp, by_fsdp_over_cp_with_tp, by_pipeline)
-BY_DAY = (by_sum_gradients, by_fsdp_over_dp_cp, *PROVED)
+PROVED = (by_ddp_over_cp, by_pipeline)
+BY_DAY = (by_fsdp_over_cp_with_tp, *PROVED)
 AT_NIGHT = tuple(make for make in COMPOSITIONS if make not in PROVED)
 
 Makers = Sequence[Callable[[], Training]]

@@ -69,7 +69,7 @@ def test_a_kernel_has_one_process(monkeypatch, tmp_path, stand_ins):
     assert all(len({" ".join(name.split()[:2]) for name in names}) == 1 for names in shared)
 
 
-BY_DAY = ("kernels flash bfloat16 D=64 G=1", "kernels efficient float32 D=64 G=8", "kernels cuDNN float16 D=64 G=8")
+BY_DAY = ("kernels flash bfloat16 D=64 G=1", "kernels efficient float32 D=64 G=8")
 OTHERS = [name for name, case in PLAN.items() if case.stage == "kernels" and name not in BY_DAY]
 
 

@@ -16,6 +16,7 @@ import torch
 from cp_styles.kernels import packing
 from cp_styles.kernels.merge import TorchMerge
 from tests import gpu_record, replay
+from tests.covering import at_night
 from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_record import Record, judge, launches, run_checks, tolerance, waits
 from tests.gpu_tensors import gpus, put, read
@@ -30,7 +31,7 @@ def lines_of(problem: Problem, **options: Any) -> dict[str, dict[str, Any]]:
     return {line["cover"]: line for line in run_checks(problem.name, exact(problem, **options))}
 
 
-@pytest.mark.parametrize("mask", ["causal", "window", "documents", "full"])
+@pytest.mark.parametrize("mask", ["causal", "documents", *at_night("window", "full")])
 def test_all_ranks_are_one_device(mask: str):
     lines = lines_of(SMALL._replace(mask=mask))
     assert [*lines] == [*WAYS]
@@ -44,6 +45,7 @@ def test_all_ranks_are_one_device_on_stand_ins():
     assert seen.calls["_flash_attention_backward"]
 
 
+@pytest.mark.nightly
 def test_messages_in_batches():
     """The way of CUDA: a batch of P2POps for tensors of a GPU, whose host never waits."""
     inputs, grad = attention_inputs(length=SMALL.length, batch=1, heads=4, kv_heads=2, dim=8)

@@ -1,5 +1,6 @@
 """The main job on real processes, on few and short steps."""
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -95,6 +96,7 @@ def train(name: str, change: str, options: list, folder: Path) -> int:
             print(error)  # and train: the comparison with one process must see the mistake too
 
     job.train_alone, job.verify = train_once, prove
+    job.CONFIG = dataclasses.replace(job.CONFIG, layers=1)  # .ci/run trains the whole model
     sys.argv[1:] = [*map(str, options), "--out", f"{folder}/new folder/{name}.png"]
     known = {"job": job, "cp_styles": cp_styles, "functools": functools, "packed_documents": job.packed_documents}
     exec(change, known)
@@ -105,8 +107,9 @@ TRAININGS = {name: (LAST_ROWS, options) for name, options in PARALLEL.items()} |
     name: (change, ["--cp", 2, "--tp", 2, *(PACKED if "SequenceScope" in change else SHORT)])
     for name, change in SABOTAGE.items()
 }
-# At night: tests/wrong_programs.py has these mistakes too, and the tests of strategies a hybrid.
-LONG = ("hybrid", *[name for name in SABOTAGE if name != "gradients left unsummed"])
+# At night: tests/wrong_programs.py has these mistakes too, test_composition.py a comparison that notices one, and the
+# tests of strategies a hybrid.
+LONG = ("hybrid", *SABOTAGE)
 PROGRAMS = {
     f"main job, {name}": Program(4, partial(train, name, *given), at_night=name in LONG)
     for name, given in TRAININGS.items()
@@ -145,6 +148,7 @@ def test_without_one_process_to_compare_with(tmp_path, monkeypatch, capsys):
         port = str(free.getsockname()[1])
     job = alone_here(monkeypatch, WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
     monkeypatch.setattr(job.torch, "set_num_threads", lambda threads: None)  # of all tests of this process
+    monkeypatch.setattr(job, "CONFIG", dataclasses.replace(job.CONFIG, layers=1))
     options = ["--cp", "1", "--tp", "1", "--steps", "1", "--seq-len", "64", "--no-compare"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options, "--out", str(tmp_path / "run.png")])
     assert job.main() == 0

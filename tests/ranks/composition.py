@@ -8,7 +8,7 @@ others. So a reducer that averages, or a mean of means, cannot be right by accid
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -40,9 +40,9 @@ LAYOUTS = {
 SEQ_DIMS = {"tokens": 1, "labels": 1}
 
 
-def new_model(dtype: torch.dtype = torch.float64) -> Llama:
+def new_model(dtype: torch.dtype = torch.float64, layers: int = CONFIG.layers) -> Llama:
     """The same everywhere, without the random generator that threads share."""
-    model = Llama(CONFIG).to(dtype)
+    model = Llama(replace(CONFIG, layers=layers)).to(dtype)
     for index, parameter in enumerate(model.parameters()):
         drawn = randn(index, *parameter.shape)
         parameter.data = (drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + drawn / 10).to(dtype)
@@ -105,9 +105,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def alone(steps: int) -> Training:
+def alone(steps: int, layers: int = CONFIG.layers) -> Training:
     """One process."""
-    model = new_model()
+    model = new_model(layers=layers)
 
     def backward(batch):
         loss = F.cross_entropy(model(batch["tokens"], torch.arange(LENGTH)).flatten(0, 1), batch["labels"].flatten())

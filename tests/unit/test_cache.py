@@ -13,10 +13,10 @@ import torch
 
 from cp_styles import Causal, Dense, Documents, by_work, head_tail
 from cp_styles.bounded_cache import LatestEntries, Remembered, another_cache, remembered
-from cp_styles.layout import _remembered, layout_made_by
-from cp_styles.mask.linear_pieces import _uncut
+from cp_styles.layout import _cached_layout, layout_made_by
+from cp_styles.mask.linear_pieces import _make_pieces
 from cp_styles.plan import make_plan
-from cp_styles.plan.linear import chunks_of
+from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import _make_plan
 from cp_styles.strategies.schedule import make_schedule
 
@@ -45,7 +45,7 @@ def test_the_latest_results_are_kept():
 
 
 def test_thousands_of_new_documents_leave_few_entries():
-    functions = (make_schedule, _make_plan, _uncut, chunks_of, _remembered)
+    functions = (make_schedule, _make_plan, _make_pieces, get_chunks, _cached_layout)
     for size in range(300):
         mask = Documents((size + 1, 200)) & Causal()
         layout = layout_made_by(partial(by_work, mask=mask), size + 201, 2)
@@ -77,7 +77,7 @@ def test_nothing_of_a_caller_is_kept():
         make_plan(layout, layout, dense & Causal(), 0)
         del dense
         assert tensor() is None
-        tables = [_remembered, _uncut, chunks_of, _make_plan]
+        tables = [_cached_layout, _make_pieces, get_chunks, _make_plan]
         assert all(isinstance(each, Remembered) and each.cache_info().currsize for each in tables)
         found = [x for each in tables for x in inside(each._kept, {}) if isinstance(x, torch.Tensor)]
         assert {(x.dtype, x.device.type) for x in found} == {(torch.int64, "cpu")}

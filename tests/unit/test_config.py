@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_styles.engine.config import AttentionConfig, built, parts_of
+from cp_styles.engine.config import AttentionConfig, rebuild, take_apart
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
@@ -51,17 +51,17 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=["plain", "strategies", "layouts", "masks", "kernels", "users"])
 def test_there_and_back(value):
     tensors: list[torch.Tensor] = []
-    parts = parts_of(value, tensors)
-    found = built(parts)
+    parts = take_apart(value, tensors)
+    found = rebuild(parts)
     assert list(map(type, found)) == list(map(type, value))
-    assert parts_of(found, tensors) == parts  # partials are not equal to their likes
-    assert hash(parts) == hash(parts_of(found, tensors))
+    assert take_apart(found, tensors) == parts  # partials are not equal to their likes
+    assert hash(parts) == hash(take_apart(found, tensors))
     assert not tensors
 
 
 def test_a_tensor_goes_beside_the_parts():
     mask, tensors = Dense(torch.ones(4, 4, dtype=torch.bool)), []
-    assert built(parts_of((mask & Causal(),), tensors), mask.tensor) == (mask & Causal(),)
+    assert rebuild(take_apart((mask & Causal(),), tensors), mask.tensor) == (mask & Causal(),)
     assert tensors == [mask.tensor]
 
 
@@ -76,7 +76,7 @@ def test_what_is_not_found_by_name():
         ([1], "a list cannot be rebuilt"),
     ):
         with pytest.raises(TypeError, match=match):
-            parts_of((value,), [])
+            take_apart((value,), [])
 
 
 def config_of(parts) -> AttentionConfig:
@@ -85,7 +85,7 @@ def config_of(parts) -> AttentionConfig:
 
 @pytest.mark.parametrize("value", VALUES, ids=["plain", "strategies", "layouts", "masks", "kernels", "users"])
 def test_generated_code_rebuilds_it(value):
-    config = config_of(parts_of(value, []))
+    config = config_of(take_apart(value, []))
     code, names = config.__fx_repr__()
     assert eval(code, dict(names)) == config
     assert hash(eval(code, dict(names))) == hash(config)
@@ -93,14 +93,14 @@ def test_generated_code_rebuilds_it(value):
 
 @pytest.mark.nightly  # test_compile_cache.py runs code of another process
 def test_in_another_process():
-    config = config_of(parts_of(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
+    config = config_of(take_apart(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
     code, _ = config.__fx_repr__()
     program = f"""
-from cp_styles.engine.config import AttentionConfig, built, parts_of
+from cp_styles.engine.config import AttentionConfig, take_apart, rebuild
 config = {code}
-assert parts_of(built(config.parts), []) == config.parts
+assert take_apart(rebuild(config.parts), []) == config.parts
 from tests.unit.test_config import VALUES, config_of
-assert config == config_of(parts_of(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
+assert config == config_of(take_apart(VALUES[1] + VALUES[2] + VALUES[3] + VALUES[5], []))
 """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(

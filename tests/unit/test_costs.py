@@ -11,7 +11,7 @@ import torch
 from cp_styles import AllGather, Full, Ring, Ulysses, contiguous
 from cp_styles.explain import Explanation, explain
 from cp_styles.strategies import Strategy
-from tests.covering import sampled
+from tests.covering import at_night
 
 PAGE = (Path(__file__).parents[2] / "tutorials/performance.md").read_text()
 LENGTH, DIM = 384, 16
@@ -46,7 +46,8 @@ def explained(strategy: Strategy, ranks: int, heads: int, kv_heads: int, dtype: 
     return explain(LENGTH, mask=Full(), layout=contiguous, strategy=strategy, **shape)
 
 
-@sampled(1, ranks=[2, 4, 8], dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4, *at_night(8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float32)])
 def test_bytes_on_the_wire(ranks: int, dtype: torch.dtype):
     for keep in (0, 1):
         forward, backward = row("Bytes on the wire", "Ring(keep=n)")

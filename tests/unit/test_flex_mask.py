@@ -105,7 +105,7 @@ def check_block_plans(layout, mask: Mask, allowed: torch.Tensor, block: tuple[in
     return None
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     layouts(),
     st.sampled_from([1, 2, 4, (4, 2), (2, 8), 16]),

@@ -297,7 +297,7 @@ def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
     assert [chosen(found, tensors, biased) for biased in (False, True)] == [plain, CUDA_EFFICIENT]
     if plain == CUDA_CUDNN_PREFERRED:  # has no windows and takes no packs
         for what in ({"window": (7, 0)}, {"pack": object()}):
-            assert found.for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
+            assert found.choose_for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
         assert (found.small_tiles, found.windows) == (True, True)
 
 
@@ -310,7 +310,7 @@ def few_shapes(monkeypatch):
     monkeypatch.setattr(SdpaKernel, "backward", lambda self, *tensors, **options: self)
 
 
-def tiles_of(
+def make_tiles(
     length: int, *, batch: int = 1, dim: int = 64, value_dim: int = 64, dtype=LOW, device: str = "cuda:0"
 ) -> Iterator[Any]:
     """Query, key and value of the tiles of one call, with ``length`` rows, as an all-gather with a head-tail layout has
@@ -328,7 +328,7 @@ def tiles_of(
 def kernels_of(length: int, *, named: Kernel | None = None, phase: str = "forward", **options) -> set[Kernel]:
     """Which kernels compute the tiles of a call. A new kernel is chosen for each call, as for a mask of the call."""
     found = set()
-    for tensors in tiles_of(length, **options):
+    for tensors in make_tiles(length, **options):
         kernel = kernel_for_tiles(tensors, named=named)
         before, after = ([tensors[0]], [tensors[0], None]) if phase == "backward" else ([], [])
         found.add(getattr(kernel, phase)(*before, *tensors, *after, causal=False, bias=None, scale=1.0))
@@ -390,7 +390,7 @@ def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
 
 def chosen(line: ByTile, tensors: Any, biased: bool) -> Any:
     """The kernel of a tile."""
-    return line.for_tile(tensors, causal=False, bias=0 if biased else None)[0]
+    return line.choose_for_tile(tensors, causal=False, bias=0 if biased else None)[0]
 
 
 def kernel_of(kernel: Kernel) -> Any:

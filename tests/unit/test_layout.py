@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.engine.config import built, parts_of
+from cp_styles.engine.config import rebuild, take_apart
 from cp_styles.layout import (
     SequenceLayout,
     Stripes,
@@ -21,7 +21,7 @@ from cp_styles.layout import (
 )
 from cp_styles.mask import Causal, Documents
 from cp_styles.plan import imbalance
-from cp_styles.strategies.ulysses import _among, joined
+from cp_styles.strategies.ulysses import _renumber_neighbours, join_neighbours
 from tests.layouts import layouts
 from tests.oracle import randn
 
@@ -165,8 +165,8 @@ def test_neighbours_as_one_rank_and_among_themselves(data: st.DataObject, groups
     for group in range(groups):
         members = [layout.positions(group * size + member) for member in range(size)]
         together = torch.cat(members).sort().values
-        assert torch.equal(joined(layout, size).positions(group), together)
-        cut = _among(layout, group * size, size)
+        assert torch.equal(join_neighbours(layout, size).positions(group), together)
+        cut = _renumber_neighbours(layout, group * size, size)
         assert all(torch.equal(together[cut.positions(member)], own) for member, own in enumerate(members))
 
 
@@ -197,12 +197,12 @@ def test_striped_layout_is_three_numbers_when_sent():
     layout = striped(2**45 + 3, 64)
     assert layout.lengths == (2**39 + 1,) * 3 + (2**39,) * 61
     assert layout == SequenceLayout(Stripes(2**45 + 3, 64, 1)) != striped(2**45 + 3, 64, block=2)
-    assert pickle.loads(pickle.dumps(layout)) == layout == built(parts_of(layout, []))
+    assert pickle.loads(pickle.dumps(layout)) == layout == rebuild(take_apart(layout, []))
     assert len(pickle.dumps(layout)) < 2000
-    assert len(repr(parts_of(layout, []))) < 200
+    assert len(repr(take_apart(layout, []))) < 200
     assert len(repr(layout)) < 2000
-    assert joined(layout, 8) == striped(2**45 + 3, 8, block=8)
-    assert _among(layout, 0, 8) == striped(2**42 + 3, 8)
+    assert join_neighbours(layout, 8) == striped(2**45 + 3, 8, block=8)
+    assert _renumber_neighbours(layout, 0, 8) == striped(2**42 + 3, 8)
 
 
 @pytest.mark.usefixtures("nothing_listed")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
-from cp_styles.mask.linear_pieces import pieces_of, work_from
+from cp_styles.mask.linear_pieces import cut_into_pieces, work_from
 from tests.oracle import MaskCase, allowed, mask_cases, randn
 
 POSITIONS = torch.arange(17)
@@ -46,7 +46,7 @@ def test_pieces_are_the_bounds(names: list[str], cuts: list[int], keys: int, tol
     """Straight, ascending, all that see something, and no more than the mask's own breaks and the cuts make of it."""
     _, mask = conjunction(names)
     own = mask if told else Untold(mask)
-    pieces = pieces_of(own, 17, keys, torch.tensor(cuts, dtype=torch.int64))
+    pieces = cut_into_pieces(own, 17, keys, torch.tensor(cuts, dtype=torch.int64))
     found = [(-1, 0, 0)]
     for rank, start, count, lo, hi, lo_step, hi_step in zip(*(column.tolist() for column in pieces), strict=True):
         stop = start + count
@@ -79,10 +79,10 @@ class Untold(Mask):
 def test_few_pieces_however_long_the_sequence_is():
     length = 10**9
     for mask, pieces in ((Causal(), 1), (SlidingWindow(4095, 0), 2), (SlidingWindow(100, 50), 3), (PrefixLM(500), 2)):
-        assert len(pieces_of(mask, length, length, torch.tensor([0])).start) == pieces
+        assert len(cut_into_pieces(mask, length, length, torch.tensor([0])).start) == pieces
     documents = Documents((length // 4,) * 4)
-    assert len(pieces_of(documents & Causal(), length, length, torch.tensor([0])).start) == 4
-    assert len(pieces_of(documents & SlidingWindow(4095, 0), length, length, torch.tensor([0])).start) == 8
+    assert len(cut_into_pieces(documents & Causal(), length, length, torch.tensor([0])).start) == 4
+    assert len(cut_into_pieces(documents & SlidingWindow(4095, 0), length, length, torch.tensor([0])).start) == 8
 
 
 def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
@@ -90,7 +90,7 @@ def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
         def bounds(self, q_positions_L):
             return q_positions_L * 0, (q_positions_L // 4 + 1) * 4
 
-    pieces = pieces_of(Frames(), 8, 8, torch.tensor([0]))
+    pieces = cut_into_pieces(Frames(), 8, 8, torch.tensor([0]))
     assert [pieces.start.tolist(), pieces.hi.tolist()] == [[0, 4], [4, 8]]
 
     class Wrong(Frames):
@@ -98,7 +98,7 @@ def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
             return torch.tensor([3])
 
     with pytest.raises(ValueError, match=r"Wrong.*: breaks\(\) leaves out a position"):
-        pieces_of(Wrong(), 8, 8, torch.tensor([0]))
+        cut_into_pieces(Wrong(), 8, 8, torch.tensor([0]))
 
 
 def test_masks_compare_by_what_they_say():

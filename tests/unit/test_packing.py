@@ -14,7 +14,7 @@ from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.packing import Pack, part_of
 from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_FLASH
 from cp_styles.plan.tiles import Cover, Tile
-from cp_styles.strategies.packs import PackedTiles, calls_of, row_index
+from cp_styles.strategies.packs import PackedTiles, make_calls, row_index
 from tests.oracle import error, expected_attention, randn
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
@@ -112,7 +112,7 @@ SHAPES = ((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8))
 
 def names(tiles: list[Tile], **options) -> list[list[int]]:
     """The first rows of the tiles of each call."""
-    calls = calls_of(tiles, SHAPES, **{"small_tiles": True} | options)
+    calls = make_calls(tiles, SHAPES, **{"small_tiles": True} | options)
     rows = []
     for call in calls:
         starts = [call.q[0]]
@@ -171,7 +171,7 @@ def test_tiles_that_fill_half_of_a_gpu_go_alone(batch: int, heads: int, rows: in
     """4 heads are those of a rank of 8 after the exchange of Ulysses. Two halves of 8K rows are left to cuDNN."""
     shapes = tuple((batch, count, 2 * rows, 128) for count in (heads, heads // 4, heads // 4))
     tiles = [tile(start, rows, rows, Cover.CAUSAL, at=start) for start in (0, rows)]
-    assert len(calls_of(tiles, shapes, small_tiles=True)) == (1 if packed else 2)  # pyright: ignore
+    assert len(make_calls(tiles, shapes, small_tiles=True)) == (1 if packed else 2)  # pyright: ignore
 
 
 def test_a_pack_has_a_largest_size(monkeypatch):

@@ -26,7 +26,7 @@ from cp_styles.layout import (
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
-from cp_styles.plan.linear import chunks_of
+from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import RowRanges, SourcePart
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies import AllGather, Ring
@@ -98,7 +98,7 @@ def check_tiles(
             assert plans[source].sends[rank] == expected, "what one receives is what the other sends"
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts(), st.data())
 def test_every_attended_pair_once(layout: SequenceLayout, data: st.DataObject):
     length = layout.length
@@ -107,14 +107,14 @@ def test_every_attended_pair_once(layout: SequenceLayout, data: st.DataObject):
     check_plans(layout, layout, case.mask, allowed(case.sees, length, length))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 4), st.integers(0, 20), st.integers(0, 20))
 def test_queries_and_keys_of_different_lengths(data, ranks: int, queries: int, keys: int):
     q_layout, kv_layout = data.draw(layouts(queries, ranks)), data.draw(layouts(keys, ranks))
     check_plans(q_layout, kv_layout, Full(), torch.ones(queries, keys, dtype=torch.bool))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     st.integers(2, 9),
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 2, 3, 6])), min_size=2, max_size=2),
@@ -131,7 +131,7 @@ def test_stripes(ranks: int, cuts: list[tuple[int, int]], name: str):
     check_plans(*layouts, case.mask, allowed(case.sees, queries, keys))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=6),
     st.sampled_from([contiguous, head_tail, striped, partial(striped, block=3), partial(striped, block=33)]),
@@ -160,7 +160,7 @@ class Between(Mask):
         return torch.tensor(self.los)[q_positions_L], torch.tensor(self.his)[q_positions_L]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts(), st.data())
 @example(contiguous(6, 2), None)
 @example(head_tail(6, 1), None)
@@ -297,12 +297,12 @@ def test_what_does_not_depend_on_the_rank_is_made_once():
     of the rows of a batch."""
     mask = Asked(Causal())
     layout = by_work(96, 4, mask=mask)
-    asked, tables = sum(mask.positions), chunks_of.cache_info().misses
+    asked, tables = sum(mask.positions), get_chunks.cache_info().misses
     for rank in range(4):
         make_plan(layout, layout, mask, rank)
         make_plan(layout, layout, Causal(), rank)
     assert sum(mask.positions) == asked
-    assert chunks_of.cache_info().misses == tables + 1
+    assert get_chunks.cache_info().misses == tables + 1
 
 
 class Operations(TorchDispatchMode):
@@ -357,13 +357,13 @@ def test_stripes_at_64_ranks_list_neither_positions_nor_chunks(
     planned. Others are attended to like one of them, and share its tiles."""
     monkeypatch.setattr(Stripes, "chunks", None)
     monkeypatch.setattr(bounded_cache, "as_constants", nullcontext)  # it switches modes off, the one here too
-    tables = chunks_of.cache_info().misses
+    tables = get_chunks.cache_info().misses
     with another_cache(), Operations() as operations:
         layout = striped(length, 64)
         plan = make_plan(layout, layout, mask, 40)
     assert operations.largest == largest
     assert operations.count <= 520
-    assert chunks_of.cache_info().misses == tables
+    assert get_chunks.cache_info().misses == tables
     assert sum(len(part.tiles) for part in plan.parts) == tiles
     assert len({id(part.tiles) for part in plan.parts if part.tiles}) == planned
 

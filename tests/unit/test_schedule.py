@@ -11,7 +11,7 @@ from cp_styles.kernels.sdpa import CUDA_FLASH
 from cp_styles.mask import Mask
 from cp_styles.plan.tiles import Cover
 from cp_styles.strategies.moving_kv import _QueriesByHeads
-from cp_styles.strategies.schedule import Schedule, _block, make_schedule
+from cp_styles.strategies.schedule import Schedule, _make_block, make_schedule
 
 LENGTH = 48
 MASKS = (Causal(), Full(), SlidingWindow(5, 0), Documents((7, 20, 21)) & Causal())
@@ -105,11 +105,11 @@ def test_a_message_has_the_rows_and_heads(batch: int, heads, rows, by_index: boo
     k, v = torch.randn(batch, 3, 9, 4), torch.randn(batch, 3, 9, 6)
     if by_rows:
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    block = _block(heads, rows, k.shape, v.shape)
+    block = _make_block(heads, rows, k.shape, v.shape)
     chosen = [row for start, stop in rows for row in range(start, stop)]
-    message = block.packed(k, v, torch.tensor(chosen) if by_index else None)
+    message = block.pack(k, v, torch.tensor(chosen) if by_index else None)
     assert message.shape == (block.size,)
-    for found, tensor in zip(block.in_message(message), (k, v), strict=True):
+    for found, tensor in zip(block.views_of(message), (k, v), strict=True):
         assert torch.equal(found, tensor[:, slice(*heads)][:, :, chosen])
 
 
@@ -145,12 +145,12 @@ def test_heads_of_another_step_replace_copies(dense_rows: bool):
     grad, q, out, lse = whole = [*(torch.randn(2, 4, 3, 8) for _ in range(3)), torch.randn(2, 4, 3)]
     queries = _QueriesByHeads(kernel, (grad, q), (out, lse))
     for heads in ((0, 4), (0, 2), (2, 4), (0, 3), (3, 4)):
-        (grad, q), (out, lse) = found = queries.of(heads)
+        (grad, q), (out, lse) = found = queries.select(heads)
         for x, y in zip((grad, q, out, lse), whole, strict=True):
             assert torch.equal(x, y[:, slice(*heads)])
-        assert found is queries.of(heads)
+        assert found is queries.select(heads)
         assert all(x.transpose(1, 2).is_contiguous() == dense_rows for x in (grad, out))
-    assert [*queries._made] == [(0, 3), (3, 4)]
+    assert [*queries._by_heads] == [(0, 3), (3, 4)]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return x.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problem=problems(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
 def test_cuts_one_dim_and_joins_the_other(problem, dtype):
     shape, scatter, gather, scatter_sizes, gather_sizes = problem
@@ -57,7 +57,7 @@ def test_cuts_one_dim_and_joins_the_other(problem, dtype):
         assert torch.equal(back, mine[rank]), "round trip"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(problem=problems(), async_op=st.booleans())
 def test_backward_is_the_adjoint(problem, async_op):
     shape, scatter, gather, scatter_sizes, gather_sizes = problem

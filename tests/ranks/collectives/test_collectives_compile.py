@@ -63,8 +63,16 @@ def compare_with_eager(fn, inputs_of, backend: str) -> None:
     run_ranks(main, 2)
 
 
-# The backward of "gather and reduce" is a reduce_scatter, and of a split a gather.
-LIKE_OTHERS = ("all_to_all, columns outside", "split", "split with filling", "gather", "reduce_scatter")
+# Heads are exchanged by an all_to_all of rows and columns. The backward of "gather and reduce" is a reduce_scatter, and
+# of a split a gather.
+LIKE_OTHERS = (
+    "all_to_all, rows outside",
+    "all_to_all, columns outside",
+    "split",
+    "split with filling",
+    "gather",
+    "reduce_scatter",
+)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def qkv(
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problem=problems(), v_dim=st.sampled_from([3, 4]))
 def test_one_message_brings_each_rank_the_heads_it_needs(problem, v_dim):
     ranks, heads, kv_heads, layout, name = problem
@@ -104,7 +104,7 @@ def test_one_message_brings_each_rank_the_heads_it_needs(problem, v_dim):
     run_ranks(main, ranks)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problem=problems(), async_op=st.booleans())
 def test_backward_of_qkv_is_the_adjoint(problem, async_op):
     ranks, heads, kv_heads, layout, name = problem

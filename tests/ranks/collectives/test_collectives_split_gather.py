@@ -26,11 +26,11 @@ from tests.oracle import error
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
-MIGRATION = Path(__file__).parents[3].joinpath("tutorials/migration.md").read_text()
+PAGE = Path(__file__).parents[3].joinpath("tutorials/functions.md").read_text()
 
 
 def example(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", MIGRATION, re.DOTALL)
+    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     return found
 
 
@@ -75,7 +75,7 @@ def rows(layout, ranks: int) -> Rows:
     return rows_of(layout, Peers("", 0, ranks)) or rows_of(even_sizes(LENGTH, ranks), Peers("", 0, ranks))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problem=problems(), dtype=st.sampled_from([torch.float64, torch.int32, torch.complex64]))
 def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(problem, dtype):
     ranks, layout, dim, shape = problem
@@ -121,7 +121,7 @@ def test_even_parts_are_gathered_without_a_copy_for_each_rank():
     assert run_ranks(main, 3) == [[("all_gather", 2 * 4 * 2 * 8)]] * 3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problem=problems(), kind=st.sampled_from(["split", "gather same", "gather different", "reduce_scatter"]))
 def test_backward_is_the_adjoint(problem, kind):
     ranks, layout, dim, shape = problem
@@ -141,7 +141,7 @@ def test_backward_is_the_adjoint(problem, kind):
     assert gap < 1e-13
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problem=problems())
 def test_reduce_scatter_sums_and_sends_what_is_not_its_own(problem):
     ranks, layout, dim, shape = problem

@@ -20,7 +20,7 @@ from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
 pytestmark = cannot_compile_on_threads
 
-BATCH = Batch(layers=2)
+BATCH = Batch(layers=1)
 
 
 def check(model, out: torch.Tensor, mesh) -> None:
@@ -59,8 +59,9 @@ def test_a_compiled_model_inside(mesh, fullgraph: bool, backward: str):
     dist.barrier()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *at_night("inductor")])
-@pytest.mark.parametrize("reentrant", [False, *at_night(True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reentrant", [False, True])
 @on_every_rank(RANKS)
 def test_checkpointed_compiled_layers(mesh, rank: int, reentrant: bool, backend: str):
     """The recomputation comes after the block and enters it again, also where inductor's graph shows no mode what it

@@ -98,7 +98,8 @@ class Fused(nn.Module):
             return self.attend(query, key, value, is_causal=True, enable_gqa=True)
 
 
-@pytest.mark.parametrize("name", ["block", *at_night("style", "module")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["block", "style", "module"])
 def test_a_compiled_attention_function(name: str):
     """Its graph is traced inside the door, whose mode is entered; twice, as the second call takes the graph."""
 
@@ -159,7 +160,8 @@ class Breaking(Grouped):
         return out * 1.0
 
 
-@sampled(1, name=["style", "module"], broken=["before", "after"], around=["a model", "the attention"])
+@pytest.mark.nightly  # by day a block breaks a graph: test_block_compiled.py
+@sampled(2, name=["style", "module"], broken=["before", "after"], around=["a model", "the attention"])
 def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     """Between graphs everything is as right as in them."""
 
@@ -272,6 +274,7 @@ def test_masks_that_are_tensors(name: str):
     run_ranks(on, RANKS)
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_strategies_that_are_made_where_they_are_used(mesh, rank: int):
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
@@ -422,8 +425,9 @@ def test_the_ops(mesh):
     torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
 
 
-@pytest.mark.parametrize("strategy", [Ulysses(), *at_night(Ring())], ids=str)
-@pytest.mark.parametrize("value_dim", [5, *at_night(8)])
+@pytest.mark.nightly  # by day torch's own check of the op: test_the_ops
+@pytest.mark.parametrize("strategy", [Ulysses(), Ring()], ids=str)
+@pytest.mark.parametrize("value_dim", [5, 8])
 def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim: int):
     """Those that the fake kernel says, whatever the inputs' are: inductor's code reads results by them. And results
     share no memory, which it may use again."""
@@ -504,7 +508,8 @@ def test_a_graph_holds_no_group_that_was_destroyed(which: str):
 
 
 @pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")
-@pytest.mark.parametrize("which", ["module", *at_night("style")])
+@pytest.mark.nightly  # by day a graph whose group was destroyed
+@pytest.mark.parametrize("which", ["module", "style"])
 def test_a_graph_takes_no_group_that_has_the_name_of_its_own(which: str):
     """After the groups were made again, it may be that of another mesh axis."""
     attends = {}

@@ -17,11 +17,10 @@ from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
 from cp_styles.strategies import Ulysses
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import at_night, in_parts, sampled
+from tests.covering import at_night, in_parts
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
-    DOORS,
     PROBLEMS,
     RANKS,
     Grouped,
@@ -115,7 +114,8 @@ SPOILT = {
 }
 
 
-@sampled(1, name=DOORS, what=list(SPOILT))
+@pytest.mark.parametrize("what", ["length", *at_night("dtype", "head dim")])
+@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 @on_every_rank(RANKS)
 def test_one_rank_alone(mesh, rank: int, name: str, what: str):
     """What differs between ranks is seen when the graph runs, by all of them."""
@@ -149,6 +149,7 @@ def test_what_no_text_can_stand_for(mesh, rank: int):
         scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_a_strategy_that_cannot_run_on_these_ranks(mesh, rank: int):
     leaves, _ = PROBLEMS[16].shard(head_tail, rank, RANKS)
@@ -167,6 +168,7 @@ class Recomputed(nn.Module):
         return checkpoint(self.attend, query, key, value, use_reentrant=True)
 
 
+@pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_a_compiled_function_that_runs_again_outside_of_its_module(mesh, rank: int):
     """Its recomputation enters the module's mode again, and so does that of a compiled layer."""
@@ -192,7 +194,7 @@ class WithConvolution(nn.Module):
 @pytest.mark.parametrize(
     ("reached", "fullgraph", "local"),
     [
-        pytest.param(False, True, (), id="not called"),
+        pytest.param(False, True, (), id="not called", marks=pytest.mark.nightly),
         pytest.param(True, False, (), id="called"),
         pytest.param(True, True, (), id="called, one graph"),
         pytest.param(True, True, ("conv",), id="local", marks=pytest.mark.nightly),

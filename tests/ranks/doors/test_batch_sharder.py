@@ -31,6 +31,7 @@ from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.tiny_lm import LanguageModel
 
 LENGTH, ROWS = 13, 2
 TOKENS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 5
@@ -87,24 +88,9 @@ def test_padding_on_request(fixed: bool):
     assert all("attention_mask" not in part for part in parts)
 
 
-class Words(nn.Module):
-    """A language model of one causal attention. Its mask, if it is given one, is that of documents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(40, 16), nn.Embedding(LENGTH, 16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 40)
-
-    def forward(self, tokens, positions, mask=None):
-        qkv = self.qkv(self.tokens(tokens) + self.places(positions)).unflatten(-1, (3, 2, 8))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        x = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return self.head(x.transpose(1, 2).flatten(2))
-
-
-def words() -> Words:
+def words() -> LanguageModel:
     torch.manual_seed(0)  # before there are threads, which would share the generator
-    return Words().double()
+    return LanguageModel(40, LENGTH).double()
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
@@ -151,16 +137,16 @@ def test_how_many_tokens_are_predicted(options: dict[str, Any]):
         run_ranks(lambda rank: BatchSharder(cp_mesh(2), **options), 2)
 
 
-class TwoAhead(Words):
+class TwoAhead(LanguageModel):
     """Predicts the token after the next one too, from the next token's embedding, as DeepSeek-V3 does."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(40, LENGTH)
         self.second = nn.Linear(56, 40)
 
     def forward(self, tokens, positions, roll):
         logits = super().forward(tokens, positions)
-        return logits, self.second(torch.cat((logits, roll(self.tokens(tokens))), -1))
+        return logits, self.second(torch.cat((logits, roll(self.embed(tokens))), -1))
 
 
 def test_tokens_two_ahead():
@@ -396,7 +382,7 @@ def test_results_are_put_together_without_the_padding():
 
 
 def test_the_function_for_nemo():
-    page = (Path(__file__).parents[3] / "tutorials/trainers.md").read_text()
+    page = (Path(__file__).parents[3] / "tutorials/hugging_face.md").read_text()
     (code,) = re.findall(r"<!-- example: nemo -->\n```python\n(.*?)```", page, re.DOTALL)
 
     def on(rank: int) -> dict[str, Any]:

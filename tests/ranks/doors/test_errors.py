@@ -308,7 +308,9 @@ def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
     lines = refusals(act).splitlines()
     assert message in lines[1]
     for line in (lines[0], lines[2]):
-        assert "ranks [1] of mesh axis 'cp' refused their inputs (their own error says why); this rank stops" in line
+        assert (
+            "ranks [1] of mesh axis 'cp' refused their inputs (their errors have the reason); this rank stops" in line
+        )
 
 
 TRACERS = {

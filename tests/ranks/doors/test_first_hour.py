@@ -43,16 +43,11 @@ from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
 VOCABULARY, WIDTH, LENGTH = 32, 16, 24
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 INPUTS, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
-
-
-class Core(nn.Module):
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Attention(nn.Module):

@@ -26,7 +26,7 @@ from cp_styles import (
     per_document_head_tail,
     striped,
 )
-from cp_styles.engine.binding import bindings_of
+from cp_styles.engine.binding import get_bindings
 from cp_styles.layout import layout_made_by
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
@@ -68,7 +68,7 @@ def test_what_is_left_of_batches():
 
         for index in range(8 * 2 + 1):
             if index % 8 == 0:
-                bindings_of(mesh.get_group()).clear()
+                get_bindings(mesh.get_group()).clear()
             dist.barrier()
             if index % 8 == 0 and rank == 0:
                 empty_caches()

@@ -32,18 +32,9 @@ from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 from tests.ranks.doors.test_readme import example
+from tests.tiny_lm import SelfAttention
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Norm(nn.Module):
@@ -77,7 +68,7 @@ class Model(nn.Module):
 
     def __init__(self, *layers: nn.Module, checkpointed: bool = False) -> None:
         super().__init__()
-        self.norm, self.attention = Norm(), Attention()
+        self.norm, self.attention = Norm(), SelfAttention(WIDTH)
         self.layers = nn.ModuleList(layers)
         self.checkpointed = checkpointed
 
@@ -321,80 +312,6 @@ def test_a_classifier_that_pools():
         return max(error(x.grad, y.grad) for x, y in pairs if y.grad is not None)
 
     assert max(run_ranks(exact, RANKS)) < EXACT
-
-
-class OfFeatures(nn.Module):
-    """Attention among the features of each token, as TabTransformer has it beside that among rows."""
-
-    def forward(self, x):
-        y = x.reshape(-1, 1, 4, WIDTH // 4)
-        return F.scaled_dot_product_attention(y, y, y).reshape(x.shape)
-
-
-class OfPatches(Attention):
-    """Among the patches of each frame of [B, T, N, D]."""
-
-    def forward(self, x):
-        return super().forward(x.flatten(0, 1)).view(x.shape)
-
-
-class OfFrames(Attention):
-    def forward(self, x):
-        y = super().forward(x.transpose(1, 2).flatten(0, 1))
-        return y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
-
-
-class Factorized(Model):
-    def __init__(self) -> None:
-        super().__init__(OfPatches())
-        self.attention = OfFrames()
-
-
-FRAMES = randn(2, 2, LENGTH, 3, WIDTH)
-
-
-@pytest.mark.parametrize(("model", "x"), [(Model(OfFeatures()), X), (Factorized(), FRAMES)])
-def test_an_attention_that_is_not_along_the_sequence(model: nn.Module, x: torch.Tensor):
-    """Exact with the style on the attentions along the sequence alone."""
-    model = copy.deepcopy(model).double()
-    layout = contiguous(LENGTH, RANKS)
-
-    def right(rank: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
-        checked(mine, mesh, {"attention": ModuleContextParallel(layout=contiguous)})
-        out = mine(layout.shard(x, 1, rank))
-        out.square().sum().backward()
-        sum_gradients(mine, mesh)
-        return out.detach(), [p.grad for p in mine.parameters()]
-
-    one = copy.deepcopy(model)
-    wanted = one(x)
-    wanted.square().sum().backward()
-    results = run_ranks(right, RANKS)
-    assert error(layout.unshard([out for out, _ in results], 1), wanted.detach()) < EXACT
-    assert all(
-        error(a, b.grad) < EXACT
-        for _, gradients in results
-        for a, b in zip(gradients, one.parameters(), strict=True)
-        if b.grad is not None
-    )
-
-
-class RowsFirst(Model):
-    """Takes [L, B, D], as torch's own layers do by default."""
-
-    def forward(self, x):
-        return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-
-def test_a_model_whose_batch_comes_second():
-    model, layout = RowsFirst().double(), contiguous(LENGTH, RANKS)
-
-    def act(rank: int) -> torch.Tensor:
-        mine = parallelize_module(copy.deepcopy(model), cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
-        return mine(layout.shard(X, 1, rank).transpose(0, 1).contiguous()).detach()
-
-    assert error(layout.unshard(run_ranks(act, RANKS), 0), model(X.transpose(0, 1)).detach()) < EXACT
 
 
 def test_labels():

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Checks, context_attention
-from cp_styles.engine.binding import bindings_of
+from cp_styles.engine.binding import get_bindings
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import head_tail
@@ -203,9 +203,9 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
     x = torch.randn(1, 2, 8, 8)
 
     def made(call) -> int:
-        known = set(bindings_of(group))
+        known = set(get_bindings(group))
         call()
-        return len(set(bindings_of(group)) - known)
+        return len(set(get_bindings(group)) - known)
 
     attend = partial(context_attention, x, x, x, group, layout=layout)
     assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
@@ -216,4 +216,4 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
     del mask, kernel, local, held
     gc.collect()
     assert [each() for each in gone] == [None] * 3
-    assert len(bindings_of(group)) == 2
+    assert len(get_bindings(group)) == 2

@@ -202,7 +202,7 @@ def test_equal_blocks_share_a_binding_and_count_their_own_calls():
 
         def attend():
             F.scaled_dot_product_attention(x, x, x, is_causal=True)
-            mode = AttentionCalls.entered()
+            mode = AttentionCalls.current()
             assert mode is not None
             seen.append((mode.forward_state.calls, mode.binding))
 

@@ -22,8 +22,10 @@ from cp_styles.batch import next_token_labels
 from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
 from cp_styles.verify import VerificationError, verify
+from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.tiny_lm import LanguageModel
 
 PAGE = Path(__file__).parents[3] / "tutorials" / "training.md"
 RANKS, BATCH, LENGTH, WIDTH, WORDS, PICTURE = 2, 2, 32, 16, 64, 63
@@ -34,19 +36,15 @@ def example(name: str) -> str:
     return code
 
 
-class Language(nn.Module):
+class Language(LanguageModel):
     """``around``: what runs between the embeddings and the attention."""
 
     def __init__(self, around: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.qkv, self.patch, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(12, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.around = around
+        super().__init__(WORDS, LENGTH, WIDTH)
+        self.patch, self.around = nn.Linear(12, WIDTH), around
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, **more: Any) -> torch.Tensor:
-        x = self.around(self, self.embed(tokens), tokens, **more) + self.place(positions)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.logits(self.around(self, self.embed(tokens), tokens, **more), positions)
 
 
 def language(around: Callable[..., torch.Tensor]) -> Language:
@@ -175,7 +173,7 @@ def test_windows_of_a_video():
     assert max(run_ranks(on, 3)) < EXACT
 
 
-@pytest.mark.parametrize("layout", [contiguous(120, 2), contiguous], ids=["a layout", "a balancer"])
+@pytest.mark.parametrize("layout", [contiguous(120, 2), *at_night(contiguous)], ids=["a layout", "a balancer"])
 def test_windows_of_a_part(layout: Any):
     """An error with a layout object; else verify finds them."""
     model = clip("by windows")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, contiguous, head_tail
-from cp_styles.collectives import gather
+from cp_styles import ModuleContextParallel, contiguous
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.oracle import attention_inputs, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.oracle import attention_inputs, randn
+from tests.ranks.attention_case import cp_mesh
 
 LENGTH = 12
 
@@ -117,58 +114,3 @@ def test_blocks_without_attention(before: bool, recwarn):
     run_ranks(on, 2)
     texts = [str(each.message) for each in recwarn if "no attention was called inside" in str(each.message)]
     assert bool(texts) is not before
-
-
-class Last(nn.Module):
-    """What follows the last attention of a model: ``act``."""
-
-    def __init__(self, act) -> None:
-        super().__init__()
-        self.act = act
-
-    def forward(self, x):
-        heads = x[:, None]
-        return self.act(F.scaled_dot_product_attention(heads, heads, heads)[:, 0])
-
-
-class Choosing(Last):
-    """A classifier: ``choose`` gives one row for each sequence. ``all_of`` gathers the hidden states."""
-
-    def __init__(self, act, choose) -> None:
-        super().__init__(act)
-        self.choose = choose
-
-    def forward(self, x, all_of=lambda x: x):
-        return self.choose(all_of(super().forward(x)))
-
-
-CLASSES = torch.arange(2)
-CHOICES = {
-    "first": lambda x: x[:, 0],
-    "last": lambda x: x[:, -1:].flatten(1),
-    "largest": lambda x: x[CLASSES, x.sum(-1).argmax(1)],
-    "gathered": lambda x: x.gather(1, x.sum(-1).argmax(1)[:, None, None].expand(-1, 1, 4))[:, 0],
-}
-
-
-@pytest.mark.parametrize("how", CHOICES)
-def test_a_classifier_that_chooses_a_token_in_a_block(how: str):
-    """Exact with the hidden states of all ranks. (Chosen on each rank alone it is wrong, which verify finds.)"""
-    whole = randn(0, 2, 8, 4)
-
-    def on(_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mesh, x, weight = cp_mesh(2), whole.clone(), randn(1, 4, 4).requires_grad_()
-        all_of = partial(gather, dim=1, mesh=mesh, layout=head_tail(8, 2), reduce_gradients=True)
-        model = Choosing(lambda x: x @ weight, CHOICES[how])
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-            loss = F.cross_entropy(model(x, all_of), CLASSES) / mesh.size()
-            loss.backward()
-        dist.all_reduce(weight.grad)
-        return loss.detach() * mesh.size(), weight.grad
-
-    weight = randn(1, 4, 4).requires_grad_()
-    wanted = F.cross_entropy(Choosing(lambda x: x @ weight, CHOICES[how])(whole), CLASSES)
-    wanted.backward()
-    for loss, gradient in run_ranks(on, 2):
-        assert error(loss, wanted.detach()) < EXACT
-        assert error(gradient, weight.grad) < EXACT

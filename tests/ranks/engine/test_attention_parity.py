@@ -29,7 +29,7 @@ def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.Mon
     bias, sink_H = randn(1, 1, 10, 12, 12), randn(2, 10)
     mask = torch.ones(12, 12, dtype=torch.bool).tril()
     expected = dense_attention(q, k, v, mask, bias=bias, sink_H=sink_H)
-    monkeypatch.setattr(moving_kv, "_LONG", rows * q.shape[0] * 2 * 8 * q.element_size())
+    monkeypatch.setattr(moving_kv, "_MAX_ARRIVAL_BYTES", rows * q.shape[0] * 2 * 8 * q.element_size())
     layout = head_tail(12, 4)
 
     def on(rank: int) -> float:

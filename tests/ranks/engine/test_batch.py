@@ -416,7 +416,7 @@ def test_an_overflow_behind_a_gather_is_no_whole_gradient():
 def test_gathers_of_a_program_that_never_sums():
     """Another reducer may sum. What is noted of its gathers stays small."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    gathers = state_of(mesh.get_group()).the(ReplicatedGathers)
+    gathers = state_of(mesh.get_group()).get_or_create(ReplicatedGathers)
     kept = []
     for _ in range(400):
         kept.append(torch.ones(1, 1, requires_grad=True))  # a leaf of its own in each

@@ -185,7 +185,7 @@ def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
     lines = {line[:6]: line for line in text.splitlines() if line.startswith("rank ")}
     assert message in lines["rank 1"]
     for line in (lines["rank 0"], lines["rank 2"]):
-        assert f"ranks [1] of mesh axis 'cp' {refused} (their own error says why)" in line
+        assert f"ranks [1] of mesh axis 'cp' {refused} (their errors have the reason)" in line
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -25,7 +25,7 @@ from cp_styles.layout import head_tail
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.cuda_ops import ON_GPU
 from tests.doors import door
 from tests.gpu_tensors import gpus, put, read
@@ -42,6 +42,7 @@ STRATEGIES = [
     (Ulysses(), 2),
     (Ulysses(size=2), 4),
 ]
+BY_DAY = [STRATEGIES[0], STRATEGIES[3], *at_night(*STRATEGIES[1:3])]  # test_each_door has them all
 LENGTH = 26
 
 
@@ -72,7 +73,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 SEEDS = count(100)  # what a mask holds is new to the caches
 TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.checks.gradient_watch.on_host"
-DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._on_host"
+DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._read_on_host"
 
 
 class Masked(Core):
@@ -119,7 +120,8 @@ DOCUMENTS = (9, 1, 16)
 CU_SEQLENS = torch.tensor([0, 9, 10, 26], dtype=torch.int32)
 
 
-@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+@pytest.mark.parametrize("way", BY_DAY)
+@pytest.mark.parametrize("backend", ["nccl", *at_night("cpu:gloo,cuda:nccl")])
 def test_packed_documents(way: tuple[Strategy, int], backend: str):
     """With their bounds on the device: read once, when they are new."""
     strategy, ranks = way
@@ -142,7 +144,8 @@ def test_packed_documents(way: tuple[Strategy, int], backend: str):
     assert gpu.waits == ranks
 
 
-@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+@pytest.mark.parametrize("way", BY_DAY)
+@pytest.mark.parametrize("backend", ["nccl", *at_night("cpu:gloo,cuda:nccl")])
 def test_block_masks(way: tuple[Strategy, int], backend: str):
     strategy, ranks = way
     problem = FlexProblem(both(of_documents(DOCUMENTS), causal), length=LENGTH)
@@ -178,8 +181,8 @@ LOSS = "cp_styles.batch.on_host"
 
 
 def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
-    """The model of the main job, with the parallel plan of the main job."""
-    model = new_model()
+    """A layer of the model of the main job, with the parallel plan of the main job."""
+    model = new_model(layers=1)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(put(parameter.detach())))
@@ -233,7 +236,7 @@ def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
 
     with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS, WATCH, LOSS]) as gpu:
         found = run_ranks(on, cp * tp)
-    single = alone(1)
+    single = alone(1, layers=1)
     for loss, gradients in found:
         assert loss == pytest.approx(single.losses[0], abs=EXACT)
         assert max(error(gradients[name], single.gradients[name]) for name in gradients) < EXACT

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import gloo_beside
+from cp_styles._compat import connect_gloo
 from cp_styles.comm import point_to_point
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
@@ -113,19 +113,19 @@ def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch)
     """All ranks agree on the device, and say so once, if gloo fails on one of them."""
 
     def fails(group: dist.ProcessGroup, name: str, *args):
-        gloo = gloo_beside(group, name, *args)
+        gloo = connect_gloo(group, name, *args)
         if group.rank() in unconnected:
             raise RuntimeError("Connection refused")
         return gloo
 
-    monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
-    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._arrived"]
+    monkeypatch.setattr("cp_styles.comm.point_to_point.connect_gloo", fails)
+    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._read_rows"]
     options = {"mask": Causal(), "kernel": ON_GPU, "strategy": Ring()}
     with pytest.warns(UserWarning, match="GLOO_SOCKET_IFNAME") as warned:
         worst, gpu = on_gpus(problem, 3, steps=2, nccl_only=True, waits=reads, **options)
     assert worst < EXACT
     assert len(warned) == 3  # one of each rank, which are threads here
-    assert all(f"on {len(unconnected)} ranks, first on rank {min(unconnected)}: Conn" in str(w.message) for w in warned)
+    assert all(f"on {len(unconnected)} ranks: rank {min(unconnected)}: Conn" in str(w.message) for w in warned)
     assert gpu.waits == 3 * 4  # a forward and a backward, twice
     assert all([what for what, *_ in log].count("c10d::allgather_") == 4 for log in gpu.nccl.logs[0, 1, 2].values())
 
@@ -242,7 +242,7 @@ def test_out_and_its_gradient_are_copied_once_by_groups_of_heads(most: int, copi
     """Flash copies tensors that are not dense, [B, L, H, D]. Each of 4 ranks has 8 tiles of one head and two of all.
     Without the copies by groups, flash copies out at the former and the gradient, here [B, H, L, D], at the latter."""
     monkeypatch.setattr("cp_styles.strategies.schedule._LEAST_BLOCKS", 1)
-    monkeypatch.setattr("cp_styles.strategies.moving_kv._COPIES", most)
+    monkeypatch.setattr("cp_styles.strategies.moving_kv._MAX_COPY_BYTES", most)
     length = 4 * 48
     sees_all = allowed(sees("full"), length, length)
     problem = Problem(length=length, batch=1, heads=4, kv_heads=4, mask=sees_all)
@@ -308,7 +308,7 @@ def test_long_documents_of_few_heads_are_packed(strategy, batch: int, kv_heads: 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=plain)
 def test_the_ops_of_messages_do_not_grow_with_their_ranges_of_rows(strategy):
     """In stripes a rank sends of each document all rows but one. Views count too."""
-    few, many = (ops_over_documents((60,) * count, striped, strategy) for count in (16, 48))
+    few, many = (ops_over_documents((60,) * count, striped, strategy) for count in (8, 24))
     assert few == many
 
 
@@ -319,7 +319,7 @@ def test_the_calls_of_a_window():
     masks = window, Documents((length // 2,) * 2) & window
     for layout, mask, strategy in product((contiguous, head_tail), masks, (Ring(), AllGather(), Ulysses())):
         given = strategy, (layout(length, 8),) * 2, mask, kernel_of(shapes, None), shapes
-        for run in (dry_run(*given, rank) for rank in range(8)):
+        for run in (dry_run(*given, rank) for rank in (0, 3, 7)):
             assert len(run.forward.calls) <= 4
             assert len(run.backward.calls) <= 6  # some by halves of the heads
             # Tiles without an edge go to cuDNN where torch is built with it.
@@ -508,7 +508,7 @@ def test_products_in_all_digits_where_tf32_is_allowed():
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
             assert worst() < 1e-6
-            patch.setattr("cp_styles.kernels.reference.product", torch.matmul)
+            patch.setattr("cp_styles.kernels.reference.matmul", torch.matmul)
             assert worst() > 1e-4
         finally:
             torch.backends.cuda.matmul.fp32_precision = before

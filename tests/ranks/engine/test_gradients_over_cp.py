@@ -17,7 +17,7 @@ from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.layout import SequenceLayout
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import at_night, sampled
+from tests.covering import at_night
 from tests.oracle import error
 from tests.ranks import composition
 from tests.ranks.attention_case import cp_mesh
@@ -59,12 +59,9 @@ def test_fsdp_that_is_told_to_sum():
     assert_same_training(make, 2)
 
 
-@sampled(
-    1,
-    make=[composition.by_fsdp_over_cp, composition.by_fsdp_over_cp_with_tp],
-    what=["layers", "attention"],
-    use_reentrant=[False, True],
-)
+@pytest.mark.parametrize("use_reentrant", [False, *at_night(True)])
+@pytest.mark.parametrize("what", ["layers", *at_night("attention")])
+@pytest.mark.parametrize("make", [composition.by_fsdp_over_cp, *at_night(composition.by_fsdp_over_cp_with_tp)])
 def test_checkpointing_under_fsdp(make, what: str, use_reentrant: bool):
     """Whole layers, and the attention inside of them, recomputed in the middle of FSDP's and TP's backward."""
 
@@ -78,7 +75,7 @@ def test_checkpointing_under_fsdp(make, what: str, use_reentrant: bool):
     assert_same_training(checkpointed, 2)
 
 
-@pytest.mark.parametrize("style", ["AttentionContextParallel", "ModuleContextParallel"])
+@pytest.mark.parametrize("style", ["ModuleContextParallel", *at_night("AttentionContextParallel")])
 def test_styles_on_what_fsdp_has_sharded(style: str):
     """The other order: FSDP2 first (the compositions above apply it last, as tensor parallelism asks for)."""
 
@@ -92,6 +89,7 @@ def test_styles_on_what_fsdp_has_sharded(style: str):
     assert_same_training(make, 2)
 
 
+@pytest.mark.nightly  # by default DDP over cp and FSDP2 over dp and cp: tests/process/test_composition.py
 def test_ddp_over_dp_and_cp():
     def make() -> Training:
         mesh = dp_cp()
@@ -102,7 +100,7 @@ def test_ddp_over_dp_and_cp():
     assert_same_training(make, 2)
 
 
-@pytest.mark.parametrize("reducer", ["FSDP2", "sum_gradients", *at_night("DDP")])
+@pytest.mark.parametrize("reducer", ["FSDP2", *at_night("sum_gradients", "DDP")])
 def test_micro_batches_that_are_reduced_once(reducer: str):
     """Gradients of four micro-batches, each with the count of all of them, and one reduction after the last."""
 
@@ -139,7 +137,7 @@ def test_micro_batches_that_are_reduced_once(reducer: str):
     assert_same_training(make, 2)
 
 
-@pytest.mark.parametrize("make", [composition.by_fsdp_over_cp, composition.by_ddp_over_cp])
+@pytest.mark.parametrize("make", [composition.by_fsdp_over_cp, *at_night(composition.by_ddp_over_cp)])
 def test_a_rank_without_tokens(make, monkeypatch):
     """Its share of every gradient is zero, and its reducer waits for it all the same."""
     layout = SequenceLayout.from_chunks([[(0, 20)], [], [(20, 21), (30, 46)], [(21, 30)]])

@@ -47,7 +47,7 @@ def test_the_longest_that_fits_is_found(command, name, guess, limit):
 
 # The tiles of 1, 2 and 4 times as many are not computed in ranges of rows, which take more memory: see CpuFlashKernel.
 TOKENS = 352
-CONFIG = LlamaConfig(64, width=64, layers=3, heads=4, kv_heads=4, hidden=64)
+CONFIG = LlamaConfig(64, width=64, layers=2, heads=4, kv_heads=4, hidden=64)
 
 
 def growth(command, strategy: Strategy) -> dict[int, int]:
@@ -76,7 +76,7 @@ NUMBERS = 4 + CONFIG.layers * 4 * (WIDTH + 1) * 8
     [
         (Ring(), K_BYTES),
         pytest.param(Ring(keep=0), 0, marks=pytest.mark.nightly),
-        (Ulysses(), 2 * Q_BYTES + K_BYTES),
+        pytest.param(Ulysses(), 2 * Q_BYTES + K_BYTES, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

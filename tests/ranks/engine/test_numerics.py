@@ -24,7 +24,7 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
@@ -137,11 +137,8 @@ def test_float16_inputs_whose_products_overflow(strategy):
         assert mine <= 1.5 * alone + torch.finfo(torch.float16).eps, name
 
 
-@sampled(
-    1,
-    strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses(size=2)],
-    dtype=[torch.float32, torch.bfloat16, torch.float16],
-)
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses(size=2), *at_night(Ring(keep=0), AllGather())], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float32, torch.float16)])
 def test_the_error_does_not_grow_with_the_ring(dtype: torch.dtype, strategy):
     """ring-flash-attention#42: the forward looked fine, and the backward's error grew with every hop.
 

@@ -27,7 +27,7 @@ from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import Core, cp_mesh
 from tests.ranks.composition import LAYOUTS, LENGTH, batch_of, new_model, shard, token_losses, whole
@@ -227,7 +227,7 @@ def spoil(model: nn.Module) -> None:
         local.view(-1)[0] = float("inf")
 
 
-@pytest.mark.parametrize("reducer", ["sum_gradients", "FSDP2", "sum_gradients and tp"])
+@pytest.mark.parametrize("reducer", ["sum_gradients", "FSDP2", *at_night("sum_gradients and tp")])
 def test_gradient_scaler(reducer: str):
     """Scales up to the same step are the same, an overflow on one rank is skipped by all, and what is left is as good
     as one device's."""

@@ -26,7 +26,7 @@ from cp_styles.mixers import Recurrence, context_causal_conv1d, context_recurren
 from cp_styles.mixers.convolution import last_rows
 from cp_styles.mixers.fragments import CutSequence
 from cp_styles.mixers.roll import roll_exchange
-from cp_styles.styles.mesh_axes import paired
+from cp_styles.styles.mesh_axes import select_key_heads
 from cp_styles.testing import run_ranks
 from tests.gpu_tensors import DEVICE, device_ops, gpus, put, read
 from tests.oracle import dense_attention, error, randn
@@ -69,7 +69,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def share_of_heads(x: torch.Tensor) -> torch.Tensor:
-    return paired(x[:, None].expand(-1, 3, -1, -1), (0, 0, 1), 1)
+    return select_key_heads(x[:, None].expand(-1, 3, -1, -1), (0, 0, 1), 1)
 
 
 def masked(documents: Documents, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_decoding_copies_positions_once(monkeypatch):
             with device_ops() as ops:
                 out = context_decode(new, cache, mask=Causal(), attn_mask=put(seen[..., :length]), kernel=MASKED)
             uploads.append(ops["upload"])
-            cache._unread = None  # it waits for a number of the step before, as a model does for its token
+            cache._pending_check = None  # it waits for a number of the step before, as a model does for its token
             assert torch.equal(read(cache.positions(DEVICE)), cache.positions())
         return uploads, read(out)
 

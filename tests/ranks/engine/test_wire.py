@@ -7,7 +7,9 @@ query attends to it, and its gradient has to go home; nothing else has to move i
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
+import pytest
 import torch
 
 from cp_styles.comm.agreement import WIDTH
@@ -80,7 +82,14 @@ def test_the_plan_is_the_lower_bound(layout: str, ranks: int):
         assert rows_planned(own, case.mask) == rows_needed(own, allowed(case.sees, LENGTH, LENGTH))
 
 
-@sampled(1, layout=list(LAYOUTS), strategy=[Ring(keep=2), Ring(keep=0), AllGather(keep=2), AllGather(keep=0)])
+BY_DAY = [("contiguous", Ring(keep=2)), ("striped", Ring(keep=0)), ("uneven", AllGather(keep=2))]
+AT_NIGHT = product(LAYOUTS, [Ring(keep=2), Ring(keep=0), AllGather(keep=2), AllGather(keep=0)])
+
+
+# By day the layouts whose messages are one, many and empty: the rows of every layout's plan are held above.
+@pytest.mark.parametrize(
+    ("layout", "strategy"), [*BY_DAY, *(pytest.param(*row, marks=pytest.mark.nightly) for row in AT_NIGHT)], ids=str
+)
 def test_the_wire_is_the_lower_bound(layout: str, strategy):
     """Forward the rows, backward their gradients, and the rows once more where they are not kept. GQA unexpanded."""
     ranks, calls, needed = 3, [], []

@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@in_parts(17)
+@in_parts(31)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float64), (2, torch.bfloat16), (4, torch.float32)])
 def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
     """Every message in order, every kernel call, and the peaks; each mask and each strategy, with layouts in turn.
@@ -120,7 +120,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
     """
     cases = [case for case in CASES if ranks > 1 or case[2] == "head_tail"]
     cases = [case for case in cases if ranks % 2 == 0 or getattr(case[0], "size", None) is None]
-    cases = cases[(part + 5 * ranks) % 17 :: 17]  # no common factor with the number of masks; others for other ranks
+    cases = cases[(part + 5 * ranks) % 31 :: 31]  # no common factor with the number of masks; others for other ranks
 
     def on(rank: int) -> list[dict[str, Any]]:
         found = []

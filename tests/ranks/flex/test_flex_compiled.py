@@ -22,7 +22,7 @@ from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
-from tests.covering import at_night, sampled
+from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -87,7 +87,8 @@ def never(graph, example_inputs):
     raise AssertionError("torch.compile made a graph of an attention")
 
 
-@sampled(1, asked=["return_lse", "return_aux"], door=DOORS)
+@pytest.mark.parametrize("door", ["module", *at_night("block")])
+@pytest.mark.parametrize("asked", ["return_aux", *at_night("return_lse")])
 def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     """As its users have it at the top of a file: the engine runs, and nothing is compiled (in float64)."""
     compiled = torch.compile(flex_attention, backend=never)
@@ -107,7 +108,12 @@ def test_what_torch_compile_made_of_flex_attention(door: str, asked: str):
     run_ranks(on, RANKS)
 
 
-@sampled(1, name=["masked", "plain"], place=[("module", "whole"), ("block", "itself"), ("module", "its caller")])
+# By itself, and not as one graph, it is refused as without a compiler: test_flex.py.
+PLACES = [("module", "whole"), ("module", "its caller"), *at_night(("block", "itself"))]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", ["masked", *at_night("plain")])
 def test_torchs_own_function_is_refused(name: str, place: tuple[str, str]):
     """Compiled as one graph, with its errors while it is traced; by itself; and with its caller."""
     attend, (door, how) = torch.nn.attention.flex_attention.flex_attention, place
@@ -183,9 +189,8 @@ def test_a_compiled_model(rank: int, door: str, how: str):
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("door", "how"), [*WAYS[1:3], *(pytest.param(*way, marks=pytest.mark.nightly) for way in (WAYS[0], WAYS[3]))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("door", "how"), WAYS)
 @on_every_rank(1)
 def test_its_graphs_stay_the_same(rank: int, door: str, how: str):
     """From step to step. On one rank: threads share what is compiled of a function, and how many graphs one of them
@@ -224,7 +229,8 @@ def varlen(q, k, v):
     return varlen_attn(q, k, v, CU, CU, 31, 31, window_size=(-1, 0), return_aux=LogsumexpToo(lse=True))
 
 
-@pytest.mark.parametrize("door", ["module", *at_night("block")])
+@pytest.mark.nightly  # by default FlexAttention in a compiled model, above
+@pytest.mark.parametrize("door", DOORS)
 @on_every_rank(RANKS)
 def test_varlen_in_a_compiled_model(rank: int, door: str):
     counter = CompileCounterWithBackend("aot_eager")
@@ -234,6 +240,7 @@ def test_varlen_in_a_compiled_model(rank: int, door: str):
     dist.barrier()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("documents", [CU, *at_night([0, 20, 21, 30, LENGTH])], ids=["a tensor", "a list"])
 @on_every_rank(RANKS)
 def test_the_functions_in_a_compiled_caller(mesh, rank: int, documents):

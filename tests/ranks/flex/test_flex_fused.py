@@ -18,7 +18,6 @@ from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.layout import contiguous
-from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
@@ -36,12 +35,12 @@ LAYOUT = contiguous(LENGTH, RANKS)  # few shapes of tiles, of which each is comp
 def _afresh():
     torch.compiler.reset()
     yield
-    flex_compiled._compiled.cache_clear()
+    flex_compiled._compile_variant.cache_clear()
 
 
 def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_compiled, "_compile", partial(torch.compile, fullgraph=True, backend=backend))
-    flex_compiled._compiled.cache_clear()
+    flex_compiled._compile_variant.cache_clear()
 
 
 def _in_plain_ops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -77,7 +76,7 @@ def biased_softcap(learned, score, b, h, q, kv):
     [
         pytest.param(case.causal, biased_softcap, marks=pytest.mark.nightly),
         pytest.param(case.sinks_and_window, case.own_mask, marks=pytest.mark.nightly),
-        (case.of_documents((31, 65)), case.learned_softcap),
+        pytest.param(case.of_documents((31, 65)), case.learned_softcap, marks=pytest.mark.nightly),
     ],
     ids=["biased", "own mask", "learned"],
 )
@@ -134,7 +133,8 @@ def a_tile(mod: Callable[..., Any], causal: bool = False, bias: torch.Tensor | N
     return all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4) for mine, theirs in zip(fused, plain, strict=True))
 
 
-@pytest.mark.parametrize("bias", ["none", "a row of the batch", *at_night("one for all", "of the keys", "a head")])
+@pytest.mark.nightly  # by day on a stand-in of the kernel: test_flex_on_cuda.py
+@pytest.mark.parametrize("bias", BIASES)
 def test_a_tile_in_its_place(bias: str, monkeypatch):
     """Positions, heads and masks of a tile; traced only, so that it is quick."""
     compile_with("eager", monkeypatch)

@@ -72,8 +72,7 @@ def test_the_grid(make: str, way: tuple[Strategy, int], score: str, mask: str):
     assert calls["backward"] >= ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [2, 8])
+@sampled(1, dtype=[torch.bfloat16, torch.float16], ranks=[2, 8])
 def test_low_precision(ranks: int, dtype: torch.dtype):
     """Beside the rounding of each tile, there is that of a tile's gradient: it is scaled by the tile's share of the
     probabilities. Of independent tiles each has the norm of one rounding of the result (``last``), as in
@@ -91,7 +90,7 @@ def test_low_precision(ranks: int, dtype: torch.dtype):
         assert ours[place] ** 2 <= alone[place] ** 2 + 1.25 * roundings * last**2, (place, ours, alone)
 
 
-@sampled(1, way=STRATEGIES, dim=[16, 8])
+@sampled(1, way=[(Ring(), 3), (AllGather(), 2), (Ulysses(size=2), 4)], dim=[16, 8])
 def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
     """Tables are compared once, where they are new. Compiled, and in plain ops where the head dim is too small."""
     strategy, ranks = way

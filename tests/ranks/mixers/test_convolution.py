@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn):
     return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.integers(2, 6))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_equals_one_process_and_sends_the_rows_before(case):
     layout, documents, width = case

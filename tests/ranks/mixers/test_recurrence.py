@@ -120,7 +120,7 @@ def columns_sent(layout, documents, columns) -> list[int]:
     return count
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_equals_one_process_and_sends_the_maps(case):
     layout, documents, family = case

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn):
     return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.integers(-30, 30)), fill
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(cases())
 def test_any_cut(case):
     layout, documents, shifts, fill = case

@@ -53,7 +53,14 @@ def test_heads_that_tp_cuts_unevenly():
 
 @pytest.mark.parametrize(
     ("names", "sizes"),
-    [(("tp", "cp"), (2, 2)), (("dp", "cp", "tp"), (2, 2, 1)), (("cp", "dp", "tp"), (2, 1, 2)), (("cp", "tp"), (1, 2))],
+    [
+        (("cp", "dp", "tp"), (2, 1, 2)),
+        (("cp", "tp"), (1, 2)),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in ((("tp", "cp"), (2, 2)), (("dp", "cp", "tp"), (2, 2, 1)))
+        ),
+    ],
     ids=str,
 )
 def test_meshes(names, sizes):

@@ -39,7 +39,6 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.tensor_parallel.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
@@ -224,12 +223,12 @@ def on_the_mesh(model: Llama, mesh: DeviceMesh, tokens: torch.Tensor, positions:
     return logits.to_local()
 
 
-def between(mesh: DeviceMesh, steps: int = 2) -> Run:
+def between(mesh: DeviceMesh, steps: int = 1) -> Run:
     """DTensors between projections and attention."""
     return train(mesh, by(dtensor_plan(AttentionContextParallel())), steps=steps)
 
 
-def end_to_end(mesh: DeviceMesh, steps: int = 2) -> Run:
+def end_to_end(mesh: DeviceMesh, steps: int = 1) -> Run:
     """No module gathers the sequence over cp, whatever has a bias: over cp go the ring and the loss and gradients."""
 
     def parallelize(model: Llama, mesh: DeviceMesh) -> None:
@@ -246,7 +245,7 @@ def one_key_head(mesh: DeviceMesh) -> Run:
     """For two tp ranks: gathered over tp behind its projection, its gradient summed there."""
     gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
     plan = dtensor_plan(AttentionContextParallel(strategy=Ulysses()), kv=gathered)
-    return train(mesh, by(plan), config=ONE_KEY_HEAD, steps=2)
+    return train(mesh, by(plan), config=ONE_KEY_HEAD, steps=1)
 
 
 def with_loss_parallel(mesh: DeviceMesh, barrier: threading.Barrier, inside: bool = True) -> Run:
@@ -269,7 +268,7 @@ def with_loss_parallel(mesh: DeviceMesh, barrier: threading.Barrier, inside: boo
         barrier.wait()
 
     try:
-        return train(mesh, by(plan), steps=2, around_loss=shared, backward_inside=inside)
+        return train(mesh, by(plan), steps=1, around_loss=shared, backward_inside=inside)
     except BaseException:
         barrier.abort()
         raise
@@ -281,7 +280,7 @@ def test_every_plan_is_the_training_of_one_process():
 
     def on(rank: int) -> list[Run]:
         mesh = composed_mesh()
-        local = train(mesh, by(parallel_plan(AttentionContextParallel())), steps=2)
+        local = train(mesh, by(parallel_plan(AttentionContextParallel())), steps=1)
         return [local, between(mesh), end_to_end(mesh), one_key_head(mesh), with_loss_parallel(mesh, barrier)]
 
     plans = [list(runs) for runs in zip(*run_ranks(on, 4), strict=True)]
@@ -373,8 +372,9 @@ def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
 
 
-@pytest.mark.parametrize("names", [("cp", "dp", "tp"), *at_night(("tp", "cp"), ("dp", "cp", "tp"))], ids=str)
+@pytest.mark.nightly  # by day an attention: test_tp_attention.py
+@pytest.mark.parametrize("names", [("cp", "dp", "tp"), ("tp", "cp"), ("dp", "cp", "tp")], ids=str)
 def test_other_meshes(names):
     sizes = tuple({"dp": 1}.get(name, 2) for name in names)
     plan = dtensor_plan(AttentionContextParallel())
-    check(run_ranks(lambda rank: train(composed_mesh(*sizes, names=names), by(plan), steps=2), 4))
+    check(run_ranks(lambda rank: train(composed_mesh(*sizes, names=names), by(plan), steps=1), 4))
