@@ -658,7 +658,7 @@ NAMED_AS = {
     "kind": "call|dim|shape|fill",
     "width": "width|shifts",
     "score": "kernel",
-    "states": "state",
+    "states": "state|requires_grad",
 }
 
 

@@ -162,8 +162,9 @@ def verification(rank: int, mesh: DeviceMesh) -> Prepared:
         sum_gradients(model, mesh)
         return total
 
+    parallel = parallelize_module(model, mesh, {"core": AttentionContextParallel(layout=head_tail)})
+
     def act() -> list[torch.Tensor]:
-        parallel = parallelize_module(model, mesh, {"core": AttentionContextParallel(layout=head_tail)})
         report = verify(parallel, mesh, batch, step, tolerance=1e-10)
         return [torch.tensor(report.loss[:1], dtype=torch.float64)]
 
