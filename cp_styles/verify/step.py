@@ -65,9 +65,10 @@ def gather_over(mesh: DeviceMesh) -> Gather:
             with collective(group, f"verify (mesh axis {(mesh.mesh_dim_names or ('cp',))[axis]!r})"):
                 dist.all_gather_object(ranks, values, group=group)
             values = [x for rank in ranks for x in rank]
-        failed = [x for x in values if isinstance(x, _FailedMarker)]
-        if failed and not isinstance(value, _FailedMarker):
-            raise OtherRankError(f"verify: another rank has raised {failed[0].text}")
+        failed = next((at for at, x in enumerate(values) if isinstance(x, _FailedMarker)), None)
+        if failed is not None and not isinstance(value, _FailedMarker):
+            axes, rank = mesh.mesh_dim_names or ("cp",), int(mesh.mesh.flatten()[failed])
+            raise OtherRankError(f"verify (mesh axes {axes}): rank {rank} has raised {values[failed].text}")
         return values
 
     return gather
@@ -82,7 +83,8 @@ def broadcast_errors(gather: Gather, *common: type[BaseException]) -> Iterator[N
     except (OtherRankError, *common):
         raise
     except Exception as error:
-        gather(_FailedMarker(f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(TransferError):  # if connections have ended, the remaining ranks have an error already
+            gather(_FailedMarker(f"{type(error).__name__}: {error}"))
         raise
 
 

@@ -547,7 +547,7 @@ def test_an_error_with_one_rank_on_one_rank():
     def on(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         model = parallel(llama(), CORES, mesh)
-        words = "another rank has raised KeyError" if rank == 0 else "planned"
+        words = "rank 1 has raised KeyError" if rank == 0 else "planned"
         with pytest.raises((KeyError, RuntimeError), match=words) as caught:
             verify(model, mesh, {"tokens": TOKENS}, act)
         if rank == 1:
