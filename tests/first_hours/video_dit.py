@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import ModuleContextParallel, contiguous, parallelize_module
 
-REFUSAL = r"this one needs no communication: apply the style to the other attentions alone"
+REFUSAL = r"made for the \d+ keys of one rank's part\. .* See \"A mask of one part\""
 PAGE = Path(__file__).parents[2] / "tutorials" / "training.md"
 
 

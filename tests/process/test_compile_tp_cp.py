@@ -45,7 +45,7 @@ def test_a_layer_on_cp_and_tp(on_processes):
         wrong, graphs, text = said["without positions"]
         assert wrong < EXACT
         assert graphs == 1
-        assert "checks=Checks(inputs=False) if the" in text, text
+        assert "apply the style with checks=Checks(inputs=False)" in text, text
         difference, graphs = said["training"]
         assert difference < 1e-9  # of a loss around 4
         assert graphs == 1
