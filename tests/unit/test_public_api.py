@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -179,6 +180,29 @@ def test_examples_call_what_there_is():
 def test_the_package_exports_what_it_says():
     assert cp_styles.__all__ == sorted(cp_styles.__all__)
     assert all(hasattr(cp_styles, name) for name in cp_styles.__all__)
+
+
+def imports_of_package(path: Path) -> Iterator[tuple[str, str]]:
+    """Modules of this package, and names in them, that the imports of a file or notebook name."""
+    source = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(source)["cells"] if cell["cell_type"] == "code"]
+        source = "".join(line for cell in cells for line in [*cell["source"], "\n"] if not line.startswith(("%", "!")))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_styles"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def test_tests_and_tutorials_import_what_there_is():
+    """No type checker reads notebooks and tests."""
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tutorials").glob("*.py"), *(ROOT / "tutorials").glob("*.ipynb")]
+    imports = sorted({each for path in files for each in imports_of_package(path)})
+    assert ("cp_styles.mixers.fragments", "split_fragments") in imports  # of a notebook
+    optional = ("cp_styles.kernels.fused_merge",)  # Triton
+    for module, name in imports:
+        if module not in optional:
+            found = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+            assert found, f"{module} has no {name}"
 
 
 def test_old_names_are_gone_and_the_page_has_them():
