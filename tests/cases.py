@@ -590,8 +590,7 @@ def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
     )
     alone = [error(torch.nan_to_num(a), w) for a, w in zip(differentiate(narrow, computed), wide, strict=True)]
     epsilon = torch.finfo(computed).eps
-    # With a scale of 0 the probabilities of a row are equal, and so are their roundings.
-    averaged = case.batch * case.length >= AVERAGED and case.kernel != "CUDA's" and case.scale != 0.0
+    averaged = case.batch * case.length >= AVERAGED and case.kernel != "CUDA's"
     bounds = [1.5 * own + epsilon / 4 if averaged else 2 * own + 4 * epsilon for own in alone]
     for index in (1, 2):  # query and key: P (dP - sum(P dP)) times rows of keys or queries
         if float(wide[index].norm()) <= VANISHING:

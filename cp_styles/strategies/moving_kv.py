@@ -182,10 +182,12 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
         levels = RowLevels.find(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
+    # With another dim of the value, torch's attention on one device computes in the wider dtype too.
+    widens = sums or v.shape[-1] != q.shape[-1]
     lse: Spec = (tuple(q.shape[:3]), wide)
-    wide = wide if sums or attention.ranks > 1 else q.dtype
+    wide = wide if widens or attention.ranks > 1 else q.dtype
     residual = ResidualPlaces([lse, *(((size,), k.dtype) for size in schedule.kept)])
-    return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if sums else q.dtype, residual)
+    return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if widens else q.dtype, residual)
 
 
 _level_flags: LatestEntries[Any, list[bool]] = LatestEntries(256)

@@ -107,7 +107,7 @@ class _WrongCall:
         self._expected = node.outputs if inner is None else list(inner.inputs.values())
         self._actual = target.outputs if inner is None else list(target.inputs.values())
         end = target.attended[1] if inner is None else target.attended[0]
-        # What ran before the wrong tensors existed.
+        # Code that ran before the wrong tensors existed.
         self._attentions = comparison.parallel.recording.attentions[self._local.attended[0] : end]
 
     def cause(self) -> str:
