@@ -96,7 +96,7 @@ class Exchange(NamedTuple):
         if blocks.shared:
             if len(set(self.rows.sizes)) == 1:
                 return Started(start_all_gather(wire, ranks, self.peers.name), blocks, tensors)
-            wire = wire.expand(ranks, -1).reshape(-1)
+            wire = wire.repeat(ranks)  # reshape() of an expanded number would be a view with stride 0
         items = packed.element_size() // wire.element_size()
         received, sent = [items * n for n in blocks.received], [items * n for n in blocks.sent]
         return Started(start_all_to_all(wire, received, sent, self.peers.name), blocks, tensors)

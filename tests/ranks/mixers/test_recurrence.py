@@ -139,6 +139,8 @@ NAMED = {
        for kind, groups in (("delta", 1), ("kda", 2), ("gla", 2), ("ssd", 1), ("scan", 2))},
     **{f"{kind}, states": Mixing(kind=kind, heads=(2, 1), values=4, states="both", **_SIZES)
        for kind in ("delta", "ssd", "delta, values first")},
+    "a document that begins with a part": Mixing(kind="gla", heads=(2, 2), documents=5, states="first"),
+    "one number for every rank": Mixing(kind="scan", ranks=5, keys=1, values=2, states="last"),
     "cu_seqlens": Mixing(kind="gla", heads=(2, 2), documents=3, said_by="cu_seqlens", **_SIZES),
     "a convolution, a balancer": Mixing(balancer=True, width=4, **_SIZES),
     "a convolution in a scope": Mixing(documents=3, said_by="scope", width=4, **_SIZES | {"layout": "by_work"}),
