@@ -79,11 +79,11 @@ from cp_styles.kernels.packing import Pack
 from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH
 from cp_styles.layout import SequenceLayout, head_tail
 from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, ON_GPU, REFERENCE, ByTile, cuda_ops_on_cpu
+from tests.device import messages_over_the_host
 from tests.gpu_record import (
     Check,
     Found,
     Record,
-    SideStream,
     device_is_lost,
     hardware,
     judge,
@@ -276,57 +276,6 @@ def group(backend: str) -> Iterator[tuple[int, int]]:
 
 # Ranks that share a GPU have no NCCL: it refuses a second rank on a device.
 ON_HOST = "cpu:gloo,cuda:gloo"
-
-
-class Staged:
-    """The messages of a batch over the host: gloo sends no memory of a GPU. Its wait holds the host, as NCCL's does
-    not, until they have come; what reads them then waits on the stream."""
-
-    def __init__(self, ops: list[dist.P2POp]) -> None:
-        self.side, self.received, self.works = SideStream(), [], []
-        hosts = [torch.empty(op.tensor.shape, dtype=op.tensor.dtype, pin_memory=not STAND_INS) for op in ops]
-        with self.side.context():
-            for op, host in zip(ops, hosts, strict=True):
-                if op.op is dist.isend:
-                    host.copy_(op.tensor, non_blocking=True)
-        if self.side.stream is not None:
-            self.side.stream.synchronize()
-        for op, host in zip(ops, hosts, strict=True):
-            sends = op.op is dist.isend
-            assert op.group is not None
-            self.works.append((op.group.send if sends else op.group.recv)([host], op.group_peer, op.tag))
-            if not sends:
-                self.received.append((op.tensor, host))
-        self.hosts = hosts
-
-    def wait(self, *_: Any) -> bool:
-        for work in self.works:
-            work.wait()
-        with self.side.context():
-            for tensor, host in self.received:
-                tensor.copy_(host, non_blocking=True)
-        self.side.join()
-        return True
-
-
-@contextlib.contextmanager
-def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Iterator[None]:
-    """Batches of messages and sums go over the host. ``back`` copies a tensor to it."""
-    real_sum = dist.all_reduce  # nobody here calls it with async_op
-
-    def sum_on_host(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
-        if tensor.device.type == "cpu":
-            real_sum(tensor, *args, **options)
-            return
-        host = back(tensor)
-        real_sum(host, *args, **options)
-        tensor.copy_(host, non_blocking=True)
-
-    with (
-        patch.object(dist, "batch_isend_irecv", lambda ops: [Staged(ops)]),
-        patch.object(dist, "all_reduce", sum_on_host),
-    ):
-        yield
 
 
 def errors_of(

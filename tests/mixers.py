@@ -31,6 +31,7 @@ from cp_styles import Documents, ModuleContextParallel, SequenceScope, paralleli
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from tests import cases
+from tests.device import DEVICE, here, there
 from tests.oracle import error, randn
 from tests.ranks.mixers.kernels import (
     causal_conv1d,
@@ -281,9 +282,9 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
     }
     edges = (0, *accumulate(lengths))
     if case.said_by == "cu_seqlens":
-        flags = flags | {"cu_seqlens": torch.tensor(edges)}
+        flags = flags | {"cu_seqlens": there(torch.tensor(edges))}
     elif case.said_by == "seq_idx":
-        flags = flags | {"seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]}
+        flags = flags | {"seq_idx": there(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None])}
     if case.door == "by name":
         mask = None if documents is None else Documents(documents)
         call: Any = parallelize_module(Kernels(case, flags), mesh, ModuleContextParallel(**options, mask=mask))
@@ -320,7 +321,7 @@ def mixing_of(case: Mixing, mesh: Any, flags: dict[str, Any]) -> Callable[..., A
 def run_rank(rank: int, whole_case: Mixing) -> dict[str, torch.Tensor]:
     """This rank's results, and the gradients of its tensors, of the last call."""
     case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
-    mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
+    mesh = torch.distributed.init_device_mesh(DEVICE.type, (case.ranks,), mesh_dim_names=("cp",))
     call = mixing_of(case, mesh, flags_of(case))
     result = cases.last_result(case.calls, act, partial(one_call, rank, case, act, call)) or {}
     cases.end_step(mesh)
@@ -345,7 +346,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
     wide = torch.promote_types(dtype, torch.float32)
     mine |= {name: x.to(wide if not case.kind.startswith("conv") else dtype, copy=True) for name, x in weights.items()}
     names = trained(case, tokens, weights)
-    leaves = {name: x.requires_grad_(name in names) for name, x in mine.items()}
+    leaves = {name: there(x.requires_grad_(name in names)) for name, x in mine.items()}
     run = call
     if case.checkpoint != "no":
 
@@ -366,7 +367,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
             whole = list(x.shape)
             if name == "the output":
                 whole[dim] = case.length
-            cotangent = cotangent_of(case, name, x.new_empty(whole))
+            cotangent = there(cotangent_of(case, name, x.new_empty(whole)))
             if name == "the output":
                 cotangent = layout.shard(cotangent, dim, rank)
                 cotangent = cotangent.narrow(dim, 0, x.shape[dim])
@@ -379,7 +380,7 @@ def one_call(rank: int, case: Mixing, act: str, call: Callable[..., Any]) -> dic
                 leaf.grad = None
             torch.autograd.backward(list(needed.values()), [grads[name] for name in needed], retain_graph=again)
         results |= {f"the gradient of {name}": leaves[name].grad for name in names}
-    return {name: x.detach() for name, x in results.items() if x is not None}
+    return {name: here(x.detach()) for name, x in results.items() if x is not None}
 
 
 def compared(case: Mixing, found: list[dict[str, torch.Tensor]]) -> Verdict:

@@ -6,14 +6,19 @@ gives another loss or another gradient on several ranks than on one rank. A righ
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import math
+import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,9 +59,10 @@ from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
-from cp_styles.testing import RankTimeout, run_ranks
+from cp_styles.testing import RankTimeout
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
+from tests.device import DEVICE, run_ranks, there
 from tests.oracle import randn
 from tests.ranks.mixers.kernels import chunk_gla
 
@@ -176,7 +182,7 @@ class Program:
     @property
     def batch(self) -> dict[str, torch.Tensor]:
         """What the step is given. Copies, because a block changes its buffers."""
-        return {"x": self.x.to(self.dtype) if self.x.is_floating_point() else self.x.clone()}
+        return {"x": there(self.x.to(self.dtype) if self.x.is_floating_point() else self.x.clone())}
 
     def in_dtype(self, dtype: torch.dtype) -> Program:
         """The program whose model computes in ``dtype``. Integers stay."""
@@ -186,7 +192,7 @@ class Program:
         """A new model, the same on every rank, without styles."""
         with _MAKING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.make().to(self.dtype)
+            return self.make().to(DEVICE, self.dtype)
 
     def model(self, mesh: DeviceMesh) -> nn.Module:
         """A new model, the same on every rank, with its styles on."""
@@ -1819,7 +1825,7 @@ def proved(program: Program, door: Door) -> BaseException | None:
     """
 
     def on_rank(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        mesh = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",))
         tolerance = TOLERANCE if program.dtype == torch.float64 else None
         verify(door.model(program, mesh), mesh, program.batch, partial(door.step, program), tolerance=tolerance)
 
@@ -1844,3 +1850,32 @@ def runs(doors: Iterable[str] = DOORS, dtypes: Iterable[str] = DTYPES) -> Iterat
         each = program.in_dtype(DTYPES[dtype])
         if not DOORS[door].missing(each):
             yield each, door
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run programs on tests.device.DEVICE, from the first on, as long as ``--seconds`` last. Print those that verify
+    judges wrongly; the exit status counts them. Rows that make tensors of their own on the CPU are counted apart."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wrong_programs")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--part", default="0/1", help="2/4: the third of four processes, which share the rows")
+    parser.add_argument("--dtype", choices=DTYPES, default="float64")
+    options = parser.parse_args(arguments)
+    end, counts = time.monotonic() + options.seconds, Counter[str]()
+    part, parts = map(int, options.part.split("/"))
+    for each, door in islice(runs(dtypes=[options.dtype]), part, None, parts):
+        if time.monotonic() > end:
+            break
+        error = proved(each, DOORS[door])
+        judgement = "right, and proved" if error is None else "wrong, and noticed"
+        if error is not None and "same device" in str(error):
+            judgement = "has tensors of the CPU"
+        elif isinstance(error, RankTimeout) or (error is None) != each.right:
+            judgement = "misjudged"
+            print(f"{each} ({door}): {type(error).__name__}: {' '.join(str(error).split())[:600]}", flush=True)
+        counts[judgement] += 1
+    print(", ".join(f"{count} {judgement}" for judgement, count in counts.most_common()))
+    return counts["misjudged"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

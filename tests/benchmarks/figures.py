@@ -13,11 +13,11 @@ On performance.md, of plans and scale some rows:
 
 Of tests/records; gpus.md has the summary, and README.md there has the rest. See on_gpu.py:
 
-    gpu-summary    times, shares of ideal and peaks of the second run
+    gpu-summary    times, shares of ideal and peaks
     gpu-exact      errors by dtype
+    gpu-programs   random attentions and mixers, programs and models on the GPU
     gpu-shares     times of the device and of the host, and shares of ideal
-    gpu-now        the same of the second run
-    gpu-changes    times and launches of the second run, before constants changed and now
+    gpu-changes    times and launches before constants changed, and now
     gpu-host       the host's time, calls and operations
     gpu-launches   launches, and the device's own time
     gpu-peaks      peaks of memory, measured and predicted
@@ -108,7 +108,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "gpu-summary": on_gpu.summary,
     "gpu-exact": on_gpu.exact,
     "gpu-shares": on_gpu.shares,
-    "gpu-now": partial(on_gpu.shares, on_gpu.NOW),
+    "gpu-programs": on_gpu.programs,
     "gpu-changes": on_gpu.changes,
     "gpu-host": on_gpu.host,
     "gpu-launches": on_gpu.launched,

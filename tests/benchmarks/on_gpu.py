@@ -1,9 +1,10 @@
 """What a GPU has recorded, as tables for tests/records/README.md: python tests/benchmarks/figures.py gpu-exact ...
 
 tests/records has a folder for each run, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py. The
-second run has timed everything twice, with the constants of the package and with OF_RECORD (before_*.jsonl). Left out
-are the "note" of a line and predictions, which are made anew here. The covers of a kernel are one line in the second
-run, with the largest errors. Errors are relative to the norm of the full result in float64.
+second run has timed six settings twice, with the constants of the package and with OF_RECORD (before_*.jsonl); the
+third run has timed all settings once. Left out are the "note" of a line and predictions, which are made anew here. The
+covers of a kernel are one line in the second run, with the largest errors. Errors are relative to the norm of the full
+result in float64.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Row = tuple[str, ...]
 RECORDS = Path(__file__).parents[1] / "records"
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 NAMES = {"ring": "ring", "ulysses": "Ulysses"}
-# Constants of the package that had other values when the first record was made, and in before_*.jsonl of the second.
+# Constants of the package that have other values in before_*.jsonl of the second run.
 OF_RECORD = {"cp_styles.strategies.schedule._LEAST_BLOCKS": 2 * 132, "cp_styles.kernels.packing.FEW_ROWS": 0}
 SETTINGS = {setting.name: setting for setting in settings(cuda=True)}
 
@@ -48,9 +49,8 @@ class Times(NamedTuple):
     then: bool
 
 
-FIRST = Times("first run", ("h200/time",), then=True)
-BEFORE = Times("second run, before", ("h200_second/before_1", "h200_second/before_2"), then=True)
-NOW = Times("second run", ("h200_second/time_1", "h200_second/time_2"), then=False)
+BEFORE = Times("before", ("h200_second/before_1", "h200_second/before_2"), then=True)
+NOW = Times("now", ("h200_third/time", "h200_second/time_1", "h200_second/time_2"), then=False)
 
 
 def record(name: str) -> tuple[Line, list[Line]]:
@@ -60,12 +60,12 @@ def record(name: str) -> tuple[Line, list[Line]]:
 
 
 @cache
-def timed(times: Times = FIRST) -> dict[Setting, dict[str, list[Line]]]:
+def timed(times: Times = NOW) -> dict[Setting, dict[str, list[Line]]]:
     """The lines of each setting of ``--time``, by cover: one of each file."""
     found: dict[Setting, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for name in times.files:
         machine, lines = record(name)
-        assert times is FIRST or machine.get("set", {}) == (OF_RECORD if times.then else {}), name
+        assert machine.get("set", {}) == (OF_RECORD if times.then else {}), name
         for line in lines:
             assert line["ok"], line
             found[SETTINGS[line["case"]]][line["cover"]].append(line)
@@ -88,9 +88,10 @@ def exact() -> Iterator[Row]:
     worst: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     counts: dict[str, int] = defaultdict(int)
     lines: list[tuple[str, Line]] = []
-    for folder in "h200", "h200_second":
+    for folder in "h200", "h200_second", "h200_third":
         lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record(f"{folder}/replay")[1]]
         lines += [(re.split(" b?float", line["case"])[0], line) for line in record(f"{folder}/gpu")[1]]
+    lines += [("two groups of heads in a backward", line) for line in record("h200_third/groups")[1]]
     for what, line in lines:
         assert line["ok"], line
         if "errors" in line:
@@ -107,10 +108,10 @@ def exact() -> Iterator[Row]:
     yield "limit of `replay.py`", "", *(f"{tolerance(dtype):.1e}" for dtype in DTYPES)
 
 
-def shares(times: Times = FIRST) -> Iterator[Row]:
+def shares() -> Iterator[Row]:
     """Milliseconds of a forward and backward, of the device and of the host, and the share of ideal."""
     yield "setting", "torch", "ring", "host", "share f", "share f+b", "Ulysses", "host", "share f", "share f+b"
-    for setting, lines in timed(times).items():
+    for setting, lines in timed().items():
         cells = [between(lines.get("torch", []), "ms f+b", ".2f")]
         for name in STRATEGIES:
             found = lines[f"{name} times"]
@@ -120,10 +121,10 @@ def shares(times: Times = FIRST) -> Iterator[Row]:
 
 
 def summary() -> Iterator[Row]:
-    """Of the second run with the constants of the package, what tutorials/gpus.md shows: times, shares and peaks."""
+    """What tutorials/gpus.md shows: times, shares and peaks, of the settings that were timed three times."""
     yield "8 ranks", *(f"{name}{of}" for name in NAMES.values() for of in (", ms", ", share", ", MiB"))
-    for setting, lines in timed(NOW).items():
-        cells = []
+    for setting in timed(BEFORE):
+        lines, cells = timed()[setting], []
         for name in STRATEGIES:
             found = lines[f"{name} times"]
             cells += [between(found, "ms f+b", ".1f"), between(found, "share of ideal f+b", ".2f")]
@@ -132,13 +133,13 @@ def summary() -> Iterator[Row]:
 
 
 def changes() -> Iterator[Row]:
-    """Milliseconds and launches of the second run, with the constants OF_RECORD and with the package's own."""
+    """Milliseconds and launches with the constants OF_RECORD and with the package's own."""
     figures = " before", " now", " launches before", " now"
     yield "setting", *(f"{name}{what}" for name in NAMES.values() for what in figures)
-    for setting, lines in timed(NOW).items():
+    for setting, before in timed(BEFORE).items():
         cells = []
         for name in STRATEGIES:
-            both = timed(BEFORE)[setting], lines
+            both = before, timed()[setting]
             cells += [between(found[f"{name} times"], "ms f+b", ".1f") for found in both]
             cells += [str(launches_of(found, name)[0]) for found in both]
         yield told(setting), *cells
@@ -171,8 +172,8 @@ def launched() -> Iterator[Row]:
     for setting, lines in timed().items():
         cells = []
         for name in STRATEGIES:
-            whole, count, (spent,), (busy,) = launches_of(lines, name)
-            cells += [str(whole), str(count), f"{spent:.1f}", f"{busy - spent:.1f}"]
+            whole, count, spent, busy = launches_of(lines, name)
+            cells += [str(whole), str(count), f"{spent[0]:.1f}", f"{busy[0] - spent[0]:.1f}"]
         yield told(setting), *cells
 
 
@@ -180,7 +181,7 @@ def launched() -> Iterator[Row]:
 def explained(setting: Setting, name: str, *, then: bool) -> Explanation:
     """The explanation of a setting as it ran: with the kernels that the machine of the records has chosen, and with the
     constants of the package as they were ``then``, or as they are."""
-    version = record(FIRST.files[0])[0]["cudnn"]
+    version = record(NOW.files[0])[0]["cudnn"]
     with contextlib.ExitStack() as stack:
         for constant, value in OF_RECORD.items() if then else ():
             stack.enter_context(patch(constant, value))
@@ -199,15 +200,14 @@ def peaks_of(times: Times, setting: Setting, name: str) -> tuple[list[float], fl
 
 
 def peaks() -> Iterator[Row]:
-    """Peaks over the inputs in MiB: of the first run, and with the constants of the package of the second."""
+    """Peaks over the inputs in MiB."""
     yield "setting", *(f"{name} {what}" for name in NAMES.values() for what in ("measured", "predicted"))
-    for times in FIRST, NOW:
-        for setting in timed(times):
-            cells = []
-            for name in STRATEGIES:
-                measured, predicted = peaks_of(times, setting, name)
-                cells += [f"{size / 2**20:,.0f}" for size in (max(measured), predicted)]
-            yield told(setting) + f", {times.name}" * (times is not FIRST), *cells
+    for setting in timed():
+        cells = []
+        for name in STRATEGIES:
+            measured, predicted = peaks_of(NOW, setting, name)
+            cells += [f"{size / 2**20:,.0f}" for size in (max(measured), predicted)]
+        yield told(setting), *cells
 
 
 def host() -> Iterator[Row]:
@@ -262,12 +262,18 @@ def predicted() -> Iterator[Row]:
     """Milliseconds of the device in a forward and backward, without messages: predicted with H200, and measured."""
     machine = replace(H200, bandwidth=1e30, latency=0.0)  # in replay.py no message travels
     yield "setting", *(f"{name} {what}" for name in NAMES.values() for what in ("predicted", "on the device", "error"))
-    for times in FIRST, NOW:
-        for setting, lines in timed(times).items():
-            cells = []
-            for name in STRATEGIES:
-                run = explained(setting, name, then=times.then).runs[setting.rank]
-                ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
-                busy = statistics.mean(launches_of(lines, name)[3])
-                cells += [f"{ms:.1f}", f"{busy:.1f}", f"{100 * (ms / busy - 1):+.0f}%"]
-            yield told(setting) + f", {times.name}" * (times is not FIRST), *cells
+    for setting, lines in timed().items():
+        cells = []
+        for name in STRATEGIES:
+            run = explained(setting, name, then=False).runs[setting.rank]
+            ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
+            busy = statistics.mean(launches_of(lines, name)[3])
+            cells += [f"{ms:.1f}", f"{busy:.1f}", f"{100 * (ms / busy - 1):+.0f}%"]
+        yield told(setting), *cells
+
+
+def programs() -> Iterator[Row]:
+    """Random attentions and mixers, programs and models on ranks that share the GPU. See tests/device.py."""
+    yield "command", "exact", "refused on every rank", "wrong, and noticed", "others"
+    for line in record("h200_third/programs")[1]:
+        yield line["case"], *(str(line.get(key, "-")) for key in ("exact", "refused", "noticed", "bad"))

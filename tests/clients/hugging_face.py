@@ -22,7 +22,7 @@ from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
 from cp_styles.decoding import cache_argument
 from cp_styles.integrations.transformers import register_attention
 from cp_styles.layout import Balancer, head_tail
-from cp_styles.testing import run_ranks
+from tests.device import DEVICE, here, run_ranks, there
 from tests.oracle import dense_attention
 
 VOCABULARY, LENGTH, BATCH = 64, 21, 2
@@ -99,7 +99,7 @@ class StayDouble(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
-            return args[0].double() if args[0].is_floating_point() else func(*args)
+            return args[0].double()
 
         def wider(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
@@ -253,24 +253,24 @@ def on_ranks(
     """Loss and gradients of a step of ``model``; ``inputs`` are cut along their last dim, ``whole`` are not."""
 
     def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model)
+        mesh = init_device_mesh(DEVICE.type, (ranks,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model).to(DEVICE)
         mine.set_attn_implementation(implementation)
         options = {"layout": balancer} if scope is None and style is None else dict(style or {})
         parallelize_module(mine, mesh, ModuleContextParallel(**options))
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             layout = balancer(x.shape[-1], ranks)
-            return layout.shard(x, -1, rank)
+            return there(layout.shard(x, -1, rank))
 
-        parts = {name: cut(x) for name, x in inputs.items()} | dict(whole or {})
+        parts = {name: cut(x) for name, x in inputs.items()} | {name: there(x) for name, x in (whole or {}).items()}
         if scope is None:
             loss = step(mine, parts, cut(labels), how)
         else:
             with scope(balancer(labels.shape[-1], ranks)):
                 loss = step(mine, parts, cut(labels), how)
         sum_gradients(mine, mesh)
-        return loss, gradients(mine)
+        return here(loss), {name: here(x) for name, x in gradients(mine).items()}
 
     found = run_ranks(on, ranks)
     return torch.stack([loss for loss, _ in found]).sum(), found[0][1]

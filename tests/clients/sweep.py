@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.auto import modeling_auto
 
 from cp_styles import ModuleContextParallel, head_tail, parallelize_module, sum_gradients
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import RankError
 from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     NAME,
@@ -43,6 +43,7 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.device import DEVICE, run_ranks, there
 
 MOST = 20_000_000  # parameters, of types whose sizes have names of their own: give them in OWN
 EXACT = 1e-10  # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more
@@ -176,10 +177,12 @@ def proved(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) ->
         return total
 
     def on(rank: int) -> None:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model).to(DEVICE)
         mine.set_attn_implementation(NAME)
         parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
-        verify(mine, mesh, inputs | {"labels": labels}, act, tolerance=1e-9)
+        whole = {name: there(x) for name, x in inputs.items()} | {"labels": there(labels)}
+        verify(mine, mesh, whole, act, tolerance=1e-9)
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):

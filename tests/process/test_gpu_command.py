@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import gpu, replay
+from tests import device, gpu, replay
 from tests.covering import at_night
 from tests.cuda_ops import cuda_ops_on_cpu
 from tests.gpu_record import run_checks
@@ -188,7 +188,7 @@ def test_two_ranks_of_the_job_share_a_gpu(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: seen.update(backend=backend))
-    monkeypatch.setattr(gpu, "Staged", list)
+    monkeypatch.setattr(device, "Staged", list)
     monkeypatch.setitem(sys.modules, "train_llama", SimpleNamespace(main=train))  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(sys.modules, "picture", SimpleNamespace())  # pyright: ignore[reportArgumentType]
     (line,) = run_checks("job", gpu.job())

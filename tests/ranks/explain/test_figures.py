@@ -72,7 +72,7 @@ def test_scale(cpu_build):
         assert shown == row or abs(int(shown[-1].replace(",", "")) - int(row[-1].replace(",", ""))) <= 1
 
 
-_MEASURED = "gpu-exact", "gpu-shares", "gpu-now", "gpu-changes", "gpu-launches", "gpu-host"
+_MEASURED = "gpu-exact", "gpu-programs", "gpu-shares", "gpu-changes", "gpu-launches", "gpu-host"
 
 
 @pytest.mark.parametrize("names", [_MEASURED, ("gpu-summary", "gpu-peaks", "gpu-predicted")])
@@ -96,7 +96,7 @@ def test_the_peaks_that_a_gpu_has_recorded():
     """Of every setting, with cuDNN and without. torch's allocator splits no block for a rest of up to 1 MiB
     (kSmallSize in CUDACachingAllocator.cpp), and at most three of the blocks at a peak had one. A pack is predicted
     with the most that its documents may be padded by."""
-    for times in figures.on_gpu.FIRST, figures.on_gpu.BEFORE, figures.on_gpu.NOW:
+    for times in figures.on_gpu.BEFORE, figures.on_gpu.NOW:
         for setting in figures.on_gpu.timed(times):
             for name in figures.on_gpu.STRATEGIES:
                 measured, predicted = figures.on_gpu.peaks_of(times, setting, name)
