@@ -296,6 +296,6 @@ def _run_remaining(
     out = torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else keep_in_graph(call.value, *call.tensors())
     if states is None:
         # On one process the initial state has a gradient. A reducer waits for it on every rank.
-        begins = call.initial is None or any(fragment.start == 0 for fragment in outs)
-        return keep_in_graph(out, *([] if begins else [call.initial])), None
+        state = None if any(fragment.start == 0 for fragment in outs) else call.initial
+        return keep_in_graph(out, *([] if state is None else [state])), None
     return keep_in_graph(out, states), None if not call.wants else states[-1].mT if call.transposed else states[-1]
