@@ -642,9 +642,12 @@ def test_a_mask_that_is_dropped_on_its_way_is_refused():
 def test_a_loss_for_the_balance_of_experts_is_refused():
     model = tiny(causal_lm, config_of("mixtral", num_hidden_layers=1, output_router_logits=True))
     inputs = {"input_ids": tokens_of(), "position_ids": positions_of()}
+    labels = labels_of(tokens_of())
     with pytest.raises(RankError, match="the balance of experts on this rank's tokens alone") as found:
-        on_ranks(model, inputs, labels_of(tokens_of()))
+        on_ranks(model, inputs, labels)
     assert found.value.errors.keys() == {0, 1}
+    model.config.output_router_logits = False
+    assert largest_error(on_ranks(model, inputs, labels), expected(model, inputs, labels)) < EXACT
 
 
 def test_a_mask_of_the_users_own_is_refused():

@@ -16,6 +16,84 @@ QUOTED = [
     for quoted in re.findall(r"^> (.+)$", entry, re.MULTILINE)
 ]
 TITLES = {title for title, _ in QUOTED}
+# The test that runs a program as an entry says, and finds the result of one process.
+REMEDIES = {
+    "Inputs that were cut in another way": "ranks/doors/test_cut.py: the_same_cut_passes",
+    "A layout of another length": "ranks/doors/test_scope.py: two_micro_batches_alive",
+    "A tensor that was cut with another layout": "ranks/doors/test_cut.py: the_same_cut_passes",
+    "Two layouts for one call": "ranks/doors/test_scope.py: a_fixed_layout",
+    "A batch that nobody has cut": "ranks/doors/test_first_hour.py: is_refused_in_training_and_in_evaluation",
+    "A rank that is not in the mesh": "ranks/doors/test_first_hour.py: ranks_outside_of_the_mesh_leave_the_call_out",
+    "Ranks at different places": "ranks/doors/test_first_hour.py: a_loop_that_ends_early_ends_on_all_ranks",
+    "Ranks that disagree": "ranks/engine/test_disagreement.py: functions_that_cut_alike",
+    "A rank that has left half way": "ranks/doors/test_fused_calls.py: a_world_that_has_ended",
+    "A process group that was destroyed": "ranks/doors/test_fused_calls.py: a_world_that_has_ended",
+    "Parameters that differ": "ranks/engine/test_unreduced.py: experts_that_live_on_one_rank",
+    "Gradients that are summed twice": "ranks/engine/test_batch.py: gradients_in_front_of_a_split",
+    "Gradients that are averaged": "ranks/doors/test_first_hour.py: without_averaged_over_is_refused_and_with_it_exact",
+    "A mean of means": "ranks/doors/test_first_hour.py: is_none_where_the_loss_is_one_of_all",
+    "Gradients behind a gather": "ranks/engine/test_batch.py: gradients_behind_a_gather_that_are_shares",
+    "A model that was never compared": "ranks/verify/test_verify.py: a_model_that_was_never_compared_warns_once",
+    "No attention was reached": "ranks/doors/test_errors.py: a_module_that_does_more_than_attend",
+    "No attention was called": "clients/test_transformers.py: exact",
+    "A block without attention": "ranks/doors/test_unseen.py: blocks_without_attention",
+    "A layer that mixes tokens": "ranks/doors/test_readme.py: the_example_of_a_convolution",
+    "The style is on a whole attention block": "ranks/doors/test_errors.py: a_module_that_does_more_than_attend",
+    "A path that matches no module": "ranks/doors/test_guards.py: a_plan_whose_path_matches_nothing",
+    "A mask of another length": "ranks/doors/test_attn_mask.py: a_mask_inside_the_module_fits_parts_of_any_size",
+    "A mask of one part": "first_hours/test_first_hours.py: after",
+    "Keys of several passes": "ranks/doors/test_complaints.py: keys_of_several_passes",
+    "A window that a part does not show": "ranks/doors/test_guards.py: windows_that_a_model_would_make_from_a_part",
+    "A BlockMask of another length": "ranks/flex/test_flex.py: inside_a_module",
+    "A learned attention bias": "ranks/flex/test_flex_compiled.py: a_compiled_model",
+    "Positions that count from 0": "clients/test_transformers.py: positions_by_a_hook",
+    "Positions after that of padding": "clients/test_transformers.py: positions_after_that_of_padding",
+    "Pictures among the tokens": "clients/test_pictures.py: the_example_of_the_page",
+    "Labels inside a model": "ranks/doors/test_batch_sharder.py: a_step_is_that_of_one_process",
+    "A loss over tokens as classes": "clients/test_transformers.py: question_answering",
+    "Tokens in front of a part": "clients/test_transformers.py: tokens_in_front_of_a_part",
+    "Dropout in the attention": "clients/test_transformers.py: exact",
+    "The same dropout on all ranks": "ranks/doors/test_training_page.py: a_seed_for_the_dropout_of_each_rank",
+    "A loss of whole sequences": "clients/test_preferences.py: dpo",
+    "Ranks with other samples": "clients/test_trainers.py: trainings",
+    "An entry whose sequence dim is not known": "ranks/doors/test_batch_sharder.py: batches_that_cannot_be_cut",
+    "A collator in a worker process": "ranks/doors/test_batch_sharder.py: a_step_is_that_of_one_process",
+    "A loader that accelerate does not share": "ranks/doors/test_batch_sharder.py: share_batches",
+    "A loss for the balance of experts": "clients/test_transformers.py: a_loss_for_the_balance_of_experts_is_refused",
+    "A mask that is dropped": "clients/test_trainers.py: trainings",
+    "A text that is not the same on all ranks": "ranks/doors/test_joint.py: a_model_of_text_and_image",
+    "generate() without a cache that is cut": "clients/test_generate.py: the_example_of_the_page",
+    "Ranks that decode different tokens": "clients/test_generate.py: sampling",
+    "A prompt with another attention_mask": "clients/test_generate.py: generate",
+    "A cache of another prompt": "clients/test_generate.py: one_prefill_for_prompts_that_begin_alike",
+    "Rows that a cache does not have": "clients/test_generate.py: beam_search",
+    "Heads that do not fit": (
+        "ranks/tensor_parallel/test_tp_refusals.py: key_heads_that_tp_does_not_divide_are_replicated"
+    ),
+    "A part that tensor parallelism does not divide": (
+        "ranks/tensor_parallel/test_tp_refusals.py: lengths_that_tp_divides_and_plans_without_sequence_parallelism"
+    ),
+    "DTensors on other axes": "ranks/tensor_parallel/test_tp_attention.py: meshes",
+    "An output whose heads are not found": "ranks/tensor_parallel/test_tp_attention.py: heads_that_are_joined_outside",
+    "The sequence dim has moved": "ranks/doors/test_dims.py: tokens_along_any_dim",
+    "A mesh without this axis": "ranks/tensor_parallel/test_tp_attention.py: axes_of_any_name_and_both_at_once",
+    "A checkpoint under a SequenceScope": "ranks/doors/test_scope.py: checkpoint_with_the_scope",
+    "A scope in another thread": "ranks/doors/test_scope.py: a_scope_that_another_thread_has_opened",
+    "A function without a name": "ranks/compile/test_compile.py: other_configurations_are_other_graphs",
+    "Tensors in the mask of a scope": "ranks/compile/test_compile.py: masks_that_are_tensors",
+    "A module that cannot be pickled": "ranks/doors/test_state.py: a_checkpoint_of_cp_2_tp_2_goes_on_under_cp_4_tp_1",
+    "Buffers of different lengths": "ranks/doors/test_readme.py: a_table_that_is_longer_than_the_sequence",
+    "A buffer that was cut before": "ranks/doors/test_torch_api.py: a_buffer_that_was_filled_again_is_a_whole_one",
+    "A buffer that was computed": "ranks/doors/test_torch_api.py: a_result_is_cut_by_context_parallel_shard",
+}
+# The log of another rank has the reason, an environment variable is set, or the program is not possible.
+WITHOUT_REMEDY = {
+    "Another rank has refused",
+    "A rank that has ended",
+    "Machines that gloo does not connect",
+    "Second derivatives",
+    "A cache that a model changes",
+}
 VARIES = "\0"
 
 
@@ -75,6 +153,14 @@ def test_no_error_is_longer_than_four_lines_of_100_columns():
     errors += [text for node in nodes if isinstance(node, ast.Raise) for text in strings_of(node)]
     assert len(errors) > 1000
     assert [text for text in errors if len(text) > 400] == []
+
+
+def test_each_remedy_is_followed():
+    assert REMEDIES.keys().isdisjoint(WITHOUT_REMEDY)
+    assert {*REMEDIES, *WITHOUT_REMEDY} == TITLES
+    for place in REMEDIES.values():
+        path, _, name = place.partition(": ")
+        assert f"def test_{name}(" in (ROOT / "tests" / path).read_text(), place
 
 
 def test_each_entry_that_an_error_names_is_on_the_page():

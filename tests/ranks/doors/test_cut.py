@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import (
     AttentionContextParallel,
+    Causal,
     ModuleContextParallel,
     context_attention,
     contiguous,
@@ -18,10 +19,12 @@ from cp_styles.collectives import gather, seq_to_heads
 from cp_styles.decoding import KVCache
 from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import run_ranks
-from tests.ranks.attention_case import Core
+from tests.oracle import dense_attention, error
+from tests.ranks.attention_case import EXACT, Core
 
 RANKS, LENGTH = 3, 12
 OWN_LENGTH = 15
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
 def inputs():
@@ -30,7 +33,7 @@ def inputs():
 
 
 def functional(rank, tensors, layout):
-    return context_attention(*tensors, dist.group.WORLD, layout=layout)
+    return context_attention(*tensors, dist.group.WORLD, mask=Causal(), layout=layout)
 
 
 def styled(rank, tensors, layout):
@@ -86,7 +89,7 @@ def test_other_functions_refuse_another_cut(call, layout):
 def test_the_same_cut_passes(door):
     whole = inputs()
     outs = run_ranks(lambda rank: door(rank, [head_tail(LENGTH, RANKS).shard(x, 2, rank) for x in whole], head_tail), 3)
-    assert head_tail(LENGTH, RANKS).unshard(outs, 2).shape == whole[0].shape
+    assert error(head_tail(LENGTH, RANKS).unshard(outs, 2), dense_attention(*whole, CAUSAL)) < EXACT
 
 
 class Model(nn.Module):

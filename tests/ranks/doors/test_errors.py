@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cp_styles.batch import sum_gradients
 from cp_styles.comm.checks import Checks
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
@@ -29,8 +30,8 @@ from cp_styles.strategies import Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks
 from tests.doors import door
-from tests.oracle import randn
-from tests.ranks.attention_case import Core, cp_mesh, on_every_rank, parallel
+from tests.oracle import VANISHING, error, randn
+from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, on_every_rank, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
 
 
@@ -355,6 +356,25 @@ def gathered(query, key, value):
 )
 def test_modules_that_do_something_else(attend, message: str):
     assert message in refusals(call(attend))
+
+
+def test_a_module_that_does_more_than_attend():
+    """The style of a core is refused there. On its core it is exact, and so is the style of a whole module."""
+    layout, x = head_tail(13, 2), randn(0, 2, 13, 10)
+    one = Projected(Core())
+    one(x).square().sum().backward()
+
+    def on(rank: int, plan: Any) -> float:
+        model = parallelize_module(Projected(Core()), cp_mesh(2), plan)
+        model(layout.shard(x, 1, rank)).square().sum().backward()
+        sum_gradients(model, cp_mesh(2))
+        pairs = zip(model.parameters(), one.parameters(), strict=True)
+        return max(error(mine.grad, each.grad) for mine, each in pairs if each.grad.norm() > VANISHING)
+
+    for found in run_ranks(partial(on, plan=AttentionContextParallel()), 2, return_errors=True):
+        assert "AttentionContextParallel is for modules whose forward takes query, key and value" in str(found)
+    for plan in ({"core": AttentionContextParallel()}, ModuleContextParallel()):
+        assert max(run_ranks(partial(on, plan=plan), 2)) < EXACT
 
 
 class _Inner(nn.Module):

@@ -495,6 +495,16 @@ class TestMoreProcessesThanTheMesh:
             assert isinstance(found[rank], ValueError)
             assert f"rank {rank} is not in the mesh of ranks [0, 1]" in str(found[rank])
 
+    def test_ranks_outside_of_the_mesh_leave_the_call_out(self):
+        def on(rank: int) -> float:
+            mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), GPT()
+            if mesh.get_coordinate() is None:
+                return 0.0
+            a_step(model, mesh, by_module(model, mesh)).sum_gradients(model)
+            return off(model)
+
+        assert max(run_ranks(on, 4)) < EXACT
+
 
 @pytest.mark.parametrize("length", [LENGTH - 2, *at_night(LENGTH, LENGTH - 3)])
 def test_lengths_that_torchs_sequence_parallelism_does_not_divide(length: int):

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
+from cp_styles._compat import in_process_store
 from cp_styles.testing import RankError, run_ranks
 from tests.doors import EACH, LENGTH, cut_contiguously
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
 
 STYLES = [AttentionContextParallel, ModuleContextParallel]
 
@@ -149,7 +150,19 @@ def test_anomaly_detection(style):
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_world_that_has_ended(style, layout, before: bool):
-    """``before``: the style has attended in it."""
+    """``before``: the style has attended in it. A new module with the groups of a new world is exact."""
+    store, problem = in_process_store(), Problem(length=LENGTH)
+
+    def in_a_new_world(rank: int) -> float:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        attend = parallelize_module(Core(), cp_mesh(2), style(layout=layout))
+        leaves, cotangent = problem.shard(layout, rank, 2)
+        out = attend(*leaves)
+        out.backward(cotangent)
+        return max(problem.errors([out, *(leaf.grad for leaf in leaves)], layout, rank, 2))
+
+    assert max(run_ranks(in_a_new_world, 2)) < EXACT
 
     def on(rank: int) -> None:
         module = parallelize_module(Attend(), cp_mesh(2), style(layout=layout))

@@ -93,6 +93,16 @@ def test_no_buffers_and_any_import(mesh, door):
 
 
 @on_every_rank(RANKS)
+def test_a_result_is_cut_by_context_parallel_shard(mesh, rank: int):
+    """It is differentiable: the gradient of what the result was computed from is this rank's share."""
+    x = randn(0, 10, 3).requires_grad_()
+    (part,) = context_parallel_shard(mesh, [x * 2], [0], head_tail)
+    part.square().sum().backward()
+    dist.all_reduce(x.grad)
+    return error(x.grad, 8 * x)
+
+
+@on_every_rank(RANKS)
 def test_buffers_of_all_kinds(mesh, rank: int):
     length = 10
     layout = head_tail(length, RANKS)
