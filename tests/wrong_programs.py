@@ -1581,6 +1581,25 @@ def scaled(factor: float) -> Callable[[nn.Module, RankView], None]:
     return only_on_ranks(act)
 
 
+class Gain(nn.Module):
+    """A parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def with_gain() -> nn.Module:
+    return Model(lambda m, x: m.part(x), part=Gain())
+
+
+def gain_scaled(model, view):
+    model.part.gain.grad *= 0.679
+
+
 def summed_in_part(model, view):
     sum_gradients(model.attention, view.mesh)
 
@@ -1761,6 +1780,7 @@ STEPS = (
         wrong("averaged", **then(scaled(0.5))),
         wrong("scaled", **then(scaled(3.0))),
         wrong("no numbers", **then(scaled(float("nan")))),
+        wrong("of one number, scaled", model=with_gain, **then(only_on_ranks(gain_scaled))),
         wrong("clipped before the sum", after=clipped_then_summed),
         wrong("no backward on several ranks", loss=without_backward),
         wrong("removed on several ranks", **then(only_on_ranks(removed))),

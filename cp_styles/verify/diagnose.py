@@ -436,22 +436,23 @@ def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
     return texts
 
 
+def _is_near(number: float, other: float) -> bool:
+    return abs(number - other) < 1e-3 * abs(other)
+
+
 def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
     """The cause of a factor ``by`` of gradients, if the gradient of the loss has the factor ``of_loss``."""
     if of_loss is None:
         return "the loss, or the reduction of gradients, has another factor than on one process"
 
-    def near(number: float, other: float) -> bool:
-        return abs(number - other) < 1e-3 * abs(other)
-
-    if near(of_loss, 1) and near(by, ranks):
+    if _is_near(of_loss, 1) and _is_near(by, ranks):
         return "they are reduced twice over the sequence's ranks. Reduce each gradient once"
-    if near(of_loss, 1) and near(by, 1 / ranks):
+    if _is_near(of_loss, 1) and _is_near(by, 1 / ranks):
         return (
             "they are averaged over the sequence's ranks. Give global_loss averaged_over= the size of the mesh that "
             "the step is given, or sum them"
         )
-    if near(by, of_loss):
+    if _is_near(by, of_loss):
         return (
             f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
             "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
@@ -475,13 +476,23 @@ def _classify_gradient(comparison: Comparison, axis: DeviceMesh, name: str) -> t
     if len({each[0] for each in shapes}) == 1:  # otherwise they are shards of FSDP2
         dist.all_reduce(total, group=axis.get_group())
     by = factor(share, expected)
-    facts = same(share, expected), same(total, expected), same(share, by * expected), by, bool(share.isfinite().all())
-    right, shares, times, factors, finite = zip(*gather(facts), strict=True)
+    facts = (
+        same(share, expected),
+        same(total, expected),
+        same(share, by * expected),
+        by,
+        bool(share.isfinite().all()),
+        int(expected.count_nonzero()),
+    )
+    right, shares, times, factors, finite, numbers = zip(*gather(facts), strict=True)
     if all(right):
         return "right", 1.0
     if not all(finite):
         return "not finite", 1.0
-    if all(times) and max(factors) - min(factors) < 1e-3 and abs(by) > 1e-3:
+    # One number is a multiple of every other. So its factor counts only if it is one that has a cause.
+    causes = axis.size(), 1 / axis.size(), comparison.loss_factor() or 1.0
+    known = max(numbers) > 1 or any(_is_near(by, cause) for cause in causes)
+    if all(times) and known and max(factors) - min(factors) < 1e-3 and abs(by) > 1e-3:
         return "times", round(factors[0], 3)
     return ("share" if all(shares) else "wrong"), 1.0
 

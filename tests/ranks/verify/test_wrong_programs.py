@@ -23,7 +23,7 @@ ON_CORE = "a style on the core of an attention"
 CAUSES = {
     f"{ON_CORE}: positions from 0": r"argument 'position_ids' of the model \(Position\): counts from 0",
     f"{ON_CORE}: arange in the model": r"the model \(Model\): what it gives to places, 'input', counts from 0",
-    f"{ON_CORE}: a table sliced by the length": "what it gives to attention .* that of the first positions",
+    f"{ON_CORE}: a table sliced by the length": "what it gives to attention .* is the result for the first positions",
     f"{ON_CORE}: divided by the length": "on each rank is that for its part alone, .* is not known",
     f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
     f"{ON_CORE}: a recurrence": rf"layer.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
@@ -64,6 +64,7 @@ CAUSES = {
     "gradients: summed twice": "are 2 times .*: they are reduced twice",
     "gradients: averaged": "are 0.5 times .*averaged over",
     "gradients: scaled": "are 3 times .*: the gradient of the loss is 1 times its value on one process, and code",
+    "gradients: of one number, scaled": r"1 of \d+ parameters \(part.gain\) are wrong",
     "gradients: no numbers": rf"gradients of 8 of 8 parameters .* are not finite on the ranks.* {UNKNOWN}",
     "gradients: clipped before the sum": "between the backward and their sum.* Sum gradients first",
     "gradients: no backward on several ranks": rf"are wrong.* {UNKNOWN}",
