@@ -36,6 +36,8 @@ def test_all_ranks_are_one_device(mask: str):
     lines = lines_of(SMALL._replace(mask=mask))
     assert [*lines] == [*WAYS]
     assert all(line["ok"] and max(line["errors"]) < 1e-12 for line in lines.values()), lines
+    bits = {name: line["bits of torch's"] for name, line in lines.items() if "bits of torch's" in line}
+    assert [*map(len, bits.values())] == ([4] if mask in ("causal", "full") else [])
 
 
 def test_all_ranks_are_one_device_on_stand_ins():
