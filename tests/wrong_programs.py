@@ -1874,7 +1874,7 @@ def runs(doors: Iterable[str] = DOORS, dtypes: Iterable[str] = DTYPES) -> Iterat
 
 def main(arguments: Sequence[str]) -> int:
     """Run programs on tests.device.DEVICE, from the first on, as long as ``--seconds`` last. Print those that verify
-    judges wrongly; the exit status counts them. Rows that make tensors of their own on the CPU are counted apart."""
+    judges wrongly; the exit status counts them. The last count has rows that make tensors on the CPU."""
     parser = argparse.ArgumentParser(prog="python -m tests.wrong_programs")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--part", default="0/1", help="2/4: the third of four processes, which share the rows")
