@@ -54,7 +54,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.collectives import gather, split
+from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.kernels.sdpa import CPU_FLASH
@@ -1651,6 +1651,21 @@ def nobody(model, view):
     pass
 
 
+def by_hand_of(layout: Callable[[int, int], SequenceLayout]) -> dict[str, Any]:
+    """A model without a style, whose attention exchanges heads for the sequence by itself."""
+
+    def inside(core, q, k, v):
+        cut = {"layout": layout(S, dist.get_world_size()) if q.shape[2] < S else None}
+        q, k, v = seq_to_heads((q, k, v), dist.group.WORLD, **cut)
+        return heads_to_seq(core.attend(q, k, v), dist.group.WORLD, heads=2, **cut)
+
+    return {"model": lambda: Model(inside=inside), "apply": lambda model, mesh: model, "no_block": NO_STYLE}
+
+
+def mean_in_the_model(m, x):
+    return x.square().mean()
+
+
 AVERAGED = {
     "loss": lambda out, view: by_token(out, view) * view.size,
     "after": nobody,
@@ -1765,6 +1780,12 @@ STEPS = (
         wrong(
             "that is a number of the ranks", returns=lambda loss, view: total(loss, view) * (1 if view.size == 1 else 3)
         ),
+        wrong("that a model takes by itself", model=lambda: Model(give=mean_in_the_model), loss=lambda out, view: out),
+        wrong(
+            "behind a gather, that is not divided",
+            model=classifier(),
+            loss=lambda out, view: distance(out, randn(5, *out.shape)),
+        ),
         wrong("that is no number", returns=lambda loss, view: loss * (1 if view.size == 1 else float("nan"))),
         right("by token", **LOGITS, **labelled()),
         right("that is not returned", returns=lambda loss, view: None),
@@ -1790,6 +1811,11 @@ STEPS = (
         right("of a step without a backward", call=without_gradients),
         right("sharded by FSDP2", **AVERAGED, apply=sharded),
         right("averaged by DDP", **AVERAGED, apply=replicated),
+    ),
+    *kind(
+        "by collectives, without a style",
+        right("Ulysses", **by_hand_of(head_tail)),
+        wrong("Ulysses with another layout", **by_hand_of(contiguous)),
     ),
     *kind(
         "one rank",

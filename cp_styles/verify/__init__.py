@@ -182,10 +182,13 @@ class _Verification:
         lookup = ShardLookup(layouts, self._axis.get_local_rank())
 
         replicated: set[tuple[Key, int]] = set()
+        cut = False  # whether an output on the ranks has another shape than with one rank
 
         # The reference keeps the rows that this rank has: whole outputs of all modules would not fit.
         def keep_rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
+            nonlocal cut
             outputs = local.kept.get(key, [])
+            cut = cut or (at < len(outputs) and outputs[at].shape != whole.shape)
             part = lookup.part(whole, outputs[at] if at < len(outputs) else None)
             if part is not None and part.layout is None:
                 replicated.add((key, at))
@@ -218,15 +221,19 @@ class _Verification:
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
             wrong += [_LOSS for alone, ran in losses if not _is_near(alone, ran, leeway.of(_LOSS))][:1]
             report = self._build_report(expected.kinds, outputs, results, parameters, losses, leeway)
-            if not any(self._gather_all(bool(layouts))):
-                raise VerificationError(replace(report, findings=(_NO_ATTENTION,)))
+            ranks = self._gather_all(wrong)
+            # A program may exchange tensors by collectives, and attend to them by itself. It is exact, or wrong without
+            # layouts by which causes are found.
+            if not any(self._gather_all(bool(layouts))) and (any(ranks) or not any(self._gather_all(cut))):
+                raise VerificationError(replace(report, findings=(_describe_no_attention(ranks),)))
             if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))
-            ranks = self._gather_all(wrong)
             if not any(ranks):
                 return report
             del expected  # a run that finds causes keeps more
-        texts = self._find_causes(leeway) or _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
+        # If only the loss differs, gradients show that no module is the cause.
+        texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
+        texts = texts or _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
         texts = next(filter(None, self._gather_all(texts if wrong else [])), [])
         names = _join_names(next(filter(None, ranks)))
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
@@ -499,7 +506,13 @@ _NOTHING = (
     "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module has the "
     "shape of a rank's tokens. Let it return the loss"
 )
-_NO_ATTENTION = (
-    "no attention ran context parallel: no style or block covers attention that the model calls, or the step does not "
-    "call the model"
-)
+
+
+def _describe_no_attention(wrong: Sequence[Sequence[str]]) -> str:
+    names = _join_names(next(filter(None, wrong), []))
+    differs = f", and more than rounding differs from one device: {names}" if names else ""
+    return (
+        f"no attention ran context parallel{differs}: no style or block covers attention that the model calls, or the "
+        "step does not call the model. If it exchanges tensors by cp_styles.collectives, check their dims, layouts and "
+        "reduce_gradients="
+    )

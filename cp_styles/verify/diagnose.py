@@ -281,6 +281,12 @@ class _WrongCall:
         have_rows = [has_rows for rank in self._gather(self._wrong_tensors_have_rows()) for has_rows in rank]
         if not have_rows or any(have_rows):
             return ""
+        if not self._node.key[0] and all(whole.numel() == 1 for whole in self._expected):
+            return (
+                f"{self._where} is one number, and another one on each rank: a loss of this rank's tokens. Let the "
+                "model return logits, and take the loss of all tokens: batch.loss(logits) of BatchSharder, or "
+                "global_loss(losses, global_token_count(labels, mesh), mesh)"
+            )
         return (
             f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
             "rank's part (a mean, a sum, a maximum, the first or the last token). Gather the tokens before: "
@@ -404,7 +410,10 @@ def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
     for name in comparison.parameters:
         kinds.setdefault(_classify_gradient(comparison, axis, name), []).append(name)
     partly = kinds.pop(("right", 1.0), None)
+    kinds.pop(("zero", 1.0), None)
     first, texts = _describe_first_gradient(comparison), []
+    if len(kinds) == 1 and not partly and next(iter(kinds))[0] == "times":
+        first = ""  # one factor of all gradients says more than the first wrong one
     for (kind, by), names in kinds.items():
         what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({join_first(names)})"
         if kind == "share":
@@ -442,6 +451,16 @@ def _is_near(number: float, other: float) -> bool:
 
 def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
     """The cause of a factor ``by`` of gradients, if the gradient of the loss has the factor ``of_loss``."""
+    if of_loss is None and _is_near(by, ranks):
+        return (
+            "each rank adds the loss of the whole sequence, as behind a gather. Divide it: (loss / mesh.size())"
+            ".backward(), with the mesh that the step is given"
+        )
+    if of_loss is None and _is_near(by, 1 / ranks):
+        return (
+            "they are averaged over the sequence's ranks, or a loss behind a gather with reduce_gradients=False is "
+            "divided by the number of ranks"
+        )
     if of_loss is None:
         return "the loss, or the reduction of gradients, has another factor than on one process"
 
@@ -455,14 +474,14 @@ def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
     if _is_near(by, of_loss):
         return (
             f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
-            "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
-            "averaged_over= where no reducer averages"
+            "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, a token count of labels "
+            "that are not cut, and global_loss with averaged_over= where no reducer averages"
         )
     return f"the gradient of the loss is {of_loss:.4g} times its value on one process, and code after it does the rest"
 
 
 def _classify_gradient(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, float]:
-    """right, share, times, not finite or wrong, with the factor of the gradient; equal on every rank.
+    """right, zero, share, times, not finite or wrong, with the factor of the gradient; equal on every rank.
 
     Communication: an all-reduce of the gradient."""
     pair, gather, same = comparison.pair(name), comparison.gather, comparison.same_gradient
@@ -486,7 +505,7 @@ def _classify_gradient(comparison: Comparison, axis: DeviceMesh, name: str) -> t
     )
     right, shares, times, factors, finite, numbers = zip(*gather(facts), strict=True)
     if all(right):
-        return "right", 1.0
+        return ("right" if max(numbers) else "zero"), 1.0
     if not all(finite):
         return "not finite", 1.0
     # One number is a multiple of every other. So its factor counts only if it is one that has a cause.

@@ -58,6 +58,11 @@ CAUSES = {
     "a mean: that is this rank's loss": "is another number .*: each rank returns its share. Return the sum",
     "a mean: that is a number of the ranks": "another number .*: return the mean over the tokens of all ranks",
     "a mean: averaged_over= without a reducer that averages": "are 2 times .*: the gradient of the loss is 2 times",
+    "a mean: that a model takes by itself": r"the model \(Model\): its output is one number, and another one on each",
+    "a mean: behind a gather, that is not divided": r"are 2 times .* behind a gather. Divide it: \(loss / mesh.size",
+    "by collectives, without a style: Ulysses with another layout": (
+        "no attention ran context parallel, and more than rounding differs from one device: .*cp_styles.collectives"
+    ),
     "a mean: that is no number": rf"the loss that the step returns .*: it is nan, nan. {UNKNOWN}",
     "gradients: not summed": "gradients are unreduced",
     "gradients: summed in part": r"partly reduced: .* \(table\)",
