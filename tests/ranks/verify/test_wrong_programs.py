@@ -24,7 +24,7 @@ CAUSES = {
     f"{ON_CORE}: positions from 0": r"argument 'position_ids' of the model \(Position\): counts from 0",
     f"{ON_CORE}: arange in the model": r"the model \(Model\): what it gives to places, 'input', counts from 0",
     f"{ON_CORE}: a table sliced by the length": "what it gives to attention .* is the result for the first positions",
-    f"{ON_CORE}: divided by the length": "on each rank is that for its part alone, .* is not known",
+    f"{ON_CORE}: divided by the length": "on each rank is the result for its part alone, .* is not known",
     f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
     f"{ON_CORE}: a recurrence": rf"layer.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
     f"{ON_CORE}: a causal convolution": (
