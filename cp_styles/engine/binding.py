@@ -545,7 +545,8 @@ def _explain_local_mask(attn_mask: torch.Tensor, rows: StatusRows) -> str:
         f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part. Pass the mask of "
         f"the whole sequence, here of {sum(lengths[0])} keys, the same on all ranks and no buffer of a block, or give "
         "the style a mask= (Causal(), SlidingWindow(...)). A model of transformers makes it with "
-        f"attn_implementation=register_attention(){see('A mask of one part')}"
+        "attn_implementation=register_attention(). Keys that are whole on each rank, as a text, need no style"
+        f"{see('A mask of one part')}"
     )
 
 

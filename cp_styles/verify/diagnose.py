@@ -454,12 +454,12 @@ def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
     if of_loss is None and _is_near(by, ranks):
         return (
             "each rank adds the loss of the whole sequence, as behind a gather. Divide it: (loss / mesh.size())"
-            ".backward(), with the mesh that the step is given"
+            f".backward(), with the mesh that the step is given{see('Gradients behind a gather')}"
         )
     if of_loss is None and _is_near(by, 1 / ranks):
         return (
             "they are averaged over the sequence's ranks, or a loss behind a gather with reduce_gradients=False is "
-            "divided by the number of ranks"
+            f"divided by the number of ranks{see('Gradients behind a gather')}"
         )
     if of_loss is None:
         return "the loss, or the reduction of gradients, has another factor than on one process"
