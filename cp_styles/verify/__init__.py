@@ -188,8 +188,9 @@ class _Verification:
         def keep_rows(key: Key, at: int, whole: torch.Tensor) -> torch.Tensor | None:
             nonlocal cut
             outputs = local.kept.get(key, [])
-            cut = cut or (at < len(outputs) and outputs[at].shape != whole.shape)
-            part = lookup.part(whole, outputs[at] if at < len(outputs) else None)
+            mine = outputs[at] if at < len(outputs) else None
+            cut = cut or (mine is not None and mine.shape != whole.shape)
+            part = lookup.part(whole, mine)
             if part is not None and part.layout is None:
                 replicated.add((key, at))
             return None if part is None else part.expected.clone()
