@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._compat import never_compile_alone
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.troubleshooting import see
 
@@ -92,9 +92,8 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
         calls = AttentionCalls.current()
         if calls is None or calls.forward_state.mixing:
             return
-        past = cache_given(calls.inputs)
-        past = getattr(past, "self_attention_cache", past)  # it also has keys of an encoder
-        if isinstance(past, LayerCaches) and past.prefilled:
+        past = find_layer_caches(calls.inputs)
+        if past is not None and past.prefilled:
             return
     raise NotImplementedError(
         f"{name}: {path} ({type(layer).__name__}) carries values from token to token, and would end at "

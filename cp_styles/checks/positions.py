@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import LayerCaches, find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of
@@ -50,7 +50,7 @@ class PositionCheck(ForwardObserver):
         """Raise for positions that are missing or begin at 0 on each rank."""
         who = f"{calls.unscoped.name}: {type(module).__name__}"
         inputs = dict(zip(self._names, args, strict=False)) | kwargs
-        past = cache_given(inputs)
+        past = find_cache(inputs)
         if torch.compiler.is_dynamo_compiling():
             # An error ends the trace, and the forward runs uncompiled, where every rank raises. With fullgraph=True
             # torch.compile raises an error that shows this one.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import calling_frames
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, cache_given
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
 from cp_styles.mask import Chunked, SlidingWindow
@@ -45,7 +45,7 @@ class TransformersCheck(ForwardObserver):
         """Raise for arguments that are not this rank's part of a whole sequence."""
         name, kind = calls.unscoped.name, type(module).__name__
         who, inputs = f"{name}: {kind}", dict(zip(self._names, args, strict=False)) | kwargs
-        past = cache_given(inputs)
+        past = find_cache(inputs)
         if torch.compiler.is_dynamo_compiling():
             if past is None:
                 self._refuse_windows(calls, kind, inputs)
@@ -117,7 +117,7 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
             f"{name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
             "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
         )
-    layer, first = next(iter(cache.held), None), frame_of("_prefill") is not None
+    layer, first = next(iter(cache.caches), None), frame_of("_prefill") is not None
     if layer is None:
         return
     if has_encoder and layer.length and first:

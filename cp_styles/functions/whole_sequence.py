@@ -9,7 +9,7 @@ import torch
 
 from cp_styles._compat import never_compiled
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import find_layer_caches
 from cp_styles.troubleshooting import see
 
 MAXIMUM = {torch.max, torch.Tensor.max}
@@ -29,9 +29,8 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     given = [x for name, x in inputs.items() if name.endswith("position_ids")]
     if binding.group.size() == 1 or kwargs or len(args) != 1 or not any(_is_view(args[0], x) for x in given):
         return largest
-    past = cache_given(inputs)
-    past = getattr(past, "self_attention_cache", past)
-    if isinstance(past, LayerCaches):
+    past = find_layer_caches(inputs)
+    if past is not None:
         return largest if past.prefilled else largest.new_tensor(past.last_position)
     where = binding.name, binding.axis, binding.group
     with binding.group_state.together():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import uncompiled
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_given
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.by_channels import Channels
@@ -107,7 +107,7 @@ def _run_token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -
 def _continues_prompt(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
     """Whether the call follows a prompt, with tokens and states that are equal on all ranks. A cache that the model has
     created itself is removed from ``arguments``."""
-    past = cache_given(calls.inputs)
+    past = find_cache(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
     if past is not None:
@@ -223,7 +223,7 @@ _MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_
 def _run_griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
     layer, x_BLC, position_ids = bound.args[:3]
-    if cache_given(calls.inputs) is not None:
+    if find_cache(calls.inputs) is not None:
         raise NotImplementedError(
             f"{calls.binding.name}: {calls.forward_state.path} keeps its states in itself, where no cache finds them: "
             "generate without context parallelism, with a copy of the model that has no style"
