@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import known_about
-from cp_styles.checks.positions import padding_position
+from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
@@ -259,7 +259,7 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         Positions, [B, S].
     """
-    padding = padding_position(model)
+    padding = find_padding_position(model)
     if padding is not None:
         present = (input_ids != padding).long()
         return present.cumsum(1) * present + padding
