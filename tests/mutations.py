@@ -204,7 +204,7 @@ mixers: a map reaches back less far than it is taken to | ranks/mixers/test_recu
     plan_rounds | distance *= 2
     becomes | distance *= 3
 mixers: a recomputation may end before its last exchange | ranks/test_random.py -k mixers
-    _Tied.forward | ctx.save_for_backward(x.new_empty(0))
+    _KeepInGraph.forward | ctx.save_for_backward(x.new_empty(0))
     becomes | ctx.save_for_backward()
 mixers: layouts of balancers are not compared | ranks/mixers/test_recurrence.py -k balancers
     agree_on_layouts | agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()

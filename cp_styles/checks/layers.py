@@ -45,7 +45,7 @@ def refuse_uneven_sequence_parallelism(model: nn.Module, name: str, local: Itera
 
 
 def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
-    """Raise if the rotary embedding of ``model`` is outside of it, and its frequencies depend on the longest position."""
+    """Raise for a rotary embedding outside of ``model`` whose frequencies depend on the longest position."""
     # Inside of the model the mode intercepts the maximum of the positions. verify finds no difference where the batch
     # is shorter than the length from which these frequencies change, so the error must come here.
     options = getattr(getattr(model, "config", None), "rope_parameters", None)
