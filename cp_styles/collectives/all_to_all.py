@@ -9,7 +9,7 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import CallSignature, Group, check_dim, compare_calls, make_signature, resolve_peers
+from cp_styles.collectives.peers import CallSignature, Group, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import check_sizes, contiguous_rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import even_sizes, ranges_of
@@ -58,7 +58,7 @@ def all_to_all(
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
     """
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
         scatter, gather = check_dim(x, scatter_dim, "scatter_dim"), check_dim(x, gather_dim, "gather_dim")

@@ -82,8 +82,7 @@ def _agree_on_backward(peers: Peers, number: int) -> None:
 
 
 def _run_operation(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
-    """Run ``part``, the communication of ``op`` or a half of it, as an operation: see [Note: operations] in
-    group_state.py."""
+    """Run ``part``, the communication of ``op`` or a half of it: see [Note: operations] in group_state.py."""
     with Operation(resolve_group(op.peers.name)):
         return part(*arguments)
 
@@ -141,7 +140,7 @@ def _note_once(leaf: torch.Tensor, note: Summed) -> None:
 
 def _find_local_leaves(node: Any) -> Iterator[torch.Tensor]:
     """The leaves from which a tensor was computed without communication."""
-    for reached in _walk_graph(node, _COMMUNICATION_NODES):
+    for reached in _walk_graph(node, _COMM_NODES):
         if isinstance(leaf := getattr(reached, "variable", None), torch.Tensor):
             yield leaf
 
@@ -159,7 +158,7 @@ def _walk_graph(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
 
 
 # Parts of the names of autograd's nodes: the Functions of this file, our ops, and DTensor's conversions.
-_COMMUNICATION_NODES = (
+_COMM_NODES = (
     "_ApplyBackward",
     "_SendBackward",
     "_ReceiveBackward",

@@ -258,8 +258,7 @@ class Blocks:
         return tuple([part.movedim(0, self.op.row_dim) for part in parts])
 
     def _pack_rows(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Copy to a flat buffer: the rows in rank order, each with this rank's columns of all tensors. The list is
-        emptied."""
+        """Copy to a flat buffer: rows in rank order, each with this rank's columns of all tensors. Empties the list."""
         if len(tensors) == 1:
             return self.op.rows.to_ranks(tensors.pop().movedim(self.op.row_dim, 0)).contiguous().view(-1)
         wire = tensors[0].new_empty(self._whole_shape)

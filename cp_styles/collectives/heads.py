@@ -9,15 +9,7 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import (
-    CallSignature,
-    Group,
-    Peers,
-    check_dim,
-    compare_calls,
-    make_signature,
-    resolve_peers,
-)
+from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.device_copies import numbers_on
@@ -40,8 +32,7 @@ def head_exchange(
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
-    """The range of ``count`` heads that each rank needs. Query heads are cut as evenly as possible; the first ranks get
-    more.
+    """The range of ``count`` heads that each rank needs. Query heads are cut evenly; the first ranks get the remainder.
 
     With grouped queries, several ranks may need the same KV head. With fewer query heads than ranks, some ranks have
     none.
@@ -107,10 +98,10 @@ def seq_to_heads(
         ValueError: head counts that do not divide, tensors that do not fit together; and as all functions of this
             package.
 
-    Source: Jacobs et al., DeepSpeed Ulysses (2023), without its single message for q, k and v, and without fewer KV
+    Source: Jacobs et al., DeepSpeed Ulysses (2023). The paper has no single message for q, k and v, and no fewer KV
         heads than ranks.
     """
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
     single = isinstance(tensors, torch.Tensor)
     listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
 
@@ -195,7 +186,7 @@ def heads_to_seq(
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023).
     """
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
         same = {"heads": heads, "layout": layout, "async_op": async_op}

@@ -27,7 +27,7 @@ class Peers(NamedTuple):
     size: int
 
 
-def resolve_peers(mesh: Group | Peers) -> Peers:
+def get_peers(mesh: Group | Peers) -> Peers:
     """The peers of ``mesh``. For None and a group of one, no process group is used.
 
     Raises as :func:`~cp_styles.comm.groups.axis_and_group`.

@@ -15,15 +15,7 @@ from cp_styles.collectives.autograd import (
     note_replicated_gradients,
     scale_gradient,
 )
-from cp_styles.collectives.peers import (
-    CallSignature,
-    Group,
-    Peers,
-    check_dim,
-    compare_calls,
-    make_signature,
-    resolve_peers,
-)
+from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import holds
@@ -131,7 +123,7 @@ def gather(
     Raises:
         ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
     """
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
         at = check_dim(x, dim, "dim")
@@ -189,7 +181,7 @@ def _resolve_whole(
     fill: float = 0,
 ) -> tuple[Peers, int, Rows]:
     """The peers, the dim counted from the front, and the rows by which ``x``, whole on every rank, is cut."""
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
         at = check_dim(x, dim, "dim")

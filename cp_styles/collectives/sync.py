@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, resolve_peers
+from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, get_peers
 from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.point_to_point import collective
 
@@ -47,7 +47,7 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
     Raises:
         ValueError: on every rank, if one has a tensor that is not plain and dense, or a value that cannot be pickled.
     """
-    peers = resolve_peers(mesh)
+    peers = get_peers(mesh)
     if peers.size == 1:
         return iter([sample])
     tensors: list[torch.Tensor] = []

@@ -31,11 +31,11 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.strategies import AllGather, Ring, Strategy
 from cp_styles.torch_api.buffers import check_plain, normalize_dim
 from cp_styles.torch_api.context_block import (
-    check_on_all_ranks,
-    last_layout,
+    check_on_ranks,
     find_open_block,
-    pair_buffers,
+    last_layout,
     list_ranks,
+    pair_buffers,
     rotation,
 )
 
@@ -187,7 +187,7 @@ def context_parallel_unshard(
             )
         return [(buffer, normalize_dim(buffer, dim)) for buffer, dim in pairs]
 
-    pairs = check_on_all_ranks(
+    pairs = check_on_ranks(
         "context_parallel_unshard", axis, group, check, lambda pairs: [(dim, x.ndim, x.dtype) for x, dim in pairs]
     )
     cut = load_balancer if load_balancer is not None else block.layout if block is not None else default

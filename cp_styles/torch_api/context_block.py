@@ -124,7 +124,7 @@ class context_parallel(contextlib.ContextDecorator):
         self._no_restore = [] if no_restore_buffers is None else list(no_restore_buffers)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._checks = checks
-        self._default_balancer = head_tail
+        self._balancer = head_tail
         self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
     @_uncompiled
@@ -135,13 +135,11 @@ class context_parallel(contextlib.ContextDecorator):
                 # Nothing is cut, and each attention compares the remaining arguments.
                 entry = self._make_entry_alone(state)
             else:
-                entry = check_on_all_ranks(
+                entry = check_on_ranks(
                     "context_parallel", self._axis, self._group, self._make_entry, self._describe_buffers
                 )
         with contextlib.ExitStack() as stack:
-            stack.callback(
-                last_layout.set, (list_ranks(self._group), self._default_balancer if self._layout is None else None)
-            )
+            stack.callback(last_layout.set, (list_ranks(self._group), self._balancer if self._layout is None else None))
             stack.enter_context(entry.enter())
             state.phase = GroupPhase.IDLE
             entry.open_in(_open)
@@ -201,7 +199,7 @@ class context_parallel(contextlib.ContextDecorator):
             self._refuse_part(*pairs[-1])
         layout = self._layout
         if layout is None:
-            self._default_balancer = head_tail if torch_balances_load() else contiguous
+            self._balancer = head_tail if torch_balances_load() else contiguous
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
         name, how = f"context_parallel (over mesh axis {self._axis!r})", (strategy, layout, self._mask or Full())
@@ -220,7 +218,7 @@ class context_parallel(contextlib.ContextDecorator):
     def _describe_buffers(self, entry: _BlockEntry) -> list[Any]:
         pairs = pair_buffers(self._buffers, self._seq_dims)
         facts: list[Any] = [(normalize_dim(buffer, dim), tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
-        return facts if self._layout is not None else [*facts, self._default_balancer.__name__]
+        return facts if self._layout is not None else [*facts, self._balancer.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
         cut, rank = find_cut(buffer), self._group.rank()
@@ -242,18 +240,11 @@ class context_parallel(contextlib.ContextDecorator):
                 "that cuts each of them: layout=head_tail"
                 f"{see('Buffers of different lengths')}"
             )
-        return (
-            layout_made_by(self._default_balancer, lengths[0], self._group.size())
-            if lengths
-            else self._default_balancer
-        )
+        return layout_made_by(self._balancer, lengths[0], self._group.size()) if lengths else self._balancer
 
 
 class _BlockEntry(Opening):
-    """One entry of a block, with all that a recomputation needs to enter it again.
-
-    ``fixed_layout`` is the layout of the user or of the buffers; None for a block with neither.
-    """
+    """One entry of a block, with all that a recomputation needs to enter it again."""
 
     def __init__(
         self,
@@ -385,11 +376,10 @@ class _BlockCalls(AttentionCalls):
 never_compile_alone(_BlockCalls.__torch_function__)
 
 
-def check_on_all_ranks(
+def check_on_ranks(
     name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
 ) -> Any:
-    """Return the result of ``check``. Raises on every rank if ``check`` fails on one, or if the ranks' ``facts``
-    differ."""
+    """Return the result of ``check``. Raises on every rank if it fails on one, or if the ranks' ``facts`` differ."""
     results = []
 
     def describe() -> tuple[dict[str, Any], StatusRow]:

@@ -20,7 +20,7 @@ from cp_styles.collectives import (
     seq_to_heads,
     split,
 )
-from cp_styles.collectives.peers import check_dim, compare_calls, resolve_peers
+from cp_styles.collectives.peers import check_dim, compare_calls, get_peers
 from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -111,7 +111,7 @@ def test_long_facts_are_compared_by_a_digest():
 
     def main(rank):
         compare_calls(
-            resolve_peers(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
+            get_peers(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
         )
 
     with pytest.raises(RankError, match=r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc"):
