@@ -12,7 +12,7 @@ from torch import nn
 from cp_styles.decoding import find_cache, find_layer_caches
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import names_of_inputs, parameters_of
+from cp_styles.introspect import forward_parameters, input_names
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Full, SlidingWindow
 from cp_styles.troubleshooting import see
@@ -32,7 +32,7 @@ class PositionCheck(ForwardObserver):
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         """``names``: the arguments that are made of positions."""
-        self._inputs = names_of_inputs(module)
+        self._inputs = input_names(module)
         self._names, self._forwards = names, 0
         self._required = [name for name in names if name.endswith(POSITIONS)]
         self._padding = find_padding_position(module)
@@ -41,7 +41,7 @@ class PositionCheck(ForwardObserver):
     @classmethod
     def of(cls, module: nn.Module) -> PositionCheck | None:
         """A check of a forward with an argument that is made of positions; None for other forwards."""
-        names = [name for name in parameters_of(module) if any(word in name for word in _WORDS)]
+        names = [name for name in forward_parameters(module) if any(word in name for word in _WORDS)]
         return cls(module, names) if names else None
 
     def forward_begins(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import calling_frames, graph_task_id
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
 
@@ -76,5 +76,5 @@ class Proof:
 
 def proof_of(model: nn.Module) -> Proof:
     """The proof of a model: one for all styles in it."""
-    known = known_about(model)
+    known = facts_about(model)
     return known.get(Proof) or known.setdefault(Proof, Proof(ref(model)))

@@ -14,7 +14,7 @@ from torch import nn
 from cp_styles._compat import calling_frames
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
+from cp_styles.introspect import forward_parameters, input_names, list_wrapped
 from cp_styles.mask import Chunked, SlidingWindow
 from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
@@ -26,15 +26,15 @@ class TransformersCheck(ForwardObserver):
     """Checks the arguments and outputs of a forward that is called as models of transformers are. No communication."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = names_of_inputs(module)
-        self._makes_loss = any(hasattr(type(model), "loss_function") for model in with_wrapped(module))
+        self._names = input_names(module)
+        self._makes_loss = any(hasattr(type(model), "loss_function") for model in list_wrapped(module))
         self._windows = list_windows(module)
 
     @classmethod
     def of(cls, module: nn.Module) -> TransformersCheck | None:
         """A check of a forward that takes tokens, labels or caches by these names; None for other forwards."""
         words = {*_TOKENS, *CACHE_ARGUMENTS, "labels", "pixel_values"}
-        return cls(module) if words.intersection(parameters_of(module)) else None
+        return cls(module) if words.intersection(forward_parameters(module)) else None
 
     def forward_begins(
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cp_styles._compat import never_compiled
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
@@ -152,7 +152,7 @@ def _make_mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size:
     # Every layer gets the same tensor, and reading it from a GPU makes the host wait.
     facts, version = {}, 0
     if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference():
-        facts, version = known_about(cu_seqlens), version_of(cu_seqlens)
+        facts, version = facts_about(cu_seqlens), version_of(cu_seqlens)
     documents = facts.get(Documents)
     if documents is None or documents[0] != version:
         documents = facts[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)

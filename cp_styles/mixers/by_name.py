@@ -28,7 +28,7 @@ from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import CutSequence, bind_arguments, find_documents, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
-from cp_styles.subclassing import BoundToThisRun, put_before_class
+from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -40,13 +40,13 @@ def run_known_mixers(module: nn.Module) -> None:
         plain = getattr(type(module), name, None)
         how = _replacement_for(plain) or (_run_with_handlers if _calls_known_mixer(plain) else None)
         if how is not None:
-            put_before_class(module, _MixesTokens, partial(_replacement_methods, name, how))
+            insert_mixin(module, _MixesTokens, partial(_replacement_methods, name, how))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
-            put_before_class(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
+            insert_mixin(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
 
 
-class _MixesTokens(BoundToThisRun):
+class _MixesTokens(UnpicklableMixin):
     """Mixin before the class of a layer, whose forward gets other globals. See [Note: mixers by name]."""
 
 

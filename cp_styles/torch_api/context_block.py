@@ -34,7 +34,7 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import is_model, names_of_inputs
+from cp_styles.introspect import input_names, is_model
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
@@ -348,7 +348,7 @@ class _BlockCalls(AttentionCalls):
             return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
-        return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        return {} if module is None else dict(zip(input_names(module), args, strict=False)) | kwargs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The order matters: a graph gets guards on all attributes that its trace reads.
