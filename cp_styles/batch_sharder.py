@@ -289,8 +289,8 @@ class BatchSharder:
             unknown = [name for name in cut if name not in self._seq_dims]
             if unknown:
                 raise ValueError(
-                    f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
-                    "None for an entry that every rank needs whole"
+                    f"{self._name}: the sequence dim of {unknown} is not known: name it in seq_dims, or None for an "
+                    "entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
             layout = self._make_layout(_get_tokens(whole).shape[1])
@@ -322,7 +322,7 @@ class BatchSharder:
         """
         if self.averaged_over not in (None, 1):
             raise ValueError(
-                f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
+                f"{self._name}.sum_gradients: averaged_over={self.averaged_over} means that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
         sum_gradients(parameters, self.loss_mesh)
@@ -365,8 +365,8 @@ class BatchSharder:
         """Refuse entries of wrong types, shapes or contents. ``document_ids`` of one row become [B, S]."""
         for name, x in batch.items():
             is_mask = name == "attention_mask"
-            known = is_mask or self._seq_dims.get(name) is not None
-            if known and x is not None and not isinstance(x, (torch.Tensor, Mapping) if is_mask else torch.Tensor):
+            is_cut = is_mask or self._seq_dims.get(name) is not None
+            if is_cut and x is not None and not isinstance(x, (torch.Tensor, Mapping) if is_mask else torch.Tensor):
                 raise ValueError(
                     f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be a tensor'
                     f"{' or a dict of tensors' if is_mask else ''}: torch.tensor(...), where the batch is made"

@@ -61,9 +61,10 @@ def remembered(entries: int) -> Callable[[Callable[..., T]], Remembered[T]]:
     """A decorator for pure functions of hashable arguments: the last ``entries`` results are kept (an ``lru_cache``).
 
     Arguments and results may hold numbers, texts and tables of positions on the host, which may have copies on devices
-    (``DeviceTables``). They hold no process group, because a group belongs to one rank and ranks may be threads, and no
-    tensor of a caller. Two threads that need the same result at the same time may both compute it.
+    (``DeviceTables``). They hold neither a process group nor a tensor of a caller.
     """
+    # A group belongs to one rank, but ranks may be threads that share the results. Two threads that need the same
+    # result at the same time may both compute it.
     return lambda function: Remembered(function, entries)
 
 

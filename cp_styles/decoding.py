@@ -482,7 +482,7 @@ def _check_call(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, 
         raise TypeError(f"{name}: mask must be a Mask object such as Causal(), got {mask!r}")
     if mask.has_bias or any(row.has_bias for row in getattr(mask, "masks", ())):
         raise NotImplementedError(
-            f"{name}: {mask!r} is not a mask of bands, and decoding takes no other: pass a boolean attn_mask"
+            f"{name}: {mask!r} is not a mask of bands, and decoding takes only bands: pass a boolean attn_mask"
         )
     mask.check_unchanged()
     shape = q.shape[0], q.shape[1], q.shape[2], cache.length

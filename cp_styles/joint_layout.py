@@ -133,7 +133,7 @@ def attend_jointly(
         joint.check(name, tensors)
         q, k, v = (joint.cut(x, rank, ranks) for x in tensors)
         shares = q, k, v
-    except Exception as error:  # of any kind: the other ranks must raise too
+    except Exception as error:  # any type, because the remaining ranks must raise too
         problem = error
 
     def raise_problem() -> None:

@@ -165,11 +165,11 @@ def _wait_for_threads(threads: list[threading.Thread], seconds: float) -> dict[i
 
 @contextlib.contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Hide existing objects from the garbage collector, so that a collection of this run's objects is fast."""
+    """Hide existing objects from the garbage collector."""
     gc.freeze()
     try:
         yield
-        gc.collect()  # collect this run's cycles while that is fast; they hold process groups
+        gc.collect()  # this run's cycles hold process groups; without the older objects their collection is fast
     finally:
         gc.unfreeze()
 
@@ -249,9 +249,9 @@ class MemoryTrace(TorchDispatchMode):
 
     Use ``with MemoryTrace() as trace:`` around forward and backward. ``trace.live`` is the bytes that were created
     since the mode was entered and are still alive. ``trace.peak`` is the maximum of ``live``, since the mode was
-    entered or since :meth:`reset`. Older tensors do not count. The numbers are the same on every machine: they include
-    neither temporary memory inside an op nor the rounding of an allocator. The numbers by which ranks agree before an
-    attention (some hundred bytes) do not count, because a thread of the backend may hold them longer than the call.
+    entered or since :meth:`reset`. Older tensors do not count, nor do the numbers by which ranks agree before an
+    attention (some hundred bytes). The bytes are the same on every machine: they include neither temporary memory
+    inside an op nor the rounding of an allocator.
 
     Like :class:`CommunicationTrace` it runs the ops of this package itself.
     """
@@ -277,7 +277,7 @@ class MemoryTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the ops on its local tensors come back here
-        if func is torch.ops.cp_styles.gather_numbers.default:
+        if func is torch.ops.cp_styles.gather_numbers.default:  # a thread of the backend may hold the row for longer
             self._storages.forget(args[0].untyped_storage())
             return func(*args, **(kwargs or {}))
         if func.namespace == "cp_styles":
@@ -291,9 +291,9 @@ class MemoryTrace(TorchDispatchMode):
 
 
 def _find_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors among arguments or results of an op. DTensors and other wrappers have no memory."""
+    """The storages of tensors among arguments or results of an op."""
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):  # wrappers such as DTensors have no memory
             if not is_traceable_wrapper_subclass(value) and value.device.type != "meta":
                 yield value.untyped_storage()
         elif isinstance(value, (list, tuple)):

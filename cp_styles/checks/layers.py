@@ -61,8 +61,10 @@ def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
         )
 
 
+# The two hooks need no communication: their errors end the forward, and its style notifies the remaining ranks.
+
+
 def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
-    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
     x = args[0] if args else None
     calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.current()
     if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
@@ -83,7 +85,6 @@ def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
 
 
 def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
-    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
     if not _mixes(layer):
         return
     if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled

@@ -76,5 +76,5 @@ class Proof:
 
 def proof_of(model: nn.Module) -> Proof:
     """The proof of a model: one for all styles in it."""
-    known = facts_about(model)
-    return known.get(Proof) or known.setdefault(Proof, Proof(ref(model)))
+    facts = facts_about(model)
+    return facts.get(Proof) or facts.setdefault(Proof, Proof(ref(model)))

@@ -19,8 +19,8 @@ Group: TypeAlias = MeshOrGroup | None
 """A 1-D mesh, (mesh, name of an axis), a process group, or None for no communication."""
 
 
-class Peers(NamedTuple):
-    """A group, and this rank in it. A named tuple, because torch.compile on 2.11 loses the fields of a dataclass."""
+class Peers(NamedTuple):  # torch.compile on 2.11 loses the fields of a dataclass
+    """The name and size of a group, and this rank in it."""
 
     name: str
     rank: int

@@ -229,7 +229,7 @@ def explain(
     if ranks < 1 or length < 1:
         raise ValueError(f"explain needs at least one rank and one position, got ranks={ranks}, length={length}")
     if rank is not None and not 0 <= rank < ranks:
-        raise ValueError(f"there is no rank {rank} among {ranks} ranks")
+        raise ValueError(f"explain: rank={rank} must be one of the {ranks} ranks, 0 to {ranks - 1}")
     device = device if hardware is None else hardware.device
     shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch)
     cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]

@@ -40,7 +40,7 @@ from cp_styles.torch_api.context_block import (
 )
 
 
-def set_rotate_method(rotate_method: str) -> RotateMethod:
+def set_rotate_method(rotate_method: str) -> contextlib.AbstractContextManager[object]:
     """Set the default strategy of the blocks that are entered afterwards: torch's function, without a global.
 
     It applies to the current context (contextvars): the thread or asyncio task that calls it, and tasks that copy its
@@ -67,19 +67,10 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
             f'set_rotate_method takes "allgather" or "alltoall", got {rotate_method!r}; for other strategies, such as '
             "Ulysses(), use context_parallel(strategy=...)"
         )
-    before = rotation.get()
+    restore = contextlib.ExitStack()  # without a `with` nobody leaves it, and the method stays
+    restore.callback(rotation.set, rotation.get())
     rotation.set(strategies[rotate_method])
-    return RotateMethod(before)
-
-
-class RotateMethod(contextlib.AbstractContextManager[None]):
-    """Returned by :func:`set_rotate_method`. Leaving this context restores the previous method."""
-
-    def __init__(self, before: Strategy) -> None:
-        self._before = before
-
-    def __exit__(self, *exception: object) -> None:
-        rotation.set(self._before)
+    return restore
 
 
 def context_parallel_shard(

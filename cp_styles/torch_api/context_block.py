@@ -336,14 +336,14 @@ class _BlockCalls(AttentionCalls):
         for module, args, kwargs in running:
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
-                known = self._entry.observers
-                observers = known[module] if module in known else known.setdefault(module, observers_of(module))
-                for observer in observers:
+                table = self._entry.observers
+                for observer in table[module] if module in table else table.setdefault(module, observers_of(module)):
                     observer.forward_begins(self, module, args, kwargs)
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The inputs of the outermost model that runs, from its frame, because a block has no hook on it."""
+        """The inputs of the outermost model that runs."""
+        # From the frame of its call, because a block has no hook on a model.
         if self.forward_state.inputs:
             return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]

@@ -204,7 +204,7 @@ def test_batches_that_are_accumulated_over_two_axes():
         count = sum(part.token_count() for part in parts)
         for part in parts:
             part.loss(mine(part.tokens, part.positions), token_count=count).backward()
-        with pytest.raises(ValueError, match="averaged_over=4 says that DDP or FSDP2 reduces"):
+        with pytest.raises(ValueError, match="averaged_over=4 means that DDP or FSDP2 reduces"):
             sharder.sum_gradients(mine)
         found = gradients(mine)
         dist.all_reduce(found, group=both.get_group())
