@@ -561,12 +561,12 @@ def _gather_parts(
     """``(out_PBHLE, lse_PBHL)`` of all ranks, and one number of each rank: the numbers differ if the calls do."""
     # One message: the checksum travels as numbers of the dtype of the parts, which nothing computes with.
     number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + equal_number) % 2**62).reshape(1)
-    mine = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
-    parts_PN = mine.new_empty(cache.group.size(), mine.numel())
+    part_N = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
+    parts_PN = part_N.new_empty(cache.group.size(), part_N.numel())
     with collective(cache.group, name):
-        dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)
-    outs, lses, words = parts_PN.split([out.numel(), lse.numel(), mine.numel() - out.numel() - lse.numel()], 1)
-    return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), words.contiguous().view(torch.int64)
+        dist.all_gather(list(parts_PN.unbind()), part_N, group=cache.group)
+    outs, lses, numbers = parts_PN.split([out.numel(), lse.numel(), part_N.numel() - out.numel() - lse.numel()], 1)
+    return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), numbers.contiguous().view(torch.int64)
 
 
 def _refuse_differences(name: str, cache: KVCache, different: int) -> None:

@@ -100,12 +100,13 @@ class JointLayout:
         rank, ranks = group.rank(), group.size()
         (first, stop), (after, end) = (_token_range(size, rank, ranks) for size in (self.prefix, self.suffix))
         begin, last = stop - first, out_BHLE.shape[2] - (end - after)
-        own = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
+        share = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
         layout = SequenceLayout.from_chunks(
-            (_token_range(self.prefix, each, ranks), _token_range(self.suffix, each, ranks, self.prefix))
-            for each in range(ranks)
+            (_token_range(self.prefix, peer, ranks), _token_range(self.suffix, peer, ranks, self.prefix))
+            for peer in range(ranks)
         )
-        text = gather(own, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
+        # The attention before has compared the calls of the ranks.
+        text = gather(share, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
 
 
@@ -170,8 +171,8 @@ def make_joint_layout(
 
 def _token_range(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
     """The positions of a rank's share of ``size`` tokens, which begin at the position ``begin``."""
-    own = contiguous(size, ranks).chunks[rank]
-    start, stop = own[0] if own else (0, 0)
+    chunks = contiguous(size, ranks).chunks[rank]
+    start, stop = chunks[0] if chunks else (0, 0)
     return begin + start, begin + stop
 
 
@@ -179,11 +180,11 @@ def _refuse_different_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, 
     """Raise, on every rank, if the replicated tokens differ between ranks. 8 numbers of keys are compared."""
     at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
     with collective(group, name):
-        own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
+        row_8 = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
         sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
-        own[: sample.numel()] = sample
-        parts_P8 = own.new_empty(group.size(), 8)
-        dist.all_gather(list(parts_P8.unbind()), own, group=group)
+        row_8[: sample.numel()] = sample  # fewer numbers if the batch is empty or D is below 4
+        parts_P8 = row_8.new_empty(group.size(), 8)
+        dist.all_gather(list(parts_P8.unbind()), row_8, group=group)
     # Ranks may round differently, so 5 % are allowed. Keys of different tokens differ by more.
     if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
         raise ValueError(

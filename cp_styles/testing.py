@@ -86,9 +86,9 @@ def run_ranks(
     Example::
 
         def total(rank):
-            found = torch.tensor(float(rank))
-            torch.distributed.all_reduce(found)
-            return found.item()
+            number = torch.tensor(float(rank))
+            torch.distributed.all_reduce(number)
+            return number.item()
 
         assert run_ranks(total, 4) == [6.0] * 4
     """

@@ -247,15 +247,15 @@ class ParameterWatch(RankCheck):
         for most, least in zip(spread[::2], spread[1::2], strict=True):
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
             beyond = beyond or not difference <= tolerance * norm  # true for nan
-        named = differing[:_MOST_NAMED]
-        names = [path for _, path in locate_parameters([entry.parameter for entry in named])]
-        listed = ", ".join(f"{path} {tuple(entry.shape)}" for path, entry in zip(names, named, strict=True))
-        listed += ", ..." if len(differing) > _MOST_NAMED else ""
+        entries = differing[:_MOST_NAMED]
+        names = [path for _, path in locate_parameters([entry.parameter for entry in entries])]
+        listing = ", ".join(f"{path} {tuple(entry.shape)}" for path, entry in zip(names, entries, strict=True))
+        listing += ", ..." if len(differing) > _MOST_NAMED else ""
         but, so = _GRADIENTS if all(entry.is_gradient for entry in differing) else _PARAMETERS
         rest = so + _REMEDY.format(axis=axis) if beyond else _ROUNDED
         text = (
             f"{name}: the ranks of mesh axis {axis!r} {but}hold different parameters: {len(differing)} of the "
-            f"{len(checksums)} that were compared, {listed}. {rest}{see('Parameters that differ')}"
+            f"{len(checksums)} that were compared, {listing}. {rest}{see('Parameters that differ')}"
         )
         return Finding(text, beyond)
 
@@ -344,11 +344,11 @@ def follow_optimizers() -> None:
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return
-    steps, here = _stepped.get(optimizer), world()
-    if steps is None or steps.world != here:
-        steps = _stepped[optimizer] = _Steps(here)
+    steps, default_group = _stepped.get(optimizer), world()
+    if steps is None or steps.world != default_group:
+        steps = _stepped[optimizer] = _Steps(default_group)
     steps.number += 1
-    if here is not None and (everyone := here()) is not None:
+    if default_group is not None and (everyone := default_group()) is not None:
         stepped = {id(x) for part in optimizer.param_groups for x in part["params"] if x.grad is not None}
         state_of(everyone).get_or_create(_FirstSteps).parameters += len(stepped - steps.stepped)
         steps.stepped |= stepped
@@ -378,8 +378,8 @@ def _find_optimizers() -> list[Optimizer]:
     """The optimizers of this rank, the largest first."""
     # The optimizer inside of ZeRO has a part of the parameters, which differs between ranks, so it comes last.
     # keyrefs() is a list: ranks that are threads add optimizers of their own meanwhile.
-    optimizers, here = _list_alive(_stepped.keyrefs()), world()
-    optimizers = [x for x in optimizers if here is not None and (steps := _stepped.get(x)) and steps.world == here]
+    optimizers, group = _list_alive(_stepped.keyrefs()), world()
+    optimizers = [x for x in optimizers if group is not None and (steps := _stepped.get(x)) and steps.world == group]
     return sorted(optimizers, key=lambda optimizer: -sum(len(group["params"]) for group in optimizer.param_groups))
 
 
@@ -399,7 +399,7 @@ def _walk_to_leaves(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Parameters to which ``nodes`` of the autograd graph lead, the nearest first."""
     # The node of a compiled graph leads to its parameters in the order of their use in the graph.
     waiting = deque(nodes)
-    seen = set(waiting)
+    visited = set(waiting)
     for _ in range(_MOST_NODES):
         if not waiting:
             return
@@ -408,8 +408,8 @@ def _walk_to_leaves(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
         # A leaf that is not a parameter is an input, and each rank has its part of it.
         if isinstance(leaf, nn.Parameter):
             yield leaf
-        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(following)
+        following = [after for after, _ in node.next_functions if after is not None and after not in visited]
+        visited.update(following)
         waiting.extend(following)
 
 
@@ -451,14 +451,14 @@ def locate_parameters(parameters: Sequence[torch.Tensor]) -> list[tuple[int | No
 
     A parameter that no living module has is (None, "one of shape").
     """
-    wanted = {id(parameter) for parameter in parameters}
+    ids = {id(parameter) for parameter in parameters}
     names: dict[int, tuple[nn.Module, str]] = {}
     parents: dict[int, tuple[nn.Module, str]] = {}
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module) or "_modules" not in vars(module):
             continue
         for key, parameter in module._parameters.items():
-            if id(parameter) in wanted:
+            if id(parameter) in ids:
                 names.setdefault(id(parameter), (module, key))
         for key, child in module._modules.items():
             parents.setdefault(id(child), (module, key))

@@ -103,22 +103,22 @@ def seq_to_heads(
     """
     peers = get_peers(mesh)
     single = isinstance(tensors, torch.Tensor)
-    listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
+    inputs: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
 
     def describe() -> CallSignature:
-        described = [_head_signature(x, seq_dim, heads_dim) for x in listed]
+        described = [_head_signature(x, seq_dim, heads_dim) for x in inputs]
         if not described:
             raise ValueError("seq_to_heads got no tensors: pass (q, k, v)")
-        seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
-        for x in listed:
-            head_ranges(x.shape[head], listed[0].shape[head], peers.size)
-            if _message_key(x, seq, head) != _message_key(listed[0], seq, head):
+        seq, head = seq_dim % inputs[0].ndim, heads_dim % inputs[0].ndim
+        for x in inputs:
+            head_ranges(x.shape[head], inputs[0].shape[head], peers.size)
+            if _message_key(x, seq, head) != _message_key(inputs[0], seq, head):
                 raise ValueError(
                     f"one message needs one dtype and the same sizes in dim {seq} and in front of dim {head}: "
-                    f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in listed]}"
+                    f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in inputs]}"
                 )
         rows = make_rows(layout, peers)
-        for x in listed:
+        for x in inputs:
             check_local(rows, x, seq, peers)
         same: dict[str, Any] = {"layout": layout, "async_op": async_op}
         for index, (facts, _) in enumerate(described):
@@ -127,13 +127,13 @@ def seq_to_heads(
 
     lengths = compare_calls(peers, "seq_to_heads", describe, checks.agreement)
     rows = make_rows(layout, peers) or contiguous_rows(lengths)
-    seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
-    queries = listed[0].shape[head]
-    columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in listed)
+    seq, head = seq_dim % inputs[0].ndim, heads_dim % inputs[0].ndim
+    queries = inputs[0].shape[head]
+    columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in inputs)
     op = Exchange(peers, seq, head, rows, columns)
     head_counts = even_sizes(queries, peers.size)
     first = sum(head_counts[: peers.rank])
-    counts = [x.shape[head] for x in listed]
+    counts = [x.shape[head] for x in inputs]
 
     def pair_heads(results: tuple[torch.Tensor, ...]) -> Any:
         paired = tuple(
@@ -142,7 +142,7 @@ def seq_to_heads(
         )
         return paired[0] if single else paired
 
-    trimmed = [rows.trim(x, seq, peers.rank) for x in listed]
+    trimmed = [rows.trim(x, seq, peers.rank) for x in inputs]
     if async_op:
         return start(op, *trimmed, check=checks.agreement).then(pair_heads)
     return pair_heads(differentiable(op, *trimmed, check=checks.agreement))
@@ -190,7 +190,7 @@ def heads_to_seq(
 
     def describe() -> CallSignature:
         same = {"heads": heads, "layout": layout, "async_op": async_op}
-        facts = _head_signature(x, seq_dim, heads_dim, uneven="heads", **same)
+        facts = _head_signature(x, seq_dim, heads_dim, uneven_heads=True, **same)
         make_rows_for(layout, x, seq_dim % x.ndim, peers)
         head = heads_dim % x.ndim
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
@@ -210,11 +210,13 @@ def heads_to_seq(
     return rows.fill(differentiable(op, x, check=checks.agreement)[0], seq)
 
 
-def _head_signature(x: torch.Tensor, seq_dim: int, heads_dim: int, uneven: str = "seq", **same: Any) -> CallSignature:
+def _head_signature(
+    x: torch.Tensor, seq_dim: int, heads_dim: int, *, uneven_heads: bool = False, **same: Any
+) -> CallSignature:
     seq, head = check_dim(x, seq_dim, "seq_dim"), check_dim(x, heads_dim, "heads_dim")
     if seq == head:
         raise ValueError(f"seq_dim and heads_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
-    return make_signature(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
+    return make_signature(x, head if uneven_heads else seq, dims=(seq, head), **same)
 
 
 def _message_key(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
@@ -225,10 +227,9 @@ def _message_key(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
 def _repeat_kv_heads(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tensor:
     """KV heads for torch's pairing, by which query head i of this rank uses KV head ``i // (queries / KV heads)``."""
     first = queries.start // group
-    wanted = tuple([query // group - first for query in queries])
-    heads = x.shape[head]
-    if not wanted or (
-        len(wanted) % heads == 0 and wanted == tuple([i // (len(wanted) // heads) for i in range(len(wanted))])
-    ):
+    kv_heads = tuple([query // group - first for query in queries])
+    count, heads = len(kv_heads), x.shape[head]
+    # Without queries, or with a regular pairing, torch pairs the heads itself.
+    if not count or (count % heads == 0 and kv_heads == tuple([i // (count // heads) for i in range(count)])):
         return x
-    return x.index_select(head, numbers_on(x.device, wanted))
+    return x.index_select(head, numbers_on(x.device, kv_heads))

@@ -114,10 +114,10 @@ class Rows(NamedTuple):
 
 def check_sizes(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
     """``sizes`` as a tuple. Raises ValueError unless there is one size >= 0 for each rank."""
-    listed = tuple(sizes)
-    if len(listed) != peers.size or any(not isinstance(size, int) or size < 0 for size in listed):
-        raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {listed}")
-    return listed
+    sizes = tuple(sizes)
+    if len(sizes) != peers.size or any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {sizes}")
+    return sizes
 
 
 def make_rows(layout: Layout, peers: Peers) -> Rows | None:

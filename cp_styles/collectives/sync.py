@@ -56,11 +56,11 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
 
     def describe() -> CallSignature:
         try:
-            mine = map_leaves(lambda path, leaf: _extract_tensor(path, leaf, device, tensors), sample)
-            pickle.dumps(mine)  # all_gather_object will do it where no rank can notify its peers
+            skeleton = map_leaves(lambda path, leaf: _extract_tensor(path, leaf, device, tensors), sample)
+            pickle.dumps(skeleton)  # all_gather_object will do it where no rank can notify its peers
         except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(f"the sample of rank {peers.rank} cannot be sent: {error}") from None
-        skeletons[peers.rank] = mine
+        skeletons[peers.rank] = skeleton
         return {}, StatusRow()
 
     compare_calls(peers, "sync_inputs", describe, check=True)

@@ -218,9 +218,9 @@ def explain(
 
     Example::
 
-        made = explain(4096, ranks=4, heads=8, head_dim=64, mask=Causal(), strategy=Ring())
-        print(made)
-        assert made.imbalance == 1.0
+        explanation = explain(4096, ranks=4, heads=8, head_dim=64, mask=Causal(), strategy=Ring())
+        print(explanation)
+        assert explanation.imbalance == 1.0
     """
     mask, strategy = Causal() if mask is None else mask, strategy or Ring()
     kv_heads = heads if kv_heads is None else kv_heads
@@ -269,7 +269,7 @@ class explain_calls:
     def __enter__(self) -> list[Explanation]:
         self._explanations: list[Explanation] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}
-        self._token = attention_listener.set(self._note)
+        self._token = attention_listener.set(self._record)
         return self._explanations
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -281,7 +281,7 @@ class explain_calls:
             options = {"hardware": self._hardware, "rank": self._rank, "has_sink": has_sink}
             self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
 
-    def _note(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
+    def _record(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
         key = strategy, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
         self._calls.setdefault(key, (strategy, attention, shapes, sink is not None))
@@ -303,10 +303,10 @@ def explained(
     ranks = layouts[0].ranks
     strategy = strategy.on(ranks)
     if rank is not None or most <= 1:
-        chosen = [busiest_rank(layouts[0], mask) if rank is None else rank]
+        simulated = [busiest_rank(layouts[0], mask) if rank is None else rank]
     else:
-        chosen = range(ranks) if ranks <= most else _sample(layouts[0], mask)
-    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in chosen}
+        simulated = range(ranks) if ranks <= most else _sample_ranks(layouts[0], mask)
+    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in simulated}
     return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
 
 
@@ -316,7 +316,7 @@ def busiest_rank(layout: SequenceLayout, mask: Mask) -> int:
     return max(spread, key=lambda rank: attended_pairs(layout, layout, mask, rank))
 
 
-def _sample(layout: SequenceLayout, mask: Mask) -> list[int]:
+def _sample_ranks(layout: SequenceLayout, mask: Mask) -> list[int]:
     """The busiest rank; with fewer than 256 ranks also the first and the last."""
     ends = {0, layout.ranks - 1} if layout.ranks < 256 else set()
     return sorted({busiest_rank(layout, mask), *ends})

@@ -145,9 +145,9 @@ def _format_memory(explanation: Any) -> list[str]:
     shapes = explanation.shapes
     rank = max(explanation.runs, key=lambda rank: explanation.runs[rank].backward.peak)
     run, queries, keys = explanation.runs[rank], explanation.layout.lengths[rank], explanation.kv_layout.lengths[rank]
-    kept = explanation.kept_inputs(rank)
+    inputs = explanation.kept_inputs(rank)
     parts: dict[str, tuple[int, ...]] = {
-        "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row, kept, kept),
+        "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row, inputs, inputs),
         "gradient of the output (the caller's)": (0, 0, queries * shapes.row_bytes(shapes.heads, shapes.value_dim)),
     }
     columns = run.forward.parts, run.forward.live_at_end, run.backward.parts
