@@ -279,7 +279,7 @@ class BatchSharder:
                 "cannot communicate: let the workers make whole batches, and cut them in the training loop"
                 f"{see('A collator in a worker process')}"
             )
-        parts: list[ShardedBatch] = []
+        parts: list[ShardedBatch] = []  # the result of describe(), whose return value is compared
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
             whole = self._complete_batch(batch)

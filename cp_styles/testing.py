@@ -110,6 +110,7 @@ def run_ranks(
                 dist.destroy_process_group()
 
     with thread_local_world(), _only_new_objects():
+        # Daemons, because a rank that is blocked for ever must not keep the process alive.
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()

@@ -61,7 +61,7 @@ class PositionCheck(ForwardObserver):
         if past is not None and past.prefilled:
             return  # new tokens are whole on every rank
         self._refuse_missing(who, inputs)
-        if self._forwards & (self._forwards - 1):
+        if self._forwards & (self._forwards - 1):  # not a power of two: on a GPU the host waits for the values
             return
         # The second sizes of tensors are candidates for this rank's number of tokens.
         tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}

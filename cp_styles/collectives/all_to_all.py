@@ -78,10 +78,8 @@ def all_to_all(
                     f"gather_sizes {parts} give rank {peers.rank} {parts[peers.rank]}, but dim {gather} of its "
                     f"{tuple(x.shape)} has {x.shape[gather]}"
                 )
-        sizes = {
-            "scatter_sizes": scatter_sizes and tuple(scatter_sizes),
-            "gather_sizes": gather_sizes and tuple(gather_sizes),
-        }
+        sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
+        sizes = {name: size and tuple(size) for name, size in sizes.items()}
         return make_signature(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
 
     gathered = compare_calls(peers, "all_to_all", describe, checks.agreement)

@@ -92,7 +92,7 @@ class Exchange(NamedTuple):
         packed = blocks.pack([*tensors])
         wire = _view_for_wire(packed)
         if blocks.shared:
-            if len(set(self.rows.sizes)) == 1:
+            if len(set(self.rows.sizes)) == 1:  # an all-gather takes shards of equal size only
                 return StartedExchange(start_all_gather(wire, ranks, self.peers.name), blocks, tensors)
             wire = wire.repeat(ranks)  # reshape() of an expanded number would be a view with stride 0
         items = packed.element_size() // wire.element_size()

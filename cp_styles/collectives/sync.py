@@ -63,7 +63,7 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
         skeletons[peers.rank] = skeleton
         return {}, StatusRow()
 
-    compare_calls(peers, "sync_inputs", describe, check=True)
+    compare_calls(peers, "sync_inputs", describe, check=True)  # else a rank that cannot send leaves its peers waiting
     group = resolve_group(peers.name)
     with collective(group, "cp_styles.collectives"):
         dist.all_gather_object(skeletons, skeletons[peers.rank], group=group)

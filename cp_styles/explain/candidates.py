@@ -40,7 +40,7 @@ def suggest_layouts(mask: Mask) -> dict[str, Balancer]:
     layouts: dict[str, Balancer] = {"head_tail": head_tail, "contiguous": contiguous}
     if documents is not None:
         layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
-    # head_tail balances a causal mask, contiguous no mask, in the fewest parts.
+    # head_tail balances a causal mask, and contiguous a full one, in the fewest chunks.
     if not mask.has_bias and not isinstance(mask, Causal | Full):
         layouts["by_work"] = partial(by_work, mask=mask)
     return layouts

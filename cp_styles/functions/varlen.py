@@ -145,7 +145,7 @@ def varlen_operator(
 
     out, lse = _attend_packed(binding, (query, key, value), make_mask, scale, True)
     assert lse is not None
-    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)  # the rng state, which only dropout reads
 
 
 def _make_mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:

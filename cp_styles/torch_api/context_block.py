@@ -380,7 +380,7 @@ def check_on_ranks(
     name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
 ) -> Any:
     """Return the result of ``check``. Raises on every rank if it fails on one, or if the ranks' ``facts`` differ."""
-    results = []
+    results = []  # describe() returns the values to compare, so it leaves the result here
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
         results.append(check())
