@@ -84,7 +84,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"cp_styles has no {name!r}. The page Migration says where the names of earlier releases are",
+        f"cp_styles has no {name!r}. The page Migration lists the names of earlier releases",
         name=name,
         obj=sys.modules[__name__],
     )

@@ -24,12 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()),
     )
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="COMMAND --help lists its options")
-    command = import_module(f"cp_styles.{parser.parse_args(arguments[:1]).command}.command")  # one of them alone
+    command = import_module(f"cp_styles.{parser.parse_args(arguments[:1]).command}.command")  # not the other command
     try:
         command.main(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has stopped, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+    except BrokenPipeError:  # the reader of the output, such as head, has stopped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its end
         raise SystemExit(1) from None
 
 

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles._compat import meshes_of_fsdp
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world
 from cp_styles.comm.group_state import state_of, states
@@ -679,14 +679,14 @@ def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
     # A note is valid until the gradient changes. If a backward has added to the gradient, it stays valid.
     if parameter.grad is None:
         return ()
-    version, notes = known_about(parameter.grad).get(Summed, (None, ()))
+    version, notes = facts_about(parameter.grad).get(Summed, (None, ()))
     return notes if version in (None, parameter.grad._version) else ()
 
 
 def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
     """Replace the notes on the gradient of ``parameter``."""
     assert parameter.grad is not None
-    known_about(parameter.grad)[Summed] = parameter.grad._version, notes
+    facts_about(parameter.grad)[Summed] = parameter.grad._version, notes
 
 
 def _keep_note_of_later_sums(parameter: torch.Tensor) -> None:
@@ -696,7 +696,7 @@ def _keep_note_of_later_sums(parameter: torch.Tensor) -> None:
         handle.remove()
         summed = weak()
         if summed is not None and (notes := summed_over(summed)):
-            known_about(summed.grad)[Summed] = None, notes
+            facts_about(summed.grad)[Summed] = None, notes
 
     handle = parameter.register_hook(keep)  # runs before the next backward adds to the gradient
 

@@ -1,4 +1,4 @@
-"""A batch of a language model under context parallelism: cut, labelled, scoped, and its loss, by one object.
+"""BatchSharder cuts a batch of a language model, and makes its labels, its scope and its loss.
 
 Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, V vocabulary.
 """
@@ -40,8 +40,8 @@ from cp_styles.troubleshooting import see
 
 Batch = Mapping[str, Any]
 
-# The dims of the entries that models of transformers take; None for what every rank needs whole. The sequence is the
-# last dim of position_ids, which may be [S], [B, S] or [3, B, S].
+# The sequence dim of each entry that models of transformers take; None for entries that every rank needs whole. The
+# sequence is the last dim of position_ids, because they may be [S], [B, S] or [3, B, S].
 _SEQ_DIMS: dict[str, int | None] = {
     "input_ids": 1,
     "inputs_embeds": 1,
@@ -58,15 +58,15 @@ _SEQ_DIMS: dict[str, int | None] = {
 
 
 class MeanOfMeansWarning(UserWarning):
-    """Gradients were summed over the ranks of a sequence, and their loss was not made by this package."""
+    """Gradients were summed over the ranks of a sequence, but no loss of this package was made before."""
 
 
 class ShardedBatch(dict[str, Any]):
-    """This rank's part of a batch: its entries by name, and what depends on the whole batch. :class:`BatchSharder`
-    makes it.
+    """This rank's part of a batch: a dict of its entries, with the positions, scope and loss that depend on the whole
+    batch. :class:`BatchSharder` makes it.
 
     Attributes:
-        layout: the cut of this batch.
+        layout: how this batch is cut.
     """
 
     def __init__(
@@ -83,13 +83,14 @@ class ShardedBatch(dict[str, Any]):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The positions [L] of this rank's tokens in the whole sequence. Positions in documents are in
-        ``position_ids``."""
+        """The positions [L] of this rank's tokens in the whole sequence. The entry ``position_ids`` has the positions
+        in documents."""
         return self.layout.positions(self._rank, device=self.tokens.device)
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The entries but labels, for ``model(**batch.inputs)``: a model that is given labels makes its own loss."""
+        """The entries without labels, for ``model(**batch.inputs)``."""
+        # A model that receives labels makes a loss of its own, which is a mean over this rank's tokens.
         return {name: x for name, x in self.items() if name != "labels" and not name.startswith("shift_labels")}
 
     def scope(self) -> SequenceScope:
@@ -101,7 +102,7 @@ class ShardedBatch(dict[str, Any]):
                 logits = model(batch.tokens, batch["position_ids"])
         """
         ids, mask = self._document_ids, None
-        if ids is not None:
+        if ids is not None:  # one mask for all rows has one plan, so use it where the rows are equal
             mask = Documents.from_ids(ids[0] if (ids == ids[:1]).all() else ids)
         return SequenceScope(self.layout, mask=mask, mesh_axis=self._sharder.mesh_axis)
 
@@ -114,21 +115,20 @@ class ShardedBatch(dict[str, Any]):
     ) -> torch.Tensor:
         """The mean cross entropy over all tokens of all ranks that have a label, as on one device.
 
-        Every rank gets the value for all ranks. Its gradient is this rank's share, see
-        :func:`~cp_styles.global_loss`.
+        Every rank gets the value for all ranks. The gradient is this rank's share, see :func:`~cp_styles.global_loss`.
 
         Args:
             logits_BLV: this rank's logits, in any floating dtype. 16-bit logits are converted to float32 first.
-            ahead: how many tokens ahead these logits predict, for models that predict several; up to ``predicted`` of
-                the sharder.
-            token_count: the divisor. None: :meth:`token_count`. For accumulation over several batches, the sum of
-                theirs.
+            ahead: how many tokens ahead these logits predict, for models that predict several; at most ``predicted``
+                of the sharder.
+            token_count: the divisor. None: :meth:`token_count`. To accumulate gradients over several batches, pass the
+                sum of their counts.
 
         Communication: as global_loss, and as global_token_count if ``token_count`` is None.
 
         Raises:
             ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
-            TypeError: what a model returns, in place of its logits.
+            TypeError: ``logits_BLV`` is not a tensor, such as the whole output of a model of transformers.
         """
         labels_BL = self._labels(ahead)
         if not isinstance(logits_BLV, torch.Tensor):
@@ -142,7 +142,7 @@ class ShardedBatch(dict[str, Any]):
                 f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
                 "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
-        if logits_BLV.dtype.itemsize < 4:
+        if logits_BLV.dtype.itemsize < 4:  # the sum over tokens needs more digits than 16 bits have
             logits_BLV = logits_BLV.float()
         losses = F.cross_entropy(
             logits_BLV.flatten(0, -2), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
@@ -151,7 +151,7 @@ class ShardedBatch(dict[str, Any]):
         return global_loss(losses, count, self._sharder.loss_mesh, averaged_over=self._sharder.averaged_over)
 
     def _labels(self, ahead: int) -> torch.Tensor:
-        labels = self.get(_name_of_labels(ahead), self.get("labels") if ahead == 1 else None)
+        labels = self.get(_get_label_name(ahead), self.get("labels") if ahead == 1 else None)
         if labels is None:
             raise ValueError(
                 f"{type(self).__name__}: the batch has no labels of the token {ahead} ahead: give BatchSharder the "
@@ -160,12 +160,13 @@ class ShardedBatch(dict[str, Any]):
         return labels.long()
 
 
-def _name_of_labels(ahead: int) -> str:
+def _get_label_name(ahead: int) -> str:
     return "shift_labels" if ahead == 1 else f"shift_labels_{ahead}"
 
 
 class BatchSharder:
-    """Cuts the batches of a language model: from a whole batch, the same on all ranks of a sequence, this rank's part.
+    """Cuts the batches of a language model. Its argument is a whole batch, the same on all ranks; its result is this
+    rank's part.
 
     Example::
 
@@ -179,16 +180,16 @@ class BatchSharder:
     Nothing else may shift labels, average losses or cut tokens. The functions in :mod:`cp_styles.batch` are the parts
     of this class, for steps of another form.
 
-    The part, a :class:`ShardedBatch`, has these entries in addition to the entries of the batch:
+    The result, a :class:`ShardedBatch`, has these entries in addition to the entries of the batch:
 
     - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one. Tokens alone
       are their own labels. ``shift_labels_2`` and so on, if more are ``predicted``;
     - ``position_ids``, if the batch has none: 0 to S - 1, or the result of ``positions``. Positions of packed
       documents, which restart at 0, are cut as they are.
 
-    Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document: labels end and
-    positions restart at their borders, and :meth:`ShardedBatch.scope` separates them in the attention. (Attention of
-    transformers reads them from the positions, and needs no scope.)
+    Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document. Labels end and
+    positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention.
+    (Attention of transformers reads documents from the positions, and needs no scope.)
 
     ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
     [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
@@ -197,30 +198,30 @@ class BatchSharder:
     Args:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
         layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
-        seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
-            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Entries that are cut must
-            be tensors.)
+        seq_dims: for entries that are not named above, the sequence dim, or None for entries that every rank needs
+            whole. (Objects that are not tensors, and tensors without dims, are passed on whole. Entries that are cut
+            must be tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
-        predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of
-            those for the token after the next one.
+        predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of the
+            logits for the token after the next one.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
         pad_token_id: the token to pad with. Padded tokens have no labels. Causal attention does not attend to them, and
-            models of transformers are given an ``attention_mask``; for other attention give ``document_ids``, one for
-            all tokens if they are one document, and use :meth:`ShardedBatch.scope`.
+            models of transformers get an ``attention_mask``. For other attention give ``document_ids``, one id for all
+            tokens if they are one document, and use :meth:`ShardedBatch.scope`.
         positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
             family, ESM): ``partial(position_ids_of, model)``, with
             :func:`~cp_styles.integrations.transformers.position_ids_of`.
         loss_mesh: the ranks over whose tokens the loss is the mean, and gradients are summed. None: the ranks of
             ``mesh``. With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
-        averaged_over: the number by which DDP or FSDP2, if one of them reduces the gradients, divides them: the number
-            of ranks that it reduces over. None: as :func:`~cp_styles.global_loss` has it. See the top of
+        averaged_over: the number by which DDP or FSDP2 divides the gradients, if one of them reduces them: the number
+            of ranks that it reduces over. None: the default of :func:`~cp_styles.global_loss`. See the top of
             :mod:`cp_styles.batch`.
 
-    Communication of a call: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which
-    the host waits if the batch is on a device: tensors, numbers and texts, also inside of dicts and lists.
+    Communication of a call: one all-gather of some integers. The ranks compare a checksum of the whole batch: of
+    tensors, numbers and texts, also inside of dicts and lists. If the batch is on a GPU, the host waits for it.
 
     Raises:
-        ValueError: on every rank, if the ranks have other samples, or one cannot cut its batch: an entry of unknown
+        ValueError: on every rank, if the ranks' samples differ, or one rank cannot cut its batch: an entry of unknown
             name, of another length, or a list where a tensor is needed; ``labels`` of whole sequences (classification),
             or below 0 and not -100. A ``layout`` for another number of ranks than ``mesh`` has.
         RuntimeError: in a worker process of a DataLoader, which cannot communicate.
@@ -255,12 +256,12 @@ class BatchSharder:
                 "least 1, and more only with shift=True"
             )
         self._layout = layout
-        self._shifted = [_name_of_labels(ahead) for ahead in range(1, predicted + 1)] if shift else []
+        self._shifted = [_get_label_name(ahead) for ahead in range(1, predicted + 1)] if shift else []
         self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
         self._warned = False
-        self._losses = 0  # their number at the last sum
+        self._losses = 0  # the number of losses at the last sum of gradients
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -278,23 +279,23 @@ class BatchSharder:
                 "cannot communicate: let the workers make whole batches, and cut them in the training loop"
                 f"{see('A collator in a worker process')}"
             )
-        parts: list[ShardedBatch] = []
+        parts: list[ShardedBatch] = []  # the result of describe(), whose return value is compared
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
-            whole = self._whole(batch)
-            facts = {f"the samples ({name})": _content(x) for name, x in whole.items()}
-            ids = whole.pop("document_ids", None)  # read from the whole batch alone
+            whole = self._complete_batch(batch)
+            facts = {f"the samples ({name})": _describe_content(x) for name, x in whole.items()}
+            ids = whole.pop("document_ids", None)  # models do not take it; the scope reads the whole one
             cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
             unknown = [name for name in cut if name not in self._seq_dims]
             if unknown:
                 raise ValueError(
-                    f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
-                    "None for an entry that every rank needs whole"
+                    f"{self._name}: the sequence dim of {unknown} is not known: name it in seq_dims, or None for an "
+                    "entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
-            layout = self._layout_for(_tokens(whole).shape[1])
+            layout = self._make_layout(_get_tokens(whole).shape[1])
             part = shard_batch(cut, layout, self._group.rank(), seq_dims=self._seq_dims)
-            contiguous = {name: x.contiguous() for name, x in part.items()}  # models view them
+            contiguous = {name: x.contiguous() for name, x in part.items()}  # models call .view() on their inputs
             parts.append(ShardedBatch(whole | contiguous, self, layout, ids))
             return facts, StatusRow()
 
@@ -313,15 +314,15 @@ class BatchSharder:
             parameters: a module, or its parameters.
 
         Raises:
-            ValueError: as sum_gradients; and if ``averaged_over`` says that another reducer divides the gradients.
+            ValueError: as sum_gradients; and if ``averaged_over`` means that DDP or FSDP2 reduces the gradients.
 
         Warns:
-            MeanOfMeansWarning: once, if attention has run and no global loss was made since the last call, of models
-                that were not verified.
+            MeanOfMeansWarning: once, if the attention of models that were not verified has run since the last call, but
+                no global loss was made.
         """
         if self.averaged_over not in (None, 1):
             raise ValueError(
-                f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
+                f"{self._name}.sum_gradients: averaged_over={self.averaged_over} means that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
         sum_gradients(parameters, self.loss_mesh)
@@ -335,7 +336,8 @@ class BatchSharder:
             start_status(self._warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
 
     def _warn(self) -> StatusRow:
-        if self._group.rank() == 0:  # a user may turn warnings into errors, and then all ranks must raise
+        # In a meeting of the ranks: a user may turn warnings into errors, and then all ranks must raise.
+        if self._group.rank() == 0:
             warnings.warn(
                 f"{self._name}.sum_gradients: no batch.loss and no global_loss was made since the last call. If the "
                 "loss is a mean over the tokens of each rank, as of a model that is given labels, the gradients are "
@@ -346,29 +348,30 @@ class BatchSharder:
             )
         return StatusRow()
 
-    def _whole(self, given: torch.Tensor | Batch) -> dict[str, Any]:
-        """The whole batch: checked, completed and padded."""
-        batch: dict[str, Any] = {"input_ids": given, "labels": given} if torch.is_tensor(given) else dict(given)
+    def _complete_batch(self, tokens_or_batch: torch.Tensor | Batch) -> dict[str, Any]:
+        """Return the whole batch after checks, with all entries that models need, padded."""
+        is_tensor = isinstance(tokens_or_batch, torch.Tensor)
+        batch = {"input_ids": tokens_or_batch, "labels": tokens_or_batch} if is_tensor else dict(tokens_or_batch)
         if batch.get("attention_mask") is None:
             batch.pop("attention_mask", None)
-        self._check(batch)
-        padding = self._padding(_tokens(batch).shape[1])
-        self._complete(batch, padding)
+        self._check_entries(batch)
+        padding = self._count_padding(_get_tokens(batch).shape[1])
+        self._add_entries(batch, padding)
         if padding:
             self._pad_entries(batch, padding)
         return batch
 
-    def _check(self, batch: dict[str, Any]) -> None:
+    def _check_entries(self, batch: dict[str, Any]) -> None:
         """Refuse entries of wrong types, shapes or contents. ``document_ids`` of one row become [B, S]."""
         for name, x in batch.items():
             is_mask = name == "attention_mask"
-            known = is_mask or self._seq_dims.get(name) is not None
-            if known and x is not None and not isinstance(x, (torch.Tensor, Mapping) if is_mask else torch.Tensor):
+            is_cut = is_mask or self._seq_dims.get(name) is not None
+            if is_cut and x is not None and not isinstance(x, (torch.Tensor, Mapping) if is_mask else torch.Tensor):
                 raise ValueError(
                     f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be a tensor'
                     f"{' or a dict of tensors' if is_mask else ''}: torch.tensor(...), where the batch is made"
                 )
-        tokens, labels, ids = _tokens(batch), batch.get("labels"), batch.get("document_ids")
+        tokens, labels, ids = _get_tokens(batch), batch.get("labels"), batch.get("document_ids")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise ValueError(
                 f"{self._name}: the batch needs input_ids [B, S] or inputs_embeds, and has {list(batch)}. For a pair "
@@ -384,8 +387,9 @@ class BatchSharder:
             )
         will_shift = self._shifted and batch.get("shift_labels") is None
         if labels is not None and will_shift and tokens.ndim == labels.ndim == 2:
-            kept = labels[:, :-1] >= 0  # other programs have -1 for no label
-            if (labels[:, :-1] != tokens[:, :-1])[kept].any() and (labels[:, :-1] == tokens[:, 1:])[kept].all():
+            labelled = labels[:, :-1] >= 0  # some programs have -1 for no label
+            # Labels may be next tokens and equal the tokens too, as in a batch of one repeated token. Shift those.
+            if (labels[:, :-1] != tokens[:, :-1])[labelled].any() and (labels[:, :-1] == tokens[:, 1:])[labelled].all():
                 raise ValueError(
                     f"{self._name}: labels are the next tokens already, and would be shifted once more. Cut them as "
                     f'they are: {{"input_ids": x, "shift_labels": labels.masked_fill(labels < 0, {IGNORE_INDEX})}}'
@@ -406,9 +410,9 @@ class BatchSharder:
                 )
             batch["document_ids"] = ids.expand(rows, length)
 
-    def _complete(self, batch: dict[str, Any], padding: int) -> None:
+    def _add_entries(self, batch: dict[str, Any], padding: int) -> None:
         """Add shifted labels, positions, and the mask of ``padding`` positions. Leave out a mask without a zero."""
-        tokens, labels, ids = _tokens(batch), batch.get("labels"), batch.get("document_ids")
+        tokens, labels, ids = _get_tokens(batch), batch.get("labels"), batch.get("document_ids")
         rows, length = tokens.shape[:2]
         mask = batch.get("attention_mask")
         for ahead, name in enumerate(self._shifted, 1):
@@ -430,7 +434,7 @@ class BatchSharder:
             else:
                 batch["position_ids"] = self._positions(tokens)
 
-    def _padding(self, length: int) -> int:
+    def _count_padding(self, length: int) -> int:
         if isinstance(self._layout, SequenceLayout):
             return max(0, self._layout.length - length)
         return -length % self._multiple
@@ -452,17 +456,18 @@ class BatchSharder:
             if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
                 continue
             batch[name] = pad_at_end(name, x, dim, padding, fill.get(name, 0))
-            if name == "position_ids":  # a document of its own
+            if name == "position_ids":  # padding is a document of its own: no document of the batch goes on in it
                 tail = batch[name].narrow(dim, -padding, padding)
                 tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
 
-    def _layout_for(self, length: int) -> SequenceLayout:
+    def _make_layout(self, length: int) -> SequenceLayout:
         if isinstance(self._layout, SequenceLayout):
             if length > self._layout.length:
                 raise ValueError(
                     f"{self._name}: the layout cuts {self._layout.length} positions, the batch has {length} tokens: "
                     "give layout=head_tail, or a layout that is long enough for every batch"
                 )
+            # verify also runs the step on one rank, for which the layout of the user was not made.
             return contiguous(self._layout.length, 1) if state_of(self._group).alone else self._layout
         return layout_made_by(self._layout, length, self._group.size())
 
@@ -471,27 +476,27 @@ class BatchSharder:
 
         Communication: an all-gather of the parts. No gradient.
         """
-        length = _tokens(batch).shape[1]
-        layout = self._layout_for(length + self._padding(length))
+        length = _get_tokens(batch).shape[1]
+        layout = self._make_layout(length + self._count_padding(length))
         whole = gather(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
 
 
-def _content(value: Any) -> Any:
-    """The contents of an entry, for comparison: tensors, numbers and texts, nested too; of other objects the type."""
+def _describe_content(value: Any) -> Any:
+    """Describe an entry for comparison: contents of tensors, numbers and texts, nested too; types of other objects."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype), checksum(value)
     if isinstance(value, Mapping):
-        return sorted(((str(key), _content(item)) for key, item in value.items()), key=itemgetter(0))
+        return sorted(((str(key), _describe_content(item)) for key, item in value.items()), key=itemgetter(0))
     if isinstance(value, (list, tuple)):
-        return [_content(item) for item in value]
+        return [_describe_content(item) for item in value]
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return value
-    if hasattr(value, "__array_interface__"):  # numpy
-        with contextlib.suppress(TypeError, ValueError):  # an array of objects
-            return _content(torch.as_tensor(value, device="cpu"))
+    if hasattr(value, "__array_interface__"):  # NumPy
+        with contextlib.suppress(TypeError, ValueError):  # torch refuses arrays of objects
+            return _describe_content(torch.as_tensor(value, device="cpu"))
     return type(value).__qualname__
 
 
-def _tokens(batch: Batch) -> Any:
+def _get_tokens(batch: Batch) -> Any:
     return batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]

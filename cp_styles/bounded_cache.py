@@ -1,5 +1,4 @@
-"""Results of functions that are decorated with :func:`remembered`, and tables of a few entries, for what belongs to one
-object."""
+"""Caches: of functions that are decorated with :func:`remembered`, of facts about one object, and of a few entries."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ K = TypeVar("K")
 
 
 class LatestEntries(OrderedDict[K, T]):
-    """A table of the entries that were put in last, of at most ``most``."""
+    """A table of the last ``most`` entries."""
 
     def __init__(self, most: int = 16) -> None:
         super().__init__()
@@ -36,9 +35,9 @@ class LatestEntries(OrderedDict[K, T]):
 _about: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def known_about(thing: Any) -> dict[Any, Any]:
-    """Facts about an object of a caller, such as a tensor, by the function that computed them. It ends with the
-    object, which no value may hold."""
+def facts_about(thing: Any) -> dict[Any, Any]:
+    """Facts about an object of a caller, such as a tensor, by the function that computed them. The table ends with the
+    object, so no value may hold the object."""
     table: dict[Any, Any] | None = _about.get(thing)
     if table is None:
         table = _about[thing] = {}
@@ -51,8 +50,9 @@ _current: ContextVar[object] = ContextVar("bounded_cache", default=None)
 
 @contextmanager
 def as_constants() -> Iterator[None]:
-    """A context for tensors that outlive the call: plain ones, whatever mode the first call is made in. Autograd does
-    not save tensors of inference mode. Fake tensors have no numbers, and a recomputation makes nothing again."""
+    """A context that makes plain tensors, for tensors that outlive the call."""
+    # Autograd does not save tensors of inference mode. Fake tensors of a dispatch mode have no numbers. The mode of a
+    # checkpoint expects the same operators in a recomputation, where a cached tensor is not made again.
     with torch.inference_mode(False), without_dispatch_modes():
         yield
 
@@ -61,31 +61,32 @@ def remembered(entries: int) -> Callable[[Callable[..., T]], Remembered[T]]:
     """A decorator for pure functions of hashable arguments: the last ``entries`` results are kept (an ``lru_cache``).
 
     Arguments and results may hold numbers, texts and tables of positions on the host, which may have copies on devices
-    (``DeviceTables``). They hold no process group, because a group belongs to one rank and ranks may be threads, and no
-    tensor of a caller. Two threads that need the same result at the same time may both compute it, and get equal ones.
+    (``DeviceTables``). They hold neither a process group nor a tensor of a caller.
     """
+    # A group belongs to one rank, but ranks may be threads that share the results. Two threads that need the same
+    # result at the same time may both compute it.
     return lambda function: Remembered(function, entries)
 
 
 class Remembered(Generic[T]):
-    """A function as :func:`remembered` makes it. ``cache_info`` and ``cache_clear`` come from ``lru_cache``."""
+    """A cached function, made by :func:`remembered`. ``cache_info`` and ``cache_clear`` come from ``lru_cache``."""
 
     def __init__(self, function: Callable[..., T], entries: int) -> None:
         def make(_cache: object, *arguments: Hashable) -> T:
             with as_constants():
                 return function(*arguments)
 
-        self._kept = lru_cache(entries)(make)
-        self.cache_info, self.cache_clear = self._kept.cache_info, self._kept.cache_clear
+        self._cached = lru_cache(entries)(make)
+        self.cache_info, self.cache_clear = self._cached.cache_info, self._cached.cache_clear
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Hashable) -> T:
-        return self._kept(_current.get(), *arguments)
+        return self._cached(_current.get(), *arguments)
 
 
 @contextmanager
 def another_cache() -> Iterator[None]:
-    """Inside, this thread's results are made anew, and are found inside only."""
+    """A context with an empty cache for this thread, which ends with the context."""
     token = _current.set(object())
     try:
         yield

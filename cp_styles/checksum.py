@@ -1,4 +1,4 @@
-"""Checksums of tensors and values, by which ranks compare whether they hold the same."""
+"""Checksums of tensors and values, by which ranks compare their contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 _GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: neighbours get distant numbers
@@ -23,21 +23,21 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum where the tensor is, one int64, but for its sign."""
+    """The checksum on the device of the tensor, as one int64 that may be negative."""
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    # A view as bytes needs a stride of 1, also where there is one number, whose stride view(-1) leaves at 0.
+    # A view as bytes needs a stride of 1. view(-1) does not change the stride of a single number, which may be 0.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index, piece in enumerate(flat.view(torch.uint8).split(_PIECE)):
         words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
-        # Each word is mixed with its place, not linearly: in a linear checksum, words a b b a and b a a b are equal, as
-        # any changes are that cancel. Integers, unlike floats, give the same sum in any order.
+        # Each word is mixed with its index, by a function that is not linear: in linear checksums words a b b a and
+        # b a a b are equal, like any changes that cancel. Integers, unlike floats, give the same sum in any order.
         start = index * _PIECE // 8
         keys = torch.arange(start, start + words.numel(), device=words.device).mul_(_GOLDEN).add_(words)
-        total += _mixed(keys).sum()
+        total += _mix(keys).sum()
     return total
 
 
@@ -50,16 +50,16 @@ def on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
     return [next(iterators[number.device]) for number in numbers]
 
 
-def _mixed(keys: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 64-bit integers, in place, after which one bit changes half of them: Stafford's mix 13."""
-    _xor_shifted(keys, 30).mul_(-0x40A7B892E31B1A47)
-    _xor_shifted(keys, 27).mul_(-0x6B2FB644ECCEEE15)
-    return _xor_shifted(keys, 31)
+def _mix(keys: torch.Tensor) -> torch.Tensor:
+    """Permute the 64-bit integers in place: Stafford's mix 13, after which one changed bit changes half of the bits."""
+    _xor_shift(keys, 30).mul_(-0x40A7B892E31B1A47)
+    _xor_shift(keys, 27).mul_(-0x6B2FB644ECCEEE15)
+    return _xor_shift(keys, 31)
 
 
-def _xor_shifted(keys: torch.Tensor, places: int) -> torch.Tensor:
+def _xor_shift(keys: torch.Tensor, bits: int) -> torch.Tensor:
     # The mask makes it a logical shift. The shift of signed integers copies the sign.
-    return keys.bitwise_xor_((keys >> places).bitwise_and_((1 << 64 - places) - 1))
+    return keys.bitwise_xor_((keys >> bits).bitwise_and_((1 << 64 - bits) - 1))
 
 
 def fingerprint(values: Sequence[Any]) -> int:
@@ -73,17 +73,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def state_of(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is changed in place. Tensors of inference mode have no version: a checksum.
-
-    Changes that torch does not count, through ``tensor.data`` or NumPy, are seen for the latter only.
-    """
+def version_key(tensor: torch.Tensor) -> int:
+    """A number that changes when a tensor is changed in place: its version, or a checksum in inference mode."""
+    # A version does not count changes through tensor.data or NumPy. Tensors of inference mode have none.
     return checksum(tensor) if tensor.is_inference() else version_of(tensor)
 
 
 def digest(tensor: torch.Tensor) -> int:
     """The :func:`checksum` of a tensor, cached until the tensor changes."""
-    table = known_about(tensor)
+    table = facts_about(tensor)
     entry = table.get(digest)
     if entry is None or entry[0] != version_of(tensor):
         entry = table[digest] = (version_of(tensor), checksum(tensor))

@@ -1,10 +1,10 @@
 """Decoding: new tokens, the same on all ranks, attend to keys and values that are cut over the ranks.
 
 After the prefill of a prompt each rank has the keys and values of its part, and keeps them in a :class:`KVCache`. Every
-rank then computes the same new token. Its attention over the keys of one rank is a part of the result;
-:func:`context_decode` merges the parts of all ranks. So no rank ever holds the keys of the whole sequence::
+rank then computes the same new token. Each rank attends with it to the keys that the rank holds, and
+:func:`context_decode` merges these partial results. So no rank ever holds the keys of the whole sequence::
 
-    cache = KVCache(mesh, layout, k, v)              # what this rank has computed of the prompt
+    cache = KVCache(mesh, layout, k, v)              # keys and values of this rank's part of the prompt
     for _ in range(new_tokens):
         cache.append(k_new, v_new)                   # on every rank; one rank keeps each key
         out = context_decode(q_new, cache)           # the same on all ranks
@@ -47,7 +47,7 @@ from cp_styles.troubleshooting import see
 __all__ = ["KVCache", "context_decode"]
 
 
-class _OverOneGroup:
+class _BoundToGroup:
     """Base of caches: a ``copy.deepcopy`` has tensors of its own, and the same process group. No communication."""
 
     group: dist.ProcessGroup
@@ -59,25 +59,25 @@ class _OverOneGroup:
         return twin
 
 
-class KVCache(_OverOneGroup):
-    """Keys and values of one attention, of which each rank of a group holds a part.
+class KVCache(_BoundToGroup):
+    """Keys and values of one attention. Each rank of a group holds a part of them.
 
-    The layout of the prompt says which rank holds the keys of which position of the prompt. Rank p modulo P keeps the
-    keys and values of a new position p, so all parts grow at the same rate. Every rank can compute which rank holds
-    what, so this class never communicates. ``copy.deepcopy(cache)`` goes on by itself from there.
+    The keys of the prompt are on the ranks that the layout of the prompt names. Rank p modulo P keeps the keys and
+    values of a new position p, so all parts grow at the same rate. Every rank can compute which rank holds which
+    position, so this class never communicates. ``copy.deepcopy(cache)`` is an independent cache of the same positions.
 
     Args:
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         layout: the layout with which the prompt was cut; a layout of 0 positions if there is no prompt.
-        k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
+        k_BGMD: this rank's keys of the prompt, with rotary positions applied if the model has them. They are copied.
         v_BGME: this rank's values of the prompt.
 
     Attributes:
         prompt: the layout of the prompt.
         length: number of positions of all ranks together.
 
-    Memory: this rank's keys and values, and room for an eighth more. While the room is made there are two copies, which
-    happens once in as many tokens as fit into it on all ranks.
+    Memory: this rank's keys and values, and room for an eighth more. When the room is full, the cache is copied to
+    larger memory, and for that time there are two copies.
 
     Raises:
         ValueError, TypeError: on this rank, and at the next call over the group on the remaining ranks.
@@ -111,23 +111,24 @@ class KVCache(_OverOneGroup):
         except ValueError as error:
             self._refuse(error)
         self.prompt = layout
-        self._own = DeviceTables(layout.positions(self._rank, "cpu"))
+        self._prompt_positions = DeviceTables(layout.positions(self._rank, "cpu"))
         self.length = layout.length
         self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
-        self._used_rows = k_BGMD.shape[2]  # how many rows of these are keys and values; the rest is room
-        self._first = 0  # keys of positions before are not needed any more
-        self._freed = 0  # how many of this rank's keys are not stored any more
+        self._used_rows = k_BGMD.shape[2]  # rows of _kv that are keys and values; the rest is room for more
+        self._first_needed = 0  # no later query attends to positions before this one
+        self._freed_rows = 0  # this rank's first keys, which _kv does not store any more
+        # On a GPU: whether the ranks' last queries differed. The next call reads it, so that the host need not wait.
         self._pending_check: Callable[[], int] | None = None
 
     @property
     def keys(self) -> torch.Tensor:
-        """This rank's keys [B, G, M, D], ascending by position. A view, for which :func:`cache_of` is this cache."""
-        return self._marked(self._kv[0])
+        """This rank's keys [B, G, M, D], ascending by position. A view: :func:`cache_of` finds this cache by it."""
+        return self._view_used(self._kv[0])
 
     @property
     def values(self) -> torch.Tensor:
         """This rank's values [B, G, M, E]."""
-        return self._marked(self._kv[1])
+        return self._view_used(self._kv[1])
 
     @property
     def nbytes(self) -> int:
@@ -136,9 +137,9 @@ class KVCache(_OverOneGroup):
 
     def positions(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on ``device``."""
-        first = self._next_own(self.prompt.length)
+        first = self._first_new_position()
         new = torch.arange(first, max(first, self.length), self._ranks, device=device)
-        return torch.cat((*self._own.on(new.device), new))[self._freed + self._unused() :]
+        return torch.cat((*self._prompt_positions.on(new.device), new))[self._freed_rows + self._count_unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
         """Add the keys and values of the next L positions. Every rank makes the same call. No communication.
@@ -151,8 +152,8 @@ class KVCache(_OverOneGroup):
             ValueError: on this rank, and at the next call over the group on the remaining ranks: batch, heads, head
                 dims or dtype differ from the prompt.
         """
-        given, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._kv))
-        if given != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
+        new, stored = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._kv))
+        if new != stored or k_BGLD.shape[2] != v_BGLE.shape[2]:
             self._refuse(
                 ValueError(
                     f"KVCache: new keys and values of shapes {tuple(k_BGLD.shape)} and {tuple(v_BGLE.shape)} in "
@@ -160,15 +161,17 @@ class KVCache(_OverOneGroup):
                     f"in {self._kv[0].dtype}: batch, heads, head dims and dtype must be the prompt's"
                 )
             )
-        mine = slice((self._rank - self.length) % self._ranks, None, self._ranks)
-        new = [x.detach()[:, :, mine] for x in (k_BGLD, v_BGLE)]
+        # Position p is on rank p modulo P: every P-th of the new ones, from this rank's first.
+        local_rows = slice((self._rank - self.length) % self._ranks, None, self._ranks)
+        parts = [x.detach()[:, :, local_rows] for x in (k_BGLD, v_BGLE)]
         self.length += k_BGLD.shape[2]
-        if rows := new[0].shape[2]:
+        if rows := parts[0].shape[2]:
+            # torch refuses to write to a tensor of inference mode outside of that mode, so copy it first.
             frozen = self._kv[0].is_inference() and not torch.is_inference_mode_enabled()
             if frozen or self._used_rows + rows > self._kv[0].shape[2]:
-                self._store(self._unused(), rows + (self._used_rows + rows) // 8)
-            for held, x in zip(self._kv, new, strict=True):
-                held[:, :, self._used_rows : self._used_rows + rows] = x
+                self._reallocate(self._count_unused(), rows + (self._used_rows + rows) // 8)
+            for stored, part in zip(self._kv, parts, strict=True):
+                stored[:, :, self._used_rows : self._used_rows + rows] = part
             self._used_rows += rows
 
     def crop(self, length: int) -> None:
@@ -186,56 +189,58 @@ class KVCache(_OverOneGroup):
                 )
             )
         self.length = length
-        self._used_rows = max(self._below(length) - self._freed, 0)
+        self._used_rows = max(self._count_before(length) - self._freed_rows, 0)
 
     def forget(self, position: int) -> None:
-        """Free the keys and values of all positions before ``position``, such as those behind a sliding window.
+        """Free the keys and values of all positions before ``position``, such as positions behind a sliding window.
 
         A later attention that needs them is an error. No communication.
         """
-        self._first = max(self._first, min(position, self.length))
-        unused = self._unused()
+        self._first_needed = max(self._first_needed, min(position, self.length))
+        unused = self._count_unused()
+        # Copy only when half of the rows are free: then the copies cost at most as much as the appends.
         if 2 * unused >= self._used_rows > 0:
-            self._store(unused)
+            self._reallocate(unused)
 
     def select_rows(self, index_B: torch.Tensor) -> None:
-        """Row b of the batch becomes the former row ``index_B[b]``, as in beam search. Every rank makes the same call.
+        """Reorder the batch: row b becomes the former row ``index_B[b]``, as in beam search. No communication.
 
-        No communication.
+        Every rank makes the same call.
         """
         self._kv = [x.index_select(0, index_B.to(x.device)) for x in self._kv]
 
-    def _store(self, first: int, room: int = 0) -> None:
-        """Copy the rows from ``first`` on to new memory with ``room`` for more; those before are freed."""
-        held, self._used_rows = slice(first, self._used_rows), self._used_rows - first
+    def _reallocate(self, first: int, room: int = 0) -> None:
+        """Copy the rows from ``first`` on to new memory with ``room`` for more, and free the rows before ``first``."""
+        rows, self._used_rows = slice(first, self._used_rows), self._used_rows - first
         for index, x in enumerate(self._kv):
             self._kv[index] = x.new_empty(*x.shape[:2], self._used_rows + room, x.shape[3])
-            self._kv[index][:, :, : self._used_rows] = x[:, :, held]
-        self._freed += first
+            self._kv[index][:, :, : self._used_rows] = x[:, :, rows]
+        self._freed_rows += first
 
-    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = tensor[:, :, self._unused() : self._used_rows]
+    def _view_used(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = tensor[:, :, self._count_unused() : self._used_rows]
         setattr(view, _CACHE, self)
         return view
 
-    def _next_own(self, position: int) -> int:
-        """The first position from this one on that this rank keeps, if it is not the prompt's."""
-        return position + (self._rank - position) % self._ranks
+    def _first_new_position(self) -> int:
+        """The first position after the prompt that this rank keeps."""
+        return self.prompt.length + (self._rank - self.prompt.length) % self._ranks
 
-    def _below(self, position: Any) -> Any:
-        """How many positions before this one (or these) this rank was given."""
+    def _count_before(self, position: Any) -> Any:
+        """The number of this rank's positions before ``position``, an int or a tensor of them. Freed ones count."""
         if isinstance(position, int):
-            return int(self._below(torch.tensor(position, device="cpu")))
-        new = position - self._next_own(self.prompt.length) + self._ranks - 1
-        return torch.searchsorted(self._own.host[0], position) + (new // self._ranks).clamp(min=0)
+            return int(self._count_before(torch.tensor(position, device="cpu")))
+        new = position - self._first_new_position() + self._ranks - 1
+        return torch.searchsorted(self._prompt_positions.host[0], position) + (new // self._ranks).clamp(min=0)
 
-    def _unused(self) -> int:
-        return max(self._below(self._first) - self._freed, 0)
+    def _count_unused(self) -> int:
+        """The number of stored rows at the beginning that no later query needs."""
+        return max(self._count_before(self._first_needed) - self._freed_rows, 0)
 
-    def _rows_of(self, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of :attr:`keys` have positions ``lo`` .. ``hi - 1``: their first, and one past their last."""
-        start = self._freed + self._unused()
-        first, stop = (self._below(x.clamp(max=self.length)) - start for x in (lo, hi))
+    def _find_rows(self, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of :attr:`keys` with positions ``lo`` to ``hi - 1``: the first one, and one past the last."""
+        start = self._freed_rows + self._count_unused()
+        first, stop = (self._count_before(x.clamp(max=self.length)) - start for x in (lo, hi))
         first = first.clamp(min=0)
         return first, torch.maximum(first, stop)
 
@@ -252,28 +257,36 @@ def cache_of(tensor: torch.Tensor) -> KVCache | None:
     return getattr(tensor, _CACHE, None)
 
 
-# Arguments of a forward. The first is transformers' word since 5.24, which takes the older ones until 6 and warns.
+# Names of the cache among the arguments of a forward. transformers 5.24 renamed it to the first; it takes the older
+# names until 6, with a warning.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
-def cache_given(inputs: Mapping[str, Any]) -> Any:
+def find_cache(inputs: Mapping[str, Any]) -> Any:
     """The cache among the inputs of a model, or None."""
     return next((inputs[word] for word in CACHE_ARGUMENTS if inputs.get(word) is not None), None)
 
 
+def find_layer_caches(inputs: Mapping[str, Any]) -> LayerCaches | None:
+    """The cache of this package among the inputs of a model, or None. For a decoder, the cache of its own tokens."""
+    cache = find_cache(inputs)
+    cache = getattr(cache, "self_attention_cache", cache)  # the other half has the keys of an encoder
+    return cache if isinstance(cache, LayerCaches) else None
+
+
 def cache_argument(names: Collection[str]) -> str:
-    """By which of the names of its arguments a function takes a cache."""
+    """The name of the cache among the names of a function's arguments."""
     return next((word for word in CACHE_ARGUMENTS if word in names), CACHE_ARGUMENTS[0])
 
 
-class LayerCaches(_OverOneGroup):
-    """The :class:`KVCache` of each attention of a model, by its number. Integrations of other libraries extend it.
+class LayerCaches(_BoundToGroup):
+    """The :class:`KVCache` of each attention of a model, by layer number. Integrations of other libraries extend it.
 
     ``copy.deepcopy`` of a cache after a prompt is the cache of that prompt for another continuation.
 
     Attributes:
-        layers: the caches.
-        prompt: the layout of the prompt that is, or was, cut over the ranks.
+        layers: the cache of each layer; None for layers that have attended to nothing yet.
+        prompt: the layout of the prompt.
         prefilled: whether the forward of the prompt is over.
         tokens_BS: the tokens of the prompt, the same on all ranks, if they are known.
         last_position: the largest position of the prompt.
@@ -288,24 +301,24 @@ class LayerCaches(_OverOneGroup):
         self.layers: list[KVCache | None] = []
 
     def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values that an attention has computed, of this rank's part of the prompt or of new tokens.
+        """Keep the keys and values that a layer has computed, of this rank's part of the prompt or of new tokens.
 
-        Returns the keys and values to attend to: in the prefill the given ones, later all that this rank holds.
+        Returns the keys and values to attend to: in the prefill the arguments, later all that this rank holds.
         """
         self.layers += [None] * (layer + 1 - len(self.layers))
         cache = self.layers[layer]
         if not self.prefilled:
             self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD, v_BGLE)
             return k_BGLD, v_BGLE
-        if cache is None:
+        if cache is None:  # no prefill has created it
             assert not self.prompt.length
             cache = self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD[:, :, :0], v_BGLE[:, :, :0])
         cache.append(k_BGLD, v_BGLE)
         return cache.keys, cache.values
 
     @property
-    def held(self) -> list[KVCache]:
-        return [each for each in self.layers if each is not None]
+    def caches(self) -> list[KVCache]:
+        return [cache for cache in self.layers if cache is not None]
 
 
 def context_decode(
@@ -319,13 +332,14 @@ def context_decode(
     kernel: Kernel | None = None,
     checks: Checks = CHECKS,
 ) -> torch.Tensor:
-    """Attention of queries that are the same on all ranks over a cache that is cut over them. Equals one device's.
+    """Attention of queries that are the same on all ranks, over a cache that is cut over the ranks. The result equals
+    the result on one device.
 
     Shapes: B batch, H query heads, L new tokens, S positions of all ranks, D head dim, E value head dim, P ranks. Any
     floating-point dtype, CPU or CUDA.
 
     Args:
-        q_BHLD: the queries of the last L positions of the cache, so append these first.
+        q_BHLD: the queries of the last L positions of the cache. Append the keys of these positions first.
         cache: keys and values.
         mask: which keys each query attends to. Default: ``Causal()``. ``Full()`` for queries of another sequence, as
             in cross-attention. A mask of bands, which may differ between rows (``PerRow``).
@@ -338,16 +352,16 @@ def context_decode(
             and the length of the cache are compared, with the results. Parameters are not compared.
 
     Returns:
-        ``out_BHLE``, the same bits on all ranks: they merge the same parts in the same order.
+        ``out_BHLE``, the same bits on all ranks, because they merge the same parts in the same order.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then one all-gather of B H L (E + 1)
-    numbers of each rank, in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends P - 1 times that.
+    numbers of each rank, in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends them P - 1 times.
     There is no backward.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ. Also
-            if the queries differ, as they do if ranks have sampled different tokens. On a GPU, where the host does not
-            wait for them, that is found at the next call with this cache.
+            if the queries differ, for example after ranks have sampled different tokens. On a GPU the host does not
+            wait for this comparison, and the error comes at the next call with this cache.
 
     Example::
 
@@ -363,14 +377,14 @@ def context_decode(
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """The arguments of :func:`context_decode`, except the query and the cache, and those that only doors have.
+    """The arguments of :func:`context_decode`, except the query and the cache, and further ones for integrations.
 
     Attributes:
         score_mod: as flex_attention takes it.
         equal_number: one more number that must be the same on all ranks.
         refuse: raises for errors that only this rank may see.
-        expanded: the keys and values of this rank, if the cache holds what they are computed from, position by
-            position.
+        expanded: the keys and values of this rank, if the cache stores latents from which they are computed, position
+            by position.
     """
 
     mask: Mask
@@ -387,28 +401,29 @@ class DecodeCall:
 
 @uncompiled
 def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
-    """:func:`context_decode` for doors. ``name`` is for messages."""
-    held = (cache.keys, cache.values) if call.expanded is None else call.expanded
+    """:func:`context_decode` with the arguments of integrations. ``name`` is for messages."""
+    kv = (cache.keys, cache.values) if call.expanded is None else call.expanded
     with without_function_modes():
-        _agree(name, q_BHLD, held, cache, call)
+        _compare_calls(name, q_BHLD, kv, cache, call)
     with torch.no_grad(), without_function_modes():
-        with Operation(cache.group, common=(ValueError, NotImplementedError)):  # these do not depend on the rank
+        # After the comparison errors of these two types are equal on all ranks, so no rank need notify its peers.
+        with Operation(cache.group, common=(ValueError, NotImplementedError)):
             if cache._pending_check is not None:
-                _check_equal(name, cache, cache._pending_check())
-            q, k, v = cast_for_attention((q_BHLD, *held))
+                _refuse_differences(name, cache, cache._pending_check())
+            q, k, v = cast_for_attention((q_BHLD, *kv))
             scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
             kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
             tile = kernel_for_tiles((q, k, v), named=kernel)
             with without_dispatch_modes():
-                columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
-            out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
+                columns, bias = _find_visible_keys(name, cache, call.mask, call.attn_mask, q)
+            out, lse = _compute_part(tile, q, k, v, cache, columns, bias, scale)
             alone = cache.group.size() == 1
-            parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.equal_number)
+            parts = None if alone else _gather_parts(name, out, lse, cache, q_BHLD, call.equal_number)
         if parts is not None:
             outs, lses, numbers = parts
             cache._pending_check = read_later((numbers != numbers[:1]).any().long())
             if q.device.type == "cpu":
-                _check_equal(name, cache, cache._pending_check())
+                _refuse_differences(name, cache, cache._pending_check())
             out, lse = merge_all(outs, lses)
         if call.sink_H is not None:
             out = apply_sink(out, lse, call.sink_H)
@@ -416,23 +431,24 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
         return out.to(q.dtype)
 
 
-def _agree(
-    name: str, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
+def _compare_calls(
+    name: str, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
 ) -> None:
     """Raise on every rank unless all ranks make the same call."""
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
         if call.refuse is not None:
             call.refuse()
-        _check(name, q, held[0], cache, call)
+        _check_call(name, q, kv[0], cache, call)
         facts: dict[str, Any] = {
             "how many positions the cache has": cache.length,
-            "how many positions the cache has freed": cache._first,
+            "how many positions the cache has freed": cache._first_needed,
             "scale": call.scale,
         }
         for what, x in {"the query": q, "attn_mask": call.attn_mask, "sink": call.sink_H}.items():
+            # The values of the query travel with the parts, where the host need not wait for them.
             facts[what] = None if x is None else (tuple(x.shape), x.dtype, 0 if x is q else digest(x))
-        facts["the cache"] = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
+        facts["the cache"] = [(*x.shape[:2], x.shape[3], x.dtype) for x in kv]
         facts["the mask"], facts["the contents of the mask"] = call.mask, call.mask.content
         facts["kernel"], facts["score_mod"] = call.kernel, call.score_mod
         return facts, StatusRow()
@@ -443,10 +459,11 @@ def _agree(
     agree_on_facts(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)
 
 
-def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:
+def _check_call(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:
+    """Raise for arguments of this rank that are not supported."""
     mask, attn_mask = call.mask, call.attn_mask
-    given = [x for x in (q, attn_mask, call.sink_H) if x is not None]
-    if not all(isinstance(x, torch.Tensor) for x in given) or any(isinstance(x, DTensor) for x in given):
+    tensors = [x for x in (q, attn_mask, call.sink_H) if x is not None]
+    if not all(isinstance(x, torch.Tensor) for x in tensors) or any(isinstance(x, DTensor) for x in tensors):
         raise TypeError(
             f"{name}: query, attn_mask and sink of a new token must be plain tensors, the same on all ranks"
         )
@@ -455,7 +472,7 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
             f"{name}: a query of shape {tuple(q.shape)} does not fit a cache whose keys have the shape "
             f"{tuple(keys.shape)}: it is [B, H, L, D], with H a multiple of the cache's heads"
         )
-    if q.dtype != keys.dtype and cast_for_attention((q, keys))[0].dtype != cast_for_attention((q, keys))[1].dtype:
+    if q.dtype != keys.dtype and len({x.dtype for x in cast_for_attention((q, keys))}) > 1:
         raise ValueError(f"{name}: a query in {q.dtype} and a cache in {keys.dtype}: both must have one dtype")
     if not q.shape[2] or (q.shape[2] > cache.length and not isinstance(mask, Full)):
         raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")
@@ -465,7 +482,7 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
         raise TypeError(f"{name}: mask must be a Mask object such as Causal(), got {mask!r}")
     if mask.has_bias or any(row.has_bias for row in getattr(mask, "masks", ())):
         raise NotImplementedError(
-            f"{name}: {mask!r} is not a mask of bands, and decoding takes no other: pass a boolean attn_mask"
+            f"{name}: {mask!r} is not a mask of bands, and decoding takes only bands: pass a boolean attn_mask"
         )
     mask.check_unchanged()
     shape = q.shape[0], q.shape[1], q.shape[2], cache.length
@@ -483,37 +500,37 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
         ) from None
 
 
-def _visible(
+def _find_visible_keys(
     name: str, cache: KVCache, mask: Mask, attn_mask: torch.Tensor | None, q: torch.Tensor
 ) -> tuple[slice, torch.Tensor | None]:
-    """Which of this rank's keys some query attends to, and the bias [B, H, L, M] (with 1s) that hides the remaining
-    keys."""
+    """The range of this rank's keys to which some query attends, and a bias that hides the remaining keys in it, None
+    if there are none. The bias has 4 dims that broadcast to [B, H, L, M]."""
     queries = torch.arange(cache.length - q.shape[2], cache.length, device="cpu")
     rows = mask.masks if isinstance(mask, PerRow) else (mask,)
     lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in rows), strict=True))
-    some = lo < hi.clamp(max=cache.length)
-    if bool((some & (lo < cache._first)).any()):
+    has_keys = lo < hi.clamp(max=cache.length)
+    if bool((has_keys & (lo < cache._first_needed)).any()):
         raise ValueError(
-            f"{name}: a query attends to positions before {cache._first}, whose keys this cache has freed because no "
-            "later query would attend to them: another mask, or positions were removed by crop. Prefill anew"
+            f"{name}: a query attends to positions before {cache._first_needed}, whose keys this cache has freed. "
+            "Their window was over; the call has another mask, or crop has removed positions. Prefill anew"
         )
-    first, stop = cache._rows_of(lo, torch.maximum(lo, hi))
+    first, stop = cache._find_rows(lo, torch.maximum(lo, hi))
     columns = slice(int(first.min()), max(int(stop.max()), int(first.min())))
     hidden: torch.Tensor | None = None
+    # A kernel without a bias is faster, and most tokens attend to one range of keys.
     if bool((first != columns.start).any()) or bool((stop != columns.stop).any()):
         row_M = torch.arange(columns.start, columns.stop, device=q.device)
         first, stop = (tensor_on(q.device, x)[:, None, :, None] for x in (first, stop))
         hidden = (row_M < first) | (row_M >= stop)
     if attn_mask is not None:
-        own = cache.positions(attn_mask.device)[columns]
-        masked = ~attn_mask.index_select(-1, own)
+        masked = ~attn_mask.index_select(-1, cache.positions(attn_mask.device)[columns])
         hidden = masked if hidden is None else hidden | masked
     if hidden is None:
         return columns, None
     return columns, torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
 
 
-def _part(
+def _compute_part(
     tile: Kernel,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -538,23 +555,22 @@ def _part(
     return out.to(wide), lse.to(wide)
 
 
-def _of_all_ranks(
+def _gather_parts(
     name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, equal_number: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them, which differs if they decode different
-    calls."""
+    """``(out_PBHLE, lse_PBHL)`` of all ranks, and one number of each rank: the numbers differ if the calls do."""
+    # One message: the checksum travels as numbers of the dtype of the parts, which nothing computes with.
     number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + equal_number) % 2**62).reshape(1)
-    mine = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
-    parts_PN = mine.new_empty(cache.group.size(), mine.numel())
+    part_N = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
+    parts_PN = part_N.new_empty(cache.group.size(), part_N.numel())
     with collective(cache.group, name):
-        dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)
-    outs, lses, words = parts_PN.split([out.numel(), lse.numel(), mine.numel() - out.numel() - lse.numel()], 1)
-    return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), words.contiguous().view(torch.int64)
+        dist.all_gather(list(parts_PN.unbind()), part_N, group=cache.group)
+    outs, lses, numbers = parts_PN.split([out.numel(), lse.numel(), part_N.numel() - out.numel() - lse.numel()], 1)
+    return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), numbers.contiguous().view(torch.int64)
 
 
-def _check_equal(name: str, cache: KVCache, different: int) -> None:
-    """Equal on every rank, because all have gathered the same numbers."""
-    if different:
+def _refuse_differences(name: str, cache: KVCache, different: int) -> None:
+    if different:  # equal on every rank, because all ranks have gathered the same numbers
         raise ValueError(
             f"{name}: the ranks of mesh axis {cache.axis!r} decode different tokens: their queries, the lengths of "
             "their caches or their random states differ. Give all ranks the same prompt and weights, choose tokens in "

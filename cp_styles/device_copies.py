@@ -13,20 +13,17 @@ from cp_styles.bounded_cache import as_constants, remembered
 def tensor_on(
     device: torch.device, values: int | Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers, or a host tensor, on ``device``.
-
-    ``torch.tensor(values, device=device)`` waits until the GPU has finished its queue. This copy does not wait. The
-    source is read before the call returns.
-    """
+    """Copy numbers, or a host tensor, to ``device``. The host does not wait, and may change the source afterwards."""
+    # torch.tensor(values, device=device) waits until the GPU has finished its queue.
     source = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return source.to(device, non_blocking=True)
 
 
 class DeviceTables:
-    """Tables of numbers on the host, such as indices, of which each device gets one copy, at the first use.
+    """Tables of numbers on the host, such as indices. Each device gets one copy, at the first use.
 
-    A copy takes as much memory on the device as the tables do on the host, as long as this object lives. Threads may
-    share the object.
+    A copy takes as much memory on the device as the tables on the host, as long as this object lives. Threads may share
+    the object.
 
     Attributes:
         host: the tables.
@@ -40,26 +37,26 @@ class DeviceTables:
         return DeviceTables, self.host  # pickles and copies get no memory of a device
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The tables on ``device``: the same tensors at each call, which nobody may change."""
+        """The tables on ``device``: the same tensors at each call. Do not change them in place."""
         if device.type == "cpu":
             return self.host
-        # A graph would read the copy after this object is gone. The copy is then part of the graph, or torch refuses.
+        # A CUDA graph would read a cached copy after the end of this object. So it records a copy, or torch refuses.
         if captures_graph():
             return tuple([tensor_on(device, x) for x in self.host])
-        # Nothing orders a copy on one stream and its use, or its end, on another. So each stream has its own.
+        # Nothing orders a copy on one stream and its use, or its end, on another. So each stream has its own copy.
         streams = device.type == "cuda" and torch.cuda.is_initialized()
         key = device, torch.cuda.current_stream(device).cuda_stream if streams else 0
         if key not in self._copies:
             with as_constants():
-                made = tuple([tensor_on(device, x) for x in self.host])
-            # A new table, of the latest few streams: another thread may be reading the old one.
-            self._copies = {**dict([*self._copies.items()][-3:]), key: made}
-            return made
+                copies = tuple([tensor_on(device, x) for x in self.host])
+            # A new dict, of the last few streams, because another thread may be reading the old one.
+            self._copies = {**dict([*self._copies.items()][-3:]), key: copies}
+            return copies
         return self._copies[key]
 
 
 def numbers_on(device: torch.device, values: tuple[int, ...]) -> torch.Tensor:
-    """A few integers on ``device``, as :func:`tensor_on` gives them, copied once for all calls with these values."""
+    """A few integers on ``device``, copied once for all calls with these values: see :func:`tensor_on`."""
     return tensor_on(device, values) if is_traced() else _table_of(values).on(device)[0]
 
 
@@ -89,5 +86,5 @@ def read_later(number: torch.Tensor) -> Callable[[], int]:
 
 
 def captures_graph() -> bool:
-    """Whether a CUDA graph records what this thread does. The host can read nothing from the device then."""
+    """Whether a CUDA graph records this thread's calls. The host can read nothing from the device then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

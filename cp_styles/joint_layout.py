@@ -1,6 +1,6 @@
-"""Joint attention: some tokens, such as a text, are whole on every rank, and the rest, such as an image, is cut.
+"""Joint attention: some tokens, such as a text, are replicated on every rank, and the rest, such as an image, is cut.
 
-Shapes: B batch, H heads, L local tokens, D head dim, T tokens that are whole on every rank, P ranks.
+Shapes: B batch, H heads, L local tokens, D head dim, T replicated tokens, P ranks.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class JointLayout:
-    """The first ``prefix`` and the last ``suffix`` tokens of each rank are the same on all ranks; the rest is cut.
+    """The first ``prefix`` and the last ``suffix`` tokens of each rank are replicated: the same on all ranks. The rest
+    is cut.
 
     For attention over a text and an image together (Flux: ``prefix``, Stable Diffusion 3: ``suffix``), where every rank
     computes the whole text stream, and its part of the image. Give this layout to ``context_attention`` or
     ``ModuleContextParallel`` as ``layout=``. In the attention the text counts once: each rank takes a share of the rows
-    of the text, and the shares of the result are gathered, so that every rank has the whole text again.
+    of the text. The shares of the result are gathered, so that every rank has the whole text again.
 
     The gradients of the text's inputs, and of parameters in the text stream, are each rank's share: sum them over the
-    ranks, like all other gradients. A loss of the text itself must be counted on one rank only.
+    ranks, like all gradients. A loss of the text itself must be counted on one rank only.
 
     Positions of masks count prefix, cut tokens and suffix, in this order.
 
     Attributes:
-        prefix: number of tokens at the beginning that are whole on every rank.
-        suffix: number of tokens at the end that are.
+        prefix: number of replicated tokens at the beginning.
+        suffix: number of replicated tokens at the end.
         rest: the layout of the remaining tokens, or its balancer. Inputs are cut with it.
 
-    Communication, in addition to the attention: a gather of the result of the text, T H D numbers, of which
-    each rank sends its share to the P - 1 others. And one all-gather of 8 numbers, by which the ranks check that the
-    text is the same. Backward: a reduce-scatter of the text.
+    Communication, in addition to the attention: an all-gather of the result of the text, T H D numbers. Each rank sends
+    its share P - 1 times. And one all-gather of 8 numbers, by which the ranks check that the text is the same.
+    Backward: a reduce-scatter of the text.
 
     Raises:
-        ValueError: no token is whole on every rank, or a number is negative; at a call, on every rank, if the text is
-            not the same on all ranks.
+        ValueError: no token is replicated, or a number is negative; at a call, on every rank, if the text is not the
+            same on all ranks.
         TypeError: ``rest`` is neither a layout nor a balancer.
 
     Example::
@@ -70,13 +71,14 @@ class JointLayout:
 
     @cached_property
     def balancer(self) -> Balancer:
-        """The layout of what :meth:`cut` leaves, of all tokens counted once. It returns the same object each time."""
-        return partial(joined, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
+        """The balancer of all tokens, each counted once: the layout of the tokens that :meth:`cut` returns."""
+        # Cached, because bindings and graphs are found by the balancer, and two partials are never equal.
+        return partial(make_joint_layout, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
 
     def check(self, name: str, tensors: Tensors) -> None:
-        """Raise ValueError for query, key and value [B, H, L, D] that are too short, or differ in length.
+        """Raise ValueError for ``tensors``, query, key and value [B, H, L, D], that are too short or differ in length.
 
-        ``name`` is for the message, ``tensors`` are the three.
+        ``name`` is for the message.
         """
         lengths = [x.shape[2] for x in tensors]
         if len(set(lengths)) > 1 or lengths[0] < self.prefix + self.suffix:
@@ -86,23 +88,25 @@ class JointLayout:
             )
 
     def cut(self, x_BHLD: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """The tokens of ``x_BHLD`` that ``rank`` of ``ranks`` takes: its share of the whole ones, and all others."""
+        """The tokens of ``x_BHLD`` that ``rank`` of ``ranks`` takes: its share of replicated tokens, and the rest."""
         (first, stop), (after, end) = (_token_range(size, rank, ranks) for size in (self.prefix, self.suffix))
         last = x_BHLD.shape[2] - self.suffix
         ranges = ((first, stop), (self.prefix, last), (last + after, last + end))
         return torch.cat([x_BHLD[:, :, start:end] for start, end in ranges], 2)
 
     def whole(self, out_BHLE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The inverse of :meth:`cut` for the result ``out_BHLE``. Communication: a gather over ``group``, see above."""
+        """The inverse of :meth:`cut` for the result ``out_BHLE``. Communication over ``group``: an all-gather of the
+        shares of the text."""
         rank, ranks = group.rank(), group.size()
         (first, stop), (after, end) = (_token_range(size, rank, ranks) for size in (self.prefix, self.suffix))
         begin, last = stop - first, out_BHLE.shape[2] - (end - after)
-        own = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
+        share = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
         layout = SequenceLayout.from_chunks(
-            (_token_range(self.prefix, each, ranks), _token_range(self.suffix, each, ranks, self.prefix))
-            for each in range(ranks)
+            (_token_range(self.prefix, peer, ranks), _token_range(self.suffix, peer, ranks, self.prefix))
+            for peer in range(ranks)
         )
-        text = gather(own, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
+        # The attention before has compared the calls of the ranks.
+        text = gather(share, 2, group, reduce_gradients=True, layout=layout, checks=Checks(agreement=False))
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
 
 
@@ -116,9 +120,9 @@ def attend_jointly(
     refuse: Callable[[], None] | None = None,
     look: bool = True,
 ) -> torch.Tensor:
-    """``attend`` on each rank's share of ``tensors``. Its ``refuse=`` raises for what this rank alone may see.
+    """Call ``attend`` with each rank's share of ``tensors``. ``refuse`` raises for errors that only this rank may see.
 
-    ``look``: compare the whole tokens of the ranks. On a GPU the host waits for them.
+    ``look``: compare the replicated tokens of the ranks. On a GPU the host waits for them.
     """
     if is_traced():
         raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
@@ -130,7 +134,7 @@ def attend_jointly(
         joint.check(name, tensors)
         q, k, v = (joint.cut(x, rank, ranks) for x in tensors)
         shares = q, k, v
-    except Exception as error:  # of any kind: the other ranks must raise too
+    except Exception as error:  # any type, because the remaining ranks must raise too
         problem = error
 
     def raise_problem() -> None:
@@ -138,14 +142,16 @@ def attend_jointly(
             raise problem
 
     out, *_ = attend(shares, refuse=raise_problem)
-    if look and ranks > 1:
-        _refuse_other_text(joint, name, tensors[1].detach(), group)
+    if look and ranks > 1:  # after the attention, whose agreement has found that no rank has a problem
+        _refuse_different_text(joint, name, tensors[1].detach(), group)
     with Operation(group):
         return joint.whole(out, group)
 
 
-def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceLayout | Balancer) -> SequenceLayout:
-    """Whole tokens shared among the ranks, and between them the rest as ``rest`` cuts it."""
+def make_joint_layout(
+    length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceLayout | Balancer
+) -> SequenceLayout:
+    """A layout that shares replicated tokens among the ranks, and cuts the tokens between them as ``rest`` does."""
     size = length - prefix - suffix
     cut = rest if isinstance(rest, SequenceLayout) else rest(size, ranks)
     if cut.length != size or cut.ranks != ranks:
@@ -164,28 +170,26 @@ def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceL
 
 
 def _token_range(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
-    """The share of a rank of ``size`` tokens, the first of which has the position ``begin``."""
-    own = contiguous(size, ranks).chunks[rank]
-    start, stop = own[0] if own else (0, 0)
+    """The positions of a rank's share of ``size`` tokens, which begin at the position ``begin``."""
+    chunks = contiguous(size, ranks).chunks[rank]
+    start, stop = chunks[0] if chunks else (0, 0)
     return begin + start, begin + stop
 
 
-def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raise, on every rank, if the tokens that should be the same on all ranks differ. 8 numbers of keys are compared.
-
-    Ranks may round differently, so differences up to 5 % are allowed. Keys of different tokens differ by more.
-    """
+def _refuse_different_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raise, on every rank, if the replicated tokens differ between ranks. 8 numbers of keys are compared."""
     at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
     with collective(group, name):
-        own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
+        row_8 = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
         sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
-        own[: sample.numel()] = sample
-        parts_P8 = own.new_empty(group.size(), 8)
-        dist.all_gather(list(parts_P8.unbind()), own, group=group)
+        row_8[: sample.numel()] = sample  # fewer numbers if the batch is empty or D is below 4
+        parts_P8 = row_8.new_empty(group.size(), 8)
+        dist.all_gather(list(parts_P8.unbind()), row_8, group=group)
+    # Ranks may round differently, so 5 % are allowed. Keys of different tokens differ by more.
     if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
         raise ValueError(
-            f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, and "
-            f"{joint!r} says that they are the same. Give every rank the whole text, and apply the style only to "
-            "modules whose attention has it"
+            f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, but with "
+            f"{joint!r} they must be the same. Give every rank the whole text, and apply the style only to modules "
+            "whose attention has it"
             f"{see('A text that is not the same on all ranks')}"
         )

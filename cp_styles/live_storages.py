@@ -1,4 +1,4 @@
-"""The bytes of tensor storages that are alive, by label: for ``MemoryTrace``, and for the dry run of ``explain``."""
+"""Counts the bytes of living tensor storages by label: for ``MemoryTrace``, and for the dry run of ``explain``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Entry:
 
 
 class LiveStorages:
-    """Storages that were added and are still alive. It holds no storage.
+    """A table of storages that were added and are still alive. It holds weak references alone.
 
     Attributes:
         peak: the most bytes that were alive at once when a storage was added, since creation or :meth:`reset`.
@@ -27,7 +27,7 @@ class LiveStorages:
     def __init__(self) -> None:
         self.peak = 0
         self._entries: dict[int, _Entry] = {}
-        self._counted = 0  # bytes of all entries, also of storages that are gone
+        self._counted = 0  # bytes of all entries, also of storages that have ended
         self._at_peak: list[_Entry] = []
 
     @property
@@ -41,10 +41,10 @@ class LiveStorages:
         """Add new storages, all before the peak is measured."""
         for storage in storages:
             reference = StorageWeakRef(storage)
-            self._forget(reference.cdata)  # the address of a storage that is gone
+            self._forget(reference.cdata)  # a new storage may have the address of one that has ended
             self._entries[reference.cdata] = _Entry(reference, storage.nbytes(), label)
             self._counted += storage.nbytes()
-        if self._counted > self.peak and self.nbytes > self.peak:  # only then search for storages that are gone
+        if self._counted > self.peak and self.nbytes > self.peak:  # nbytes searches all entries, so it comes second
             self.peak, self._at_peak = self._counted, list(self._entries.values())
 
     def forget(self, storage: torch.UntypedStorage) -> None:
@@ -56,7 +56,7 @@ class LiveStorages:
             self._counted -= self._entries.pop(key).nbytes
 
     def label(self, storage: torch.UntypedStorage, label: str, *, unless: str | None = None) -> None:
-        """Set the label of ``storage`` if it is counted, also in the peak so far, and has not the label ``unless``."""
+        """Set the label of ``storage``, also in the peak so far, if it is counted and its label is not ``unless``."""
         entry = self._entries.get(StorageWeakRef(storage).cdata)
         if entry is not None and entry.label != unless:
             entry.label = label
@@ -67,7 +67,7 @@ class LiveStorages:
 
     def by_label(self, *, at_peak: bool = False) -> dict[str, int]:
         """Bytes by label, alive now or ``at_peak``."""
-        self.nbytes  # noqa: B018 - forgets storages that are gone
+        self.nbytes  # noqa: B018 - forgets storages that have ended
         sizes: Counter[str] = Counter()
         for entry in self._at_peak if at_peak else self._entries.values():
             sizes[entry.label] += entry.nbytes

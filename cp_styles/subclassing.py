@@ -1,6 +1,6 @@
 """Changes the class of a module to a subclass with the same name, which torch.compile and isinstance accept.
 
-Such modules are bound to the process groups of a run: they can be copied, and cannot be pickled.
+Such modules are bound to the process groups of a run: they can be copied, but not pickled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.utils import parametrize
 from cp_styles.troubleshooting import see
 
 
-class BoundToThisRun:
+class UnpicklableMixin:
     """Mixin before a module's class, in a subclass with the name of that class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # What copy.deepcopy does by default. It would use __reduce_ex__, which raises below.
+        # The default of copy.deepcopy, which would call __reduce_ex__, which raises below.
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
@@ -38,21 +38,20 @@ class BoundToThisRun:
 def refuse_pickling(name: str) -> NoReturn:
     raise TypeError(
         f"{name} is context parallel, bound to the process groups of this run, and cannot be pickled: save its "
-        "state_dict(), load that into a new one and apply the style to it"
+        "state_dict(), load it into a new module and apply the style to the new module"
         f"{see('A module that cannot be pickled')}"
     )
 
 
-def put_before_class(
-    module: nn.Module, mixin: type[BoundToThisRun], members: Callable[[type], dict[str, Any]] | None = None
+def insert_mixin(
+    module: nn.Module, mixin: type[UnpicklableMixin], members: Callable[[type], dict[str, Any]] | None = None
 ) -> None:
     """Change the class of ``module`` to a subclass of ``mixin`` and its class, with the same name and signature.
 
     ``members(cls)`` returns further members of the subclass. A module that has such a class already keeps it.
-
-    A parametrized module (``torch.nn.utils.parametrize``) has a class of its own, before the user's class. It stays the
-    first: ``remove_parametrizations`` takes the properties out of it, and puts its first base in its place.
     """
+    # A parametrized module (torch.nn.utils.parametrize) has a class of its own, before the user's class. That class
+    # stays the first: remove_parametrizations takes the properties out of it, and replaces it by its first base.
     cls = outermost = type(module)
     properties = cast(nn.ModuleDict, module.parametrizations) if parametrize.is_parametrized(module) else ()
     parametrized = any(name in vars(cls) for name in properties)

@@ -1,7 +1,7 @@
 """Run ranks as threads, and count their communication and memory: for tests, notebooks and debugging.
 
 The ranks are threads of this process, but they really communicate, with gloo over the loopback interface. So
-point-to-point messages, collectives, sub-groups and DTensor behave as between processes, and no process is started.
+point-to-point messages, collectives, sub-groups and DTensor behave as between processes. No process is started.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(AssertionError):
-    """Raised by :func:`run_ranks` if a rank waited for others until the timeout, even if that error was caught."""
+    """Raised by :func:`run_ranks` if a rank waited for peers until the timeout, even if the error was caught."""
 
 
-resolve_operators()  # before ranks are threads
+resolve_operators()  # before ranks are threads: two threads must not make the object of an op at the same time
 
 
 def run_ranks(
@@ -86,9 +86,9 @@ def run_ranks(
     Example::
 
         def total(rank):
-            found = torch.tensor(float(rank))
-            torch.distributed.all_reduce(found)
-            return found.item()
+            number = torch.tensor(float(rank))
+            torch.distributed.all_reduce(number)
+            return number.item()
 
         assert run_ranks(total, 4) == [6.0] * 4
     """
@@ -110,10 +110,11 @@ def run_ranks(
                 dist.destroy_process_group()
 
     with thread_local_world(), _only_new_objects():
+        # Daemons, because a rank that is blocked for ever must not keep the process alive.
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
-        waited = _join(threads, timeout_seconds)
+        waited = _wait_for_threads(threads, timeout_seconds)
         _forget_groups()
     if waited and not may_time_out:
         failed = RankError(errors) if errors else None
@@ -130,10 +131,9 @@ def run_ranks(
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames of ``error``, and of errors that led to it. File names and lines stay.
-
-    The other ranks must not wait for a failed rank, and its sockets close only when nothing holds its groups.
-    """
+    """Clear the local variables of the frames of ``error``, and of its causes. File names and lines stay."""
+    # The variables hold process groups. The sockets of a failed rank close only when nothing holds its groups, and the
+    # remaining ranks must not wait for it.
     todo: list[BaseException | None] = [error]
     cleared: set[int] = set()
     while todo:
@@ -144,45 +144,41 @@ def clear_frames(error: BaseException) -> None:
             todo += [link.__cause__, link.__context__]
 
 
-def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
-    """Wait for the threads. Returns, by rank, the place at which a thread did not move for ``seconds``.
-
-    The threads are inspected from outside, because the exception of a timeout may be caught inside.
-    """
+def _wait_for_threads(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
+    """Wait for the threads. Returns, by rank, the line at which a thread was blocked for ``seconds``."""
+    # The threads are inspected from outside, because the exception of a timeout may be caught inside.
     step = min(0.25, seconds / 20)
-    stood: dict[int, tuple[Any, float]] = {}
-    places: dict[int, str] = {}
+    seen: dict[int, tuple[Any, float]] = {}
+    lines: dict[int, str] = {}
     while any(thread.is_alive() for thread in threads):
         next(thread for thread in threads if thread.is_alive()).join(step)
         frames, now = sys._current_frames(), time.monotonic()
         for rank, thread in enumerate(threads):
             frame = frames.get(thread.ident or 0)
-            place = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
-            since = stood[rank][1] if rank in stood and stood[rank][0] == place else now
-            stood[rank] = place, since
+            instruction = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
+            since = seen[rank][1] if rank in seen and seen[rank][0] == instruction else now
+            seen[rank] = instruction, since
             if frame is not None and now - since > seconds - 3 * step:
-                places[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                lines[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         del frames, frame
-    return places
+    return lines
 
 
 @contextlib.contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Hide existing objects from the garbage collector, so that a collection of this run's objects is fast."""
+    """Hide existing objects from the garbage collector."""
     gc.freeze()
     try:
         yield
-        gc.collect()  # collect this run's cycles while that is fast; they hold process groups
+        gc.collect()  # this run's cycles hold process groups; without the older objects their collection is fast
     finally:
         gc.unfreeze()
 
 
 def _forget_groups() -> None:
-    """Remove the destroyed groups from the meshes that hold them.
-
-    DTensor's caches hold every mesh for ever. A group that stays alive has polling threads, and a test run would leave
-    thousands of them.
-    """
+    """Remove the destroyed groups from the meshes that hold them."""
+    # DTensor's caches hold every mesh for ever. A group that stays alive has polling threads, and a test run would
+    # leave thousands of them.
     for item in gc.get_objects():
         # Not isinstance: it reads __class__ of every object, and some objects of torch load libraries for that.
         if type(item) is DeviceMesh:
@@ -201,11 +197,11 @@ class CommunicationTrace(TorchDispatchMode):
     (P - 1)/P of its input for a reduce-scatter; 2 (P - 1)/P of it for an all-reduce; P - 1 times its tensor for a
     broadcast, on the source. These are the bandwidth-optimal algorithms; a backend may send more.
 
-    The trace runs the ops of this package itself. So modes that were entered before it do not see these ops: enter it
+    The trace runs the ops of this package itself. So modes that were entered before it do not get these ops: enter it
     outside of a selective checkpoint, not inside.
     """
 
-    supports_higher_order_operators = True  # FlexAttention that runs on one device: a mode is asked, as for other ops
+    supports_higher_order_operators = True  # FlexAttention on one device is such an operator, and calls the mode then
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +213,7 @@ class CommunicationTrace(TorchDispatchMode):
         ranks = tuple(axis.mesh.tolist())
         return Counter(name for (name, _), group in zip(self.events, self._groups, strict=True) if group == ranks)
 
-    def _note(self, name: str, size: int, group: dist.ProcessGroup) -> None:
+    def _record(self, name: str, size: int, group: dist.ProcessGroup) -> None:
         self.events.append((name, size))
         self._groups.append(tuple(dist.get_process_group_ranks(group)))
 
@@ -228,7 +224,7 @@ class CommunicationTrace(TorchDispatchMode):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that have left this rank so far."""
+        """The bytes that this rank has sent so far."""
         return sum(size for _, size in self.events)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -236,14 +232,14 @@ class CommunicationTrace(TorchDispatchMode):
             return NotImplemented  # DTensor handles the op first; the ops that it runs for it come back here
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             group = group_of_op(args)
-            event = None if group is None else _event_of(func, args, group)
+            event = None if group is None else _describe_event(func, args, group)
             if event is not None and group is not None:
-                self._note(*event, group)
-        if func is torch.ops.cp_styles.gather_numbers.default:  # an all-gather, by whichever messages
+                self._record(*event, group)
+        if func is torch.ops.cp_styles.gather_numbers.default:  # it counts as an all-gather, also if it sends messages
             group = resolve_group(args[1])
-            self._note("all_gather", _nbytes(args[0]) * (group.size() - 1), group)
+            self._record("all_gather", _count_bytes(args[0]) * (group.size() - 1), group)
             return func(*args, **(kwargs or {}))
-        if func.namespace == "cp_styles":  # run our opaque op under this mode, to see what it sends
+        if func.namespace == "cp_styles":  # run our opaque op under this mode, to record its messages
             with self:
                 return run_kernel(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -253,10 +249,10 @@ class MemoryTrace(TorchDispatchMode):
     """Counts the bytes of the tensor storages that this rank (this thread) creates while the mode is on.
 
     Use ``with MemoryTrace() as trace:`` around forward and backward. ``trace.live`` is the bytes that were created
-    since the mode was entered and are still alive. ``trace.peak`` is the maximum of that, since the mode was entered or
-    since :meth:`reset`. Older tensors do not count. The numbers are the same on every machine: they include neither
-    temporary memory inside an op nor the rounding of an allocator. The numbers by which ranks agree before an attention
-    (some hundred bytes) do not count, because a thread of the backend may hold them a moment longer than the call.
+    since the mode was entered and are still alive. ``trace.peak`` is the maximum of ``live``, since the mode was
+    entered or since :meth:`reset`. Older tensors do not count, nor do the numbers by which ranks agree before an
+    attention (some hundred bytes). The bytes are the same on every machine: they include neither temporary memory
+    inside an op nor the rounding of an allocator.
 
     Like :class:`CommunicationTrace` it runs the ops of this package itself.
     """
@@ -282,63 +278,65 @@ class MemoryTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the ops on its local tensors come back here
-        if func is torch.ops.cp_styles.gather_numbers.default:
+        if func is torch.ops.cp_styles.gather_numbers.default:  # a thread of the backend may hold the row for longer
             self._storages.forget(args[0].untyped_storage())
             return func(*args, **(kwargs or {}))
         if func.namespace == "cp_styles":
             with self:
                 return run_kernel(func, args, kwargs or {})
         kwargs = kwargs or {}
-        given = {id(storage): storage for storage in _storages((*args, *kwargs.values()))}
+        existing = {id(storage): storage for storage in _find_storages((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        self._storages.add(storage for storage in _storages((result,)) if id(storage) not in given)
+        self._storages.add(storage for storage in _find_storages((result,)) if id(storage) not in existing)
         return result
 
 
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors among arguments or results of an op. DTensors and other wrappers have no memory."""
+def _find_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors among arguments or results of an op."""
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):  # wrappers such as DTensors have no memory
             if not is_traceable_wrapper_subclass(value) and value.device.type != "meta":
                 yield value.untyped_storage()
         elif isinstance(value, (list, tuple)):
-            yield from _storages(value)
+            yield from _find_storages(value)
 
 
-def _nbytes(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, (list, tuple)):
-        return sum(_nbytes(item) for item in value)
+        return sum(_count_bytes(item) for item in value)
     return 0
 
 
-def _event_of(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[str, int] | None:
+def _describe_event(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[str, int] | None:
     name = func._schema.name.split("::")[1].strip("_").removesuffix("_out")
     size, rank = group.size(), group.rank()
     if name.startswith("recv"):
         return None
     if name == "send":
-        return "send", _nbytes(args[0])
+        return "send", _count_bytes(args[0])
     if name in ("alltoall_base", "all_to_all_single"):
         if name == "alltoall_base":
             sent, splits = args[1], args[4]
         else:
             sent, splits = args[0], args[2]
-        kept_bytes = splits[rank] * _nbytes(sent) // max(sent.shape[0], 1) if splits else _nbytes(sent) // size
-        return "all_to_all", _nbytes(sent) - kept_bytes
+        kept_bytes = (
+            splits[rank] * _count_bytes(sent) // max(sent.shape[0], 1) if splits else _count_bytes(sent) // size
+        )
+        return "all_to_all", _count_bytes(sent) - kept_bytes
     if name == "alltoall":
-        return "all_to_all", _nbytes(args[1]) - _nbytes(args[1][rank])
+        return "all_to_all", _count_bytes(args[1]) - _count_bytes(args[1][rank])
     if "allgather" in name or "all_gather" in name:
         shard = args[0] if func.namespace != "c10d" else args[1]
-        return "all_gather", _nbytes(shard) * (size - 1)
+        return "all_gather", _count_bytes(shard) * (size - 1)
     if "reduce_scatter" in name:
         whole = args[0] if func.namespace != "c10d" else args[1]
-        return "reduce_scatter", _nbytes(whole) * (size - 1) // size
+        return "reduce_scatter", _count_bytes(whole) * (size - 1) // size
     if "allreduce" in name or "all_reduce" in name:
-        return "all_reduce", 2 * _nbytes(args[0]) * (size - 1) // size
+        return "all_reduce", 2 * _count_bytes(args[0]) * (size - 1) // size
     if "broadcast" in name:
-        return "broadcast", _nbytes(args[0]) * (size - 1) if args[2] == rank else 0
+        return "broadcast", _count_bytes(args[0]) * (size - 1) if args[2] == rank else 0
     if "barrier" in name:
         return "barrier", 0
-    return name, _nbytes(args[0]) + _nbytes(args[1] if len(args) > 1 else None)
+    return name, _count_bytes(args[0]) + _count_bytes(args[1] if len(args) > 1 else None)

@@ -31,11 +31,9 @@ def refuse_transforms(name: str, tensors: Sequence[torch.Tensor | None]) -> None
 
 
 def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorator for ``backward(ctx, *grads)``. Its results, under ``create_graph``, raise if differentiated again.
-
-    torch's ``once_differentiable`` raises if the incoming gradient requires grad. This one also raises if only a saved
-    tensor requires grad, because the gradient of attention depends on query, key and value too.
-    """
+    """Decorator for ``backward(ctx, *grads)``. Its results, under ``create_graph``, raise if differentiated again."""
+    # torch's once_differentiable raises if the incoming gradient requires grad. This decorator also raises if only a
+    # saved tensor requires grad, because the gradient of attention depends on query, key and value too.
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -45,13 +43,13 @@ def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable
             return gradients
         sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
         results = [x for x in gradients if x is not None]
-        final = iter(_Final.apply(len(results), *results, *sources) if sources and results else results)
+        final = iter(_NoSecondDerivative.apply(len(results), *results, *sources) if sources and results else results)
         return tuple(None if x is None else next(final) for x in gradients)
 
     return run
 
 
-class _Final(torch.autograd.Function):
+class _NoSecondDerivative(torch.autograd.Function):
     """Returns the first ``count`` tensors. They depend on all tensors, and their backward raises."""
 
     @staticmethod

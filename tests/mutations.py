@@ -204,7 +204,7 @@ mixers: a map reaches back less far than it is taken to | ranks/mixers/test_recu
     plan_rounds | distance *= 2
     becomes | distance *= 3
 mixers: a recomputation may end before its last exchange | ranks/test_random.py -k mixers
-    _Tied.forward | ctx.save_for_backward(x.new_empty(0))
+    _KeepInGraph.forward | ctx.save_for_backward(x.new_empty(0))
     becomes | ctx.save_for_backward()
 mixers: layouts of balancers are not compared | ranks/mixers/test_recurrence.py -k balancers
     agree_on_layouts | agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
@@ -221,7 +221,7 @@ CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
-    BatchSharder.__call__ | {f"the samples ({name})": _content(x) for name, x in whole.items()}
+    BatchSharder.__call__ | {f"the samples ({name})": _describe_content(x) for name, x in whole.items()}
     becomes | {}
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
     _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
@@ -245,8 +245,8 @@ ring: heads in turns have the mask of the first ones | ranks/engine/test_attenti
     MovingKV.forward | before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
     becomes | 0, at_once * share
 decoding: room for new tokens counts as keys | ranks/doors/test_decode.py
-    KVCache._marked | self._unused() : self._used_rows]
-    becomes | self._unused() :]
+    KVCache._view_used | self._count_unused() : self._used_rows]
+    becomes | self._count_unused() :]
 engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_half_way.py -k 'stand_still or goes_on'
     abort_group | end_connections(gloo)
     becomes | pass

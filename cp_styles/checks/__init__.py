@@ -1,7 +1,7 @@
-"""Guarantees that surround the attention: one file each, and one entry of a list here.
+"""Checks around the attention: a file and an entry of a list here for each.
 
 Nothing in comm, engine, functions, intercept or strategies imports this package. Styles and blocks import this file
-alone, and no guarantee by name but the proof of a model, which is their bindings' observer of its training.
+alone, and no check by name. The proof of a model is an exception: bindings notify it of the model's training.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FORWARD_OBSERVERS: tuple[Callable[[nn.Module], ForwardObserver | None], ...] = 
 
 
 def check_layers(model: nn.Module, name: str, local: Iterable[nn.Module], *, inputs: bool) -> None:
-    """Check the layers of a module to which a style is applied, now or by hooks when they are called.
+    """Check the layers of a module to which a style is applied, at once or by hooks when the layers are called.
 
-    ``local``: modules whose input is whole on each rank. ``inputs``: see Checks.
+    ``local``: modules whose input is whole on each rank. ``inputs``: see :class:`~cp_styles.Checks`.
     """
     for check in _LAYER_CHECKS:
         check(model, name, local)
@@ -46,5 +46,4 @@ def check_layers(model: nn.Module, name: str, local: Iterable[nn.Module], *, inp
 
 def observers_of(module: nn.Module) -> list[ForwardObserver]:
     """New observers of the forwards of a module."""
-    observers = (of(module) for of in _FORWARD_OBSERVERS)
-    return [observer for observer in observers if observer is not None]
+    return [observer for make in _FORWARD_OBSERVERS if (observer := make(module)) is not None]

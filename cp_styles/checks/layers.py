@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._compat import never_compile_alone
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.troubleshooting import see
 
@@ -20,9 +20,9 @@ _MIXING = (nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm, *_POOLS)
 
 
 def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
-    """Register a hook on each layer of torch in ``model`` whose class says that it carries values from token to token.
+    """Register a hook on each layer in ``model`` of a class of torch that carries values from token to token.
 
-    The hook refuses calls: the layer would end at this rank's part of the tokens. It allows layers in the modules
+    The hook refuses calls, because the layer would see this rank's tokens alone. It allows layers in the modules
     ``local``; calls by a mixer of this package, which has all the rows that it needs; and new tokens after a prompt,
     which are whole on every rank.
     """
@@ -33,11 +33,11 @@ def refuse_mixing_layers(model: nn.Module, name: str, local: Iterable[nn.Module]
 
 
 def refuse_uneven_sequence_parallelism(model: nn.Module, name: str, local: Iterable[nn.Module]) -> None:
-    """Register a hook on each layer of ``model`` with which torch's SequenceParallel has replicated the parameters.
+    """Register a hook on each layer of ``model`` whose parameters torch's SequenceParallel has replicated.
 
-    The hook refuses a number of tokens that the tensor-parallel ranks do not divide: torch takes parts for equal, and
-    gloo ends the process at its next collective.
+    The hook refuses a number of tokens that the tensor-parallel ranks do not divide.
     """
+    # torch assumes parts of equal length. With others gloo ends the process at its next collective.
     for path, layer in model.named_modules():
         parameters = list(layer.parameters(recurse=False))
         if parameters and all(isinstance(x, DTensor) and x.placements == (Replicate(),) for x in parameters):
@@ -45,14 +45,12 @@ def refuse_uneven_sequence_parallelism(model: nn.Module, name: str, local: Itera
 
 
 def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
-    """Raise if the rotary embedding of ``model`` is outside of it, and has frequencies of the longest position.
-
-    Inside, the mode sees how the longest position is asked for. :func:`cp_styles.verify.verify` sees no difference
-    where the batch is shorter than the length from which these frequencies change.
-    """
+    """Raise for a rotary embedding outside of ``model`` whose frequencies depend on the longest position."""
+    # Inside of the model the mode intercepts the maximum of the positions. verify finds no difference where the batch
+    # is shorter than the length from which these frequencies change, so the error must come here.
     options = getattr(getattr(model, "config", None), "rope_parameters", None)
     options = options if isinstance(options, dict) else {}
-    # Options of all layers, or of each kind of layers.
+    # The options are the same for all layers, or in a dict by kind of layers.
     kinds = [str(each.get("rope_type")) for each in (options, *options.values()) if isinstance(each, dict)]
     rope = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
     if rope is not None and not any(hasattr(layer, "rope_type") for layer in model.modules()):
@@ -63,44 +61,44 @@ def refuse_rotary_embedding_outside(model: nn.Module, name: str) -> None:
         )
 
 
+# The two hooks need no communication: their errors end the forward, and its style notifies the remaining ranks.
+
+
 def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
-    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
     x = args[0] if args else None
     calls = None if torch.compiler.is_dynamo_compiling() else AttentionCalls.current()
     if calls is None or not isinstance(x, DTensor) or len(x.placements) > 1:
         return
     ranks, dim = x.device_mesh.size(), getattr(next(iter(x.placements), None), "dim", None)
-    of_rank = 0 if dim is None else x.shape[dim] // ranks  # torch has multiplied it by the number of ranks
+    local_length = 0 if dim is None else x.shape[dim] // ranks  # torch has multiplied it by the number of ranks
     # Candidates for this rank's number of tokens: the second sizes of the model's inputs.
     lengths = [x.shape[1] for x in calls.inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1]
-    uneven = [n for n in lengths if n % ranks and of_rank in (n // ranks, -(-n // ranks))]
+    uneven = [n for n in lengths if n % ranks and local_length in (n // ranks, -(-n // ranks))]
     if not uneven:
         return
     raise ValueError(
-        f"{name}: {path} ({type(layer).__name__}, with SequenceParallel of torch) is given a part of "
-        f"{uneven[0]} tokens, which {ranks} tensor-parallel ranks do not divide, and torch takes their parts for "
-        "equal. Pad the sequence: BatchSharder(..., pad_to_multiple_of=2 * n), with n = the context-parallel ranks "
-        f"times the tensor-parallel ranks{see('A part that tensor parallelism does not divide')}"
+        f"{name}: {path} ({type(layer).__name__}, with SequenceParallel of torch) gets a part of {uneven[0]} tokens, "
+        f"which {ranks} tensor-parallel ranks do not divide, but torch assumes parts of equal length. Pad the "
+        "sequence: BatchSharder(..., pad_to_multiple_of=2 * n), with n = the context-parallel ranks times the "
+        f"tensor-parallel ranks{see('A part that tensor parallelism does not divide')}"
     )
 
 
 def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
-    """A forward pre-hook. No communication: an error ends the forward, which tells the remaining ranks."""
     if not _mixes(layer):
         return
     if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
         calls = AttentionCalls.current()
         if calls is None or calls.forward_state.mixing:
             return
-        past = cache_given(calls.inputs)
-        past = getattr(past, "self_attention_cache", past)  # it also has keys of an encoder
-        if isinstance(past, LayerCaches) and past.prefilled:
+        past = find_layer_caches(calls.inputs)
+        if past is not None and past.prefilled:
             return
     raise NotImplementedError(
-        f"{name}: {path} ({type(layer).__name__}) carries values from token to token, and would end at "
-        "this rank's part of them. Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers, or "
-        "gather the tokens before it (cp_styles.collectives.gather) and cut its result. If its input is whole on each "
-        f"rank, or it mixes within a row of its input: local=[{path!r}] of the style"
+        f"{name}: {path} ({type(layer).__name__}) carries values from token to token, but gets this rank's tokens "
+        "alone. Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers, or gather the tokens "
+        "before it (cp_styles.collectives.gather) and cut its result. If its input is whole on each rank, or it mixes "
+        f"within a row of its input, name it in local=[{path!r}] of the style"
         f"{see('A layer that mixes tokens')}"
     )
 

@@ -1,4 +1,4 @@
-"""Positions that a model would count from the beginning of one rank's part, or was given so."""
+"""Refuses positions that count from the beginning of one rank's part, made by a model or passed to it."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import find_cache, find_layer_caches
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import names_of_inputs, parameters_of
+from cp_styles.introspect import forward_parameters, input_names
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Full, SlidingWindow
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are made of positions
-_COUNTS = "create_position_ids_from_input_ids"
-_OF_TOKENS = (
+_COUNTS = "create_position_ids_from_input_ids"  # the function of transformers that counts from the padding's position
+_POSITIONS_OF_TOKENS = (
     "layout.shard(position_ids_of(model, tokens), 1, rank), with the tokens of the whole sequence and position_ids_of "
     "of cp_styles.integrations.transformers"
 )
 
 
 class PositionCheck(ForwardObserver):
-    """Checks the positions among the arguments of a forward. The values of tensors are looked at in the first forward,
-    the second, the fourth and so on. No communication."""
+    """Checks the positions among the arguments of a forward. It reads the values of tensors in the forwards number 1,
+    2, 4, 8, .... No communication."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         """``names``: the arguments that are made of positions."""
-        self._names = names_of_inputs(module)
+        self._inputs = input_names(module)
+        self._names, self._forwards = names, 0
         self._required = [name for name in names if name.endswith(POSITIONS)]
-        self._given, self._forwards = names, 0
-        self._padding = padding_position(module)
+        self._padding = find_padding_position(module)
         self._first = 0 if self._padding is None else self._padding + 1
 
     @classmethod
     def of(cls, module: nn.Module) -> PositionCheck | None:
-        """A check of a forward with such an argument; None for other forwards."""
-        names = [name for name in parameters_of(module) if any(word in name for word in _WORDS)]
+        """A check of a forward with an argument that is made of positions; None for other forwards."""
+        names = [name for name in forward_parameters(module) if any(word in name for word in _WORDS)]
         return cls(module, names) if names else None
 
     def forward_begins(
@@ -49,28 +49,27 @@ class PositionCheck(ForwardObserver):
     ) -> None:
         """Raise for positions that are missing or begin at 0 on each rank."""
         who = f"{calls.unscoped.name}: {type(module).__name__}"
-        inputs = dict(zip(self._names, args, strict=False)) | kwargs
-        past = cache_given(inputs)
+        inputs = dict(zip(self._inputs, args, strict=False)) | kwargs
         if torch.compiler.is_dynamo_compiling():
             # An error ends the trace, and the forward runs uncompiled, where every rank raises. With fullgraph=True
             # torch.compile raises an error that shows this one.
-            if past is None:
+            if find_cache(inputs) is None:
                 self._refuse_missing(who, inputs)
             return
         self._forwards += 1
-        past = getattr(past, "self_attention_cache", past)
-        if isinstance(past, LayerCaches) and past.prefilled:
-            return  # new tokens, the same on all ranks and whole
+        past = find_layer_caches(inputs)
+        if past is not None and past.prefilled:
+            return  # new tokens are whole on every rank
         self._refuse_missing(who, inputs)
-        if self._forwards & (self._forwards - 1):
+        if self._forwards & (self._forwards - 1):  # not a power of two: on a GPU the host waits for the values
             return
         # The second sizes of tensors are candidates for this rank's number of tokens.
         tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         lengths = [x.shape[1] for x in tensors.values() if x.ndim > 1 and x.shape[1] > 1]
-        for name in self._given:
+        for name in self._names:
             if name in tensors:
-                _refuse_from_first(calls.binding, name, tensors[name], lengths, self._first)
-        if not isinstance(past, LayerCaches):  # generate() itself counts from 0
+                _refuse_local_positions(calls.binding, name, tensors[name], lengths, self._first)
+        if past is None:  # in a prefill generate() itself counts from 0
             self._refuse_positions_of_padding(who, tensors.get(POSITIONS), tensors.get("input_ids"))
 
     def _refuse_missing(self, who: str, inputs: dict[str, Any]) -> None:
@@ -79,17 +78,17 @@ class PositionCheck(ForwardObserver):
                 continue
             if inputs.get("inputs_embeds") is not None:
                 raise ValueError(
-                    f"{who} is given inputs_embeds= and no {name}. A wrapper that makes them on each "
-                    "rank, as for prompt tuning, puts its tokens in front of every part: make the embeddings of the "
-                    'whole sequence, and cut them, BatchSharder(mesh)({"inputs_embeds": ..., "labels": ...})'
+                    f"{who} was given inputs_embeds= without {name}. A wrapper that makes embeddings on each rank, as "
+                    "for prompt tuning, puts its tokens in front of every part: make the embeddings of the whole "
+                    'sequence, and cut them, BatchSharder(mesh)({"inputs_embeds": ..., "labels": ...})'
                     f"{see('Tokens in front of a part')}"
                 )
-            advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _OF_TOKENS
+            advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _POSITIONS_OF_TOKENS
             raise ValueError(
                 f"{who} takes {name} and was given none: it would count this rank's tokens from "
                 f"{self._first}. Pass {name}={advice}, as **batch.inputs of BatchSharder and ContextParallelTrainer "
-                "do; a context_parallel block takes those of the whole sequence as one of its buffers. If the model "
-                "does not use them, apply the style with checks=Checks(inputs=False)"
+                "do; a context_parallel block takes the positions of the whole sequence as one of its buffers. If the "
+                "model does not use them, apply the style with checks=Checks(inputs=False)"
                 f"{see('Positions that count from 0')}"
             )
 
@@ -101,41 +100,43 @@ class PositionCheck(ForwardObserver):
             return
         if bool(((positions <= padding) & (tokens != padding)).any()):
             raise ValueError(
-                f"{who} counts tokens from position {padding + 1}, because {padding} is the position of "
-                f"padding, but {POSITIONS} give that or a smaller one to a token. Pass {POSITIONS}={_OF_TOKENS}; or "
-                "apply the style with checks=Checks(inputs=False) if the model was trained with positions from 0"
+                f"{who} counts tokens from position {padding + 1}, because {padding} is the position of padding, but "
+                f"{POSITIONS} have a token at {padding} or below. Pass {POSITIONS}={_POSITIONS_OF_TOKENS}; or apply "
+                "the style with checks=Checks(inputs=False) if the model was trained with positions from 0"
                 f"{see('Positions after that of padding')}"
             )
 
 
-def _refuse_from_first(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int], first: int) -> None:
+def _refuse_local_positions(
+    binding: Binding, name: str, positions: torch.Tensor, lengths: list[int], first: int
+) -> None:
     """Raise for positions that count from ``first`` on a rank whose part begins elsewhere."""
     length = positions.shape[-1] if positions.ndim else 0
     if positions.is_floating_point() or positions.is_complex() or not (length in lengths or name.endswith(POSITIONS)):
-        return  # a table, or of something else than this rank's tokens
+        return  # a table, or positions of other tokens than this rank's
     counted = torch.arange(first, first + length, device=positions.device)
     from_first = bool((positions == counted).all()) or _rows_begin_at_0(positions)
     if not from_first or not isinstance(binding.mask, Full | Causal | SlidingWindow):
-        return  # documents count from 0 too
-    begin = _begin_of_part(binding, length)
+        return  # positions in documents count from 0 too
+    begin = _find_begin(binding, length)
     if begin:
-        remedy = f"pass {_OF_TOKENS if first else 'layout.positions(rank)'}"
+        remedy = f"pass {_POSITIONS_OF_TOKENS if first else 'layout.positions(rank)'}"
         if positions.ndim == 3:
             remedy = "cut them with the tokens, or let cut_inputs_of of cp_styles.integrations.transformers do it"
         raise ValueError(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
             f"sequence begins at {first + begin}: {remedy}. "
-            "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If all "
-            "ranks have them whole, as a text with a cut image, apply the style to the remaining attentions alone"
+            "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If the "
+            "tokens are whole on all ranks, as a text with a cut image, apply the style to the other attentions alone"
             f"{see('Positions that count from 0')}"
         )
 
 
-def _begin_of_part(binding: Binding, length: int) -> int:
-    """The first position of this rank's ``length`` tokens (with a balancer, if all ranks hold as many); 0 if the layout
-    has no such part."""
+def _find_begin(binding: Binding, length: int) -> int:
+    """The first position of this rank's ``length`` tokens; 0 if the layout gives the rank another number of tokens."""
     rank, layout = binding.group.rank(), binding.layout
-    with contextlib.suppress(Exception):  # of a balancer, for a length that is not the call's
+    # A balancer gets the length of the sequence if all ranks hold as many tokens. It may raise for another length.
+    with contextlib.suppress(Exception):
         layout = layout if isinstance(layout, SequenceLayout) else binding.layout_for(length * binding.group.size())
         if length and layout.lengths[rank] == length:
             return int(layout.positions(rank, "cpu")[0])
@@ -153,12 +154,12 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
     return bool((from_0 | padded).all() & from_0.any())
 
 
-def padding_position(model: nn.Module) -> int | None:
+def find_padding_position(model: nn.Module) -> int | None:
     """The position of padding tokens, if the first token has the position after it. None for models that count from 0.
 
-    It is also the id of the padding token. Such models have a table of positions with a row for padding, and also
-    transformers' function that makes positions from token ids.
+    It is also the id of the padding token.
     """
+    # Such models have a table of positions with a row for padding, and transformers' function that makes positions.
     for module in model.modules():
         padding, kind = getattr(module, "padding_idx", None), type(module)
         table = hasattr(module, "position_embeddings") or hasattr(module, "weights")

@@ -1,4 +1,4 @@
-"""Whether a model was compared with one device: what surrounds its attention is known to be right, or it is said."""
+"""Notes whether verify has compared a model with one device, and warns before the training of other models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import calling_frames, graph_task_id
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 from cp_styles.comm.group_state import GroupState
 from cp_styles.troubleshooting import see
 
 
 class UnverifiedModelWarning(UserWarning):
-    """A model has begun to train under context parallelism, and no step of it was compared with one device."""
+    """A model has begun to train under context parallelism, but no step of it was compared with one device."""
 
 
 @dataclass(eq=False)
@@ -25,12 +25,12 @@ class Proof:
     """Whether a step of a model was compared with one device by :func:`cp_styles.verify.verify`.
 
     Attributes:
-        model: the model. Its proof is among what is known about it.
-        verified: a comparison has found no difference, or a user says that one was made elsewhere.
-        missed: the warning was given.
-        losses: how many losses were made of it.
+        model: the model.
+        verified: whether a comparison has found no difference, or the user gave ``verified=True``.
+        missed: whether the warning was given.
+        losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
-        reduces: the backward of this forward reduces gradients, because it was not in ``no_sync``.
+        reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
     """
 
     model: ref[nn.Module]
@@ -41,13 +41,13 @@ class Proof:
     reduces: bool = False
 
     def forward_begins(self, state: GroupState) -> None:
-        """A forward for a backward has begun over the group of ``state``: note who reduces its gradients."""
+        """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
         state.training.add(self)
         state.trained.add(self)
-        if graph_task_id() >= 0:  # a checkpoint computes again, outside of the DDP module
+        if graph_task_id() >= 0:  # a checkpoint recomputes, outside of the DDP module
             return
         self.reducer, self.reduces = None, False
-        for frame in calling_frames():  # DDP registers nothing with the module that it wraps
+        for frame in calling_frames():  # the module that DDP wraps has no reference to it
             if frame.f_code is DistributedDataParallel.forward.__code__:
                 module = frame.f_locals["self"]
                 self.reducer, self.reduces = ref(module), module.require_backward_grad_sync
@@ -58,7 +58,7 @@ class Proof:
         self.warn_if_unverified(state)
 
     def warn_if_unverified(self, state: GroupState) -> None:
-        """Warn once, on rank 0, that the model trains and was not proved. :func:`verify` is told of it instead."""
+        """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
         if state.proofs is not None:
             state.proofs.add(self)
         elif not (self.verified or self.missed):
@@ -76,5 +76,5 @@ class Proof:
 
 def proof_of(model: nn.Module) -> Proof:
     """The proof of a model: one for all styles in it."""
-    known = known_about(model)
-    return known.get(Proof) or known.setdefault(Proof, Proof(ref(model)))
+    facts = facts_about(model)
+    return facts.get(Proof) or facts.setdefault(Proof, Proof(ref(model)))

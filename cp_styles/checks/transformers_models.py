@@ -1,7 +1,4 @@
-"""Arguments with which a model of transformers would compute on one rank's part of the tokens: labels, caches, windows.
-
-A ``generate()`` is recognized by its frames: its calls look like the calls of any other caller.
-"""
+"""Refuses arguments with which a model of transformers would compute on one rank's tokens: labels, caches, windows."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ import torch
 from torch import nn
 
 from cp_styles._compat import calling_frames
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, cache_given
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import names_of_inputs, parameters_of, with_wrapped
+from cp_styles.introspect import forward_parameters, input_names, list_wrapped
 from cp_styles.mask import Chunked, SlidingWindow
 from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
@@ -29,15 +26,15 @@ class TransformersCheck(ForwardObserver):
     """Checks the arguments and outputs of a forward that is called as models of transformers are. No communication."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = names_of_inputs(module)
-        self._makes_loss = any(hasattr(type(model), "loss_function") for model in with_wrapped(module))
-        self._windows = windows_of(module)
+        self._names = input_names(module)
+        self._makes_loss = any(hasattr(type(model), "loss_function") for model in list_wrapped(module))
+        self._windows = list_windows(module)
 
     @classmethod
     def of(cls, module: nn.Module) -> TransformersCheck | None:
         """A check of a forward that takes tokens, labels or caches by these names; None for other forwards."""
         words = {*_TOKENS, *CACHE_ARGUMENTS, "labels", "pixel_values"}
-        return cls(module) if words.intersection(parameters_of(module)) else None
+        return cls(module) if words.intersection(forward_parameters(module)) else None
 
     def forward_begins(
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,15 +42,15 @@ class TransformersCheck(ForwardObserver):
         """Raise for arguments that are not this rank's part of a whole sequence."""
         name, kind = calls.unscoped.name, type(module).__name__
         who, inputs = f"{name}: {kind}", dict(zip(self._names, args, strict=False)) | kwargs
-        past = cache_given(inputs)
+        past = find_cache(inputs)
         if torch.compiler.is_dynamo_compiling():
             if past is None:
                 self._refuse_windows(calls, kind, inputs)
             return
-        cache = getattr(past, "self_attention_cache", past)  # it also has keys of an encoder
-        if isinstance(cache, LayerCaches) and cache.prefilled:
+        cache = find_layer_caches(inputs)
+        if cache is not None and cache.prefilled:
             _check_new_tokens(name, kind, inputs, cache, has_encoder=cache is not past)
-            return  # they are the same on all ranks and whole: nothing is cut
+            return  # new tokens are whole on every rank
         if frame_of("generate") is not None:
             raise NotImplementedError(
                 f"{who} is called by generate() of transformers, which would append a token of its own to each rank's "
@@ -64,26 +61,27 @@ class TransformersCheck(ForwardObserver):
             )
         if pictures := [name for name, x in inputs.items() if x is not None and name.startswith("pixel_values")]:
             raise NotImplementedError(
-                f"{who} makes tokens of {pictures[0]} inside, where its vision tower would attend as if "
-                "each rank had a part of the picture. Apply the style to the language model alone, with "
+                f"{who} makes tokens of {pictures[0]} inside, where its vision tower would attend as if each rank had "
+                "a part of the picture. Apply the style to the language model alone, with "
                 "cut_inputs_of(model.model.language_model) of cp_styles.integrations.transformers, or to the blocks of "
                 "the tower alone, between two hooks"
                 f"{see('Pictures among the tokens')}"
             )
         if self._makes_loss:
             _refuse_labels(who, inputs)
-        held = 0 if (length := getattr(past, "get_seq_length", None)) is None else int(length())
-        if held > 0:
+        cached = 0 if (length := getattr(past, "get_seq_length", None)) is None else int(length())
+        if cached > 0:
             raise NotImplementedError(
-                f"{who} is asked to go on after {held} tokens of a cache that does not know how it is "
-                "cut over the ranks: decode with the cache that prefill(model, input_ids) of "
-                "cp_styles.integrations.transformers returns. Learned keys in front of the tokens (prefix tuning) are "
-                f"such a cache: tune a prompt, or adapters (LoRA), instead{see('Tokens in front of a part')}"
+                f"{who} is called with a cache of {cached} tokens that is not cut over the ranks: decode with the "
+                "cache that prefill(model, input_ids) of cp_styles.integrations.transformers returns. Learned keys in "
+                "front of the tokens (prefix tuning) are such a cache: tune a prompt, or adapters (LoRA), instead"
+                f"{see('Tokens in front of a part')}"
             )
         self._refuse_windows(calls, kind, inputs)
 
     def forward_ends(self, calls: AttentionCalls, module: nn.Module, output: Any) -> None:
-        """Raise for an output that the ranks' values do not add up to. No communication, unless it raises."""
+        """Raise for an output whose values on the ranks do not add up to the value of one device. No communication,
+        unless it raises."""
         if torch.compiler.is_dynamo_compiling() or not isinstance(output, Mapping) or output.get("aux_loss") is None:
             return
         calls.unscoped.refuse_call()
@@ -98,10 +96,10 @@ class TransformersCheck(ForwardObserver):
         mask = inputs.get("attention_mask")
         if window is None or isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
             return
-        of_style = calls.binding.mask
-        parts = of_style.parts if isinstance(of_style, All) else (of_style,)
+        style_mask = calls.binding.mask
+        parts = style_mask.parts if isinstance(style_mask, All) else (style_mask,)
         if any(isinstance(part, SlidingWindow | Chunked) for part in parts):
-            return
+            return  # the style makes the window, with positions of the whole sequence
         raise NotImplementedError(
             f"{calls.unscoped.name}: layers of {kind} have {window}, and the model would make their masks from this "
             "rank's part of the tokens. Choose attn_implementation=register_attention() of "
@@ -117,12 +115,12 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
             f"{name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
             "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
         )
-    layer, first = next(iter(cache.held), None), frame_of("_prefill") is not None
+    layer, first = next(iter(cache.caches), None), frame_of("_prefill") is not None
     if layer is None:
         return
     if has_encoder and layer.length and first:
         raise ValueError(
-            f"{name}: {kind} is given a cache that an earlier generate() has used: call encode for each generate()"
+            f"{name}: {kind} was given a cache that an earlier generate() has used: call encode for each generate()"
         )
     generate, prompt = frame_of("generate"), cache.tokens_BS
     if generate is None:
@@ -133,14 +131,15 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
         # generate() gives the model only the last token of its prompt. Beams repeat the rows.
         if begin.shape == prompt.shape and not torch.equal(begin, prompt):
             raise ValueError(
-                f"{name}: generate() is given other tokens than the {length} of the prompt that was "
-                "prefilled: the cache is of another prompt. Call prefill for each prompt"
+                f"{name}: generate() was given other tokens than the {length} of the prompt that was prefilled: the "
+                "cache is of another prompt. Call prefill for each prompt"
             )
     new = next((x.shape[1] for x in map(inputs.get, _TOKENS) if isinstance(x, torch.Tensor) and x.ndim > 1), None)
     positions = inputs.get("position_ids")
-    # With padding the mask says how many there are. The host need not wait for each token that follows the first.
+    # The host need not wait for each token that follows the first.
     if new == 1 and layer.length != cache.prompt.length and not first:
         return
+    # A mask counts the tokens of padded rows, and then positions are not the places in the cache.
     if new is None or inputs.get("attention_mask") is not None or positions is None or positions.ndim != 2:
         return
     last, expected = int(positions[0, -1]) if positions.numel() else -1, layer.length + new - 1
@@ -154,32 +153,31 @@ def _check_new_tokens(name: str, kind: str, inputs: dict[str, Any], cache: Layer
 
 
 def _refuse_labels(who: str, inputs: dict[str, Any]) -> None:
-    def given(*names: str) -> bool:
-        return all(inputs.get(name) is not None for name in names)
-
-    if given("start_positions", "end_positions"):
+    has = {name for name, x in inputs.items() if x is not None}
+    if has >= {"start_positions", "end_positions"}:
         raise ValueError(
             f"{who} makes the loss of start_positions= and end_positions= by itself, over this rank's tokens as "
-            "classes: leave them out, gather the logits of all tokens, and take the loss of those"
+            "classes: leave them out, gather the logits of all tokens, and take their loss"
             f"{see('A loss over tokens as classes')}"
         )
-    if given("labels") and not given("shift_labels"):
+    if "labels" in has and "shift_labels" not in has:
         raise ValueError(
             f"{who} makes the loss from labels= by itself, on this rank's part: labels would be shifted after the cut. "
             "Cut the batch by batch = BatchSharder(mesh)(batch), and take batch.loss(model(**batch.inputs).logits); or "
             "pass shift_labels= (made before the cut) and num_items_in_batch= (of all ranks) too; in a Trainer of "
             f"transformers put ContextParallelTrainer before it{see('Labels inside a model')}"
         )
-    if given("labels") and not given("num_items_in_batch"):
+    if "labels" in has and "num_items_in_batch" not in has:
         raise ValueError(
-            f"{who} would return the mean over this rank's tokens, and a mean of the ranks' means is another number: "
+            f"{who} would return the mean over this rank's tokens, but a mean of the ranks' means is another number: "
             "with BatchSharder take batch.loss(model(**batch.inputs).logits); or pass num_items_in_batch="
             "global_token_count(labels, mesh) too, then each rank's loss is its share of the mean"
         )
 
 
 def frame_of(function: str) -> FrameType | None:
-    """The frame of a function of transformers that is running, and samples tokens: "generate", or what it calls."""
+    """The frame of a running function of transformers that samples tokens: "generate", or a function that it calls."""
+    # Frames, because a forward in generate() has the arguments of any other forward.
     if torch.is_grad_enabled():
         return None
     for frame in calling_frames():
@@ -188,18 +186,18 @@ def frame_of(function: str) -> FrameType | None:
     return None
 
 
-def windows_of(module: nn.Module) -> list[tuple[str, Any]]:
+def list_windows(module: nn.Module) -> list[tuple[str, Any]]:
     """The windows and chunks of the layers in a model, or of one attention module: "sliding_window=64", and the config.
 
-    As in transformers, ``layer_types`` of a config says which of its layers have one. Without it all have, if the class
-    of the config has the option. (A config may have options of another model's.) A user may change the attention
-    implementation in the config later.
+    A user may change the attention implementation in the config later.
     """
     windows, configs = list[tuple[str, Any]](), dict[type, Any]()
     for child in module.modules():
         config, index = getattr(child, "config", None), getattr(child, "layer_idx", None)
         if configs.setdefault(type(config), child) is not child:
-            continue  # the model's own, or a copy of it
+            continue  # the config of the model, or a copy of it
+        # As in transformers: layer_types names the layers that have a window. Without it all layers have it, if the
+        # class of the config has the option. A config object may also have options of other models.
         kinds = getattr(config, "layer_types", None)
         if kinds is not None and isinstance(index, int):
             kinds = kinds[index : index + 1]
@@ -207,20 +205,18 @@ def windows_of(module: nn.Module) -> list[tuple[str, Any]]:
             size = getattr(config, option, None)
             if not isinstance(size, int) or size <= 0:
                 continue
-            own = kinds is None and option in inspect.signature(type(config)).parameters
-            if own or any(word in kind for kind in kinds or ()):
+            in_all_layers = kinds is None and option in inspect.signature(type(config)).parameters
+            if in_all_layers or any(word in kind for kind in kinds or ()):
                 windows.append((f"{option}={size}", config))
     return windows
 
 
 def makes_local_masks(config: Any) -> bool:
-    """Whether a model with this config makes its masks by functions of transformers, which see this rank's part alone.
-
-    :func:`~cp_styles.integrations.transformers.register_attention` and users may register others.
-    """
+    """Whether a model with this config makes its masks by functions of transformers, which see this rank's part alone,
+    and not by functions that register_attention() or a user has registered."""
     implementation = getattr(config, "_attn_implementation", None)
     masking = sys.modules.get("transformers.masking_utils")
-    if masking is None:  # a model that is written as transformers writes its own
+    if masking is None:  # a model of the user in the form of transformers' models
         return implementation in ("sdpa", "eager")
     function = None if implementation is None else masking.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     return getattr(function, "__module__", None) == masking.__name__

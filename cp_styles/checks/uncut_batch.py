@@ -11,17 +11,14 @@ from cp_styles.checksum import device_checksum, on_host
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.troubleshooting import see
 
-_MOST_ROWS = 256  # of a tensor that are compared, spread over it
+_MOST_ROWS = 256  # rows of a tensor that are compared, spread over it
 
 
 class UncutBatchCheck(RankCheck):
     """Compares the first causal attention of a forward between the ranks of a group.
 
-    Compares in the forwards number 1, 2, 4, 8, ... of each model; those in training and those without gradients are
-    counted each for themselves. Compares causal attention alone: attention without an order has the right result for
-    tokens that are whole on every rank, such as the text of a cut image.
-
-    Communication: none, because the number is part of the row that ranks exchange before each attention.
+    Compares in the forwards number 1, 2, 4, 8, ... of each model. Forwards with gradients and forwards without are
+    counted separately. No communication: the number is part of the row that ranks exchange before each attention.
     """
 
     def __init__(self) -> None:
@@ -29,6 +26,7 @@ class UncutBatchCheck(RankCheck):
 
     def number(self, call: CheckedCall) -> int:
         """A checksum of query, key and value; 0 if they are not compared now. No communication."""
+        # Attention without a causal order is right for replicated tokens, such as the text of a cut image.
         if not call.orders or call.where[2].size() == 1 or torch.compiler.is_exporting():
             return 0
         tensors, trains = call.tensors, call.trains
@@ -38,7 +36,7 @@ class UncutBatchCheck(RankCheck):
             return 0
         with torch.no_grad():
             rows = [x_BHLD[:1, :1, :: -(-x_BHLD.shape[2] // _MOST_ROWS)] for x_BHLD in tensors]
-            # Equal tokens, as of a warm-up, have no order. NaN is not greater than 0.
+            # Equal tokens, as in a warm-up, are right on all ranks. NaN is not greater than 0.
             differ = ((rows[0] - rows[0][:, :, :1]).abs().amax() > 0).long()
             *sums, differ = on_host([*map(device_checksum, rows), differ])
         return differ * (sum(sums) % 2**62 + 1)
@@ -48,7 +46,7 @@ class UncutBatchCheck(RankCheck):
         if numbers[0] and len(set(numbers)) == 1:
             name, axis, _ = call.where
             raise ValueError(
-                f"{name}: all ranks of mesh axis {axis!r} were given the same tokens, and each is to have its own part "
+                f"{name}: all ranks of mesh axis {axis!r} were given the same tokens, but each must have its own part "
                 "of the sequence. Cut the batch, in training and in evaluation: batch = BatchSharder(mesh)(tokens), "
                 "then model(batch.tokens, batch.positions). Or run the whole sequence on one device, with a copy of "
                 f"the model that has no style{see('A batch that nobody has cut')}"

@@ -9,8 +9,8 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import CallSignature, Group, compare_calls, dim_of, peers_of, signature_of
-from cp_styles.collectives.rows import contiguous_rows, sizes_of
+from cp_styles.collectives.peers import CallSignature, Group, check_dim, compare_calls, get_peers, make_signature
+from cp_styles.collectives.rows import check_sizes, contiguous_rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import even_sizes, ranges_of
 
@@ -58,38 +58,36 @@ def all_to_all(
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
     """
-    peers = peers_of(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
-        scatter, gather = dim_of(x, scatter_dim, "scatter_dim"), dim_of(x, gather_dim, "gather_dim")
+        scatter, gather = check_dim(x, scatter_dim, "scatter_dim"), check_dim(x, gather_dim, "gather_dim")
         if scatter == gather:
             raise ValueError(f"scatter_dim and gather_dim are both dim {gather} of {tuple(x.shape)}: they must differ")
         if scatter_sizes is not None:
-            parts = sizes_of(scatter_sizes, peers, "scatter_sizes")
+            parts = check_sizes(scatter_sizes, peers, "scatter_sizes")
             if sum(parts) != x.shape[scatter]:
                 raise ValueError(
                     f"scatter_sizes {parts} add up to {sum(parts)}, but dim {scatter} of {tuple(x.shape)} has "
                     f"{x.shape[scatter]}"
                 )
         if gather_sizes is not None:
-            parts = sizes_of(gather_sizes, peers, "gather_sizes")
+            parts = check_sizes(gather_sizes, peers, "gather_sizes")
             if parts[peers.rank] != x.shape[gather]:
                 raise ValueError(
                     f"gather_sizes {parts} give rank {peers.rank} {parts[peers.rank]}, but dim {gather} of its "
                     f"{tuple(x.shape)} has {x.shape[gather]}"
                 )
-        sizes = {
-            "scatter_sizes": scatter_sizes and tuple(scatter_sizes),
-            "gather_sizes": gather_sizes and tuple(gather_sizes),
-        }
-        return signature_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
+        sizes = {"scatter_sizes": scatter_sizes, "gather_sizes": gather_sizes}
+        sizes = {name: size and tuple(size) for name, size in sizes.items()}
+        return make_signature(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
 
     gathered = compare_calls(peers, "all_to_all", describe, checks.agreement)
     scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
     cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
     whole = gathered if gather_sizes is None else tuple(gather_sizes)
     # The rows of an exchange are outermost on the wire. With the outer dim as rows, one of the two copies is not needed
-    # if that is dim 0. The other copy also makes the result contiguous.
+    # if the outer dim is dim 0. The remaining copy also makes the result contiguous.
     if gather < scatter:
         op = Exchange(peers, gather, scatter, contiguous_rows(whole), (ranges_of(cut),))
     else:

@@ -1,4 +1,4 @@
-"""Autograd for linear maps that have an adjoint: one Function for all, and two half Functions for overlap."""
+"""Autograd for linear maps that have an adjoint: a Function for all of them, and two half Functions for overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import is_traced, resolve_group
 from cp_styles.batch import Losses, ReplicatedGathers, Summed, note_summed
-from cp_styles.collectives.exchange import Exchange, Started, Tensors
+from cp_styles.collectives.exchange import Exchange, StartedExchange, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import Meeting, StatusRow, pack_call_number, start_status
@@ -33,9 +33,9 @@ class LinearMap(Protocol):
 
 
 def differentiable(op: LinearMap, *tensors: torch.Tensor, check: bool) -> Tensors:
-    """``op(*tensors)``. Its backward is ``op.adjoint()``; higher derivatives work the same way.
+    """``op(*tensors)``. Its backward is ``op.adjoint()``, also for higher derivatives.
 
-    ``check``: the ranks compare, before a backward that communicates, of which forward it is. See :func:`all_to_all`.
+    ``check``: before a backward that communicates, the ranks check that all run the backward of the same forward.
     """
     if op.peers.size == 1:
         return tensors
@@ -53,25 +53,25 @@ class _Apply(torch.autograd.Function):
         ctx.op, ctx.check = op, check
         if is_traced():
             return op(*tensors)
-        ctx.number = _number_of_forward(op.peers)
-        return _whole(op, op, *tensors)
+        ctx.number = _number_forward(op.peers)
+        return _run_operation(op, op, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         adjoint = ctx.op.adjoint()
         if ctx.check and not is_traced() and not getattr(adjoint, "cuts", False):
-            _begin_backward(adjoint.peers, ctx.number)
+            _agree_on_backward(adjoint.peers, ctx.number)
         return None, None, *_Apply.apply(adjoint, ctx.check, *grads)
 
 
-def _number_of_forward(peers: Peers) -> int:
+def _number_forward(peers: Peers) -> int:
     operations = state_of(resolve_group(peers.name)).operations
     operations.collectives += 1
     return operations.collectives
 
 
-def _begin_backward(peers: Peers, number: int) -> None:
-    """The meeting at the start of the backward of forward ``number``. Communication: one all-gather of some integers.
+def _agree_on_backward(peers: Peers, number: int) -> None:
+    """Check that all ranks start the backward of forward ``number``. Communication: one all-gather of some integers.
 
     Raises:
         ValueError: on every rank, if the ranks are not all at this backward.
@@ -81,22 +81,23 @@ def _begin_backward(peers: Peers, number: int) -> None:
     start_status(lambda: StatusRow(place=pack_call_number(number, 0)), *where)()
 
 
-def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
-    """``part(*arguments)``, the communication of ``op`` or a half of it. See [Note: operations] in group_state.py."""
+def _run_operation(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
+    """Run ``part``, the communication of ``op`` or a half of it: see [Note: operations] in group_state.py."""
     with Operation(resolve_group(op.peers.name)):
         return part(*arguments)
 
 
-def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> None:
-    """In the backward of ``part``, which a rank keeps of ``x``, note on the gradients of parameters that ``x`` was
-    computed from that they are whole on every rank."""
+def note_replicated_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> None:
+    """In the backward of ``part``, this rank's part of ``x``, note that the parameters behind ``x`` get whole gradients
+    on every rank."""
     if peers.size == 1 or is_traced() or part.grad_fn is None:
         return
     behind = x.grad_fn
     note = Summed(tuple(dist.get_process_group_ranks(resolve_group(peers.name))), "the backward of collectives.split")
 
     def mark(*grads: Any) -> None:
-        for leaf in [x] if behind is None else _replicated_leaves(behind):
+        # Behind communication the gradients may be shares, so only leaves in front of it are noted.
+        for leaf in [x] if behind is None else _find_local_leaves(behind):
             _note_once(leaf, note)
 
     part.grad_fn.register_hook(mark)
@@ -105,7 +106,7 @@ def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> N
 def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduced: bool) -> None:
     """Note the backward of a gather of ``part`` for ``sum_gradients``: see :class:`ReplicatedGathers`.
 
-    Behind a gather whose gradient is ``reduced`` ranks may rightly have equal gradients, of a loss divided by P.
+    ``reduced``: the gradient of the gather is summed over the ranks.
     """
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
@@ -114,38 +115,38 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     gathers = state.get_or_create(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
-        if reduced:
+        if reduced:  # ranks may have equal gradients and be right: the gradients of a loss that was divided by P
             return None
-        return [part] if behind is None else _all_leaves(behind)
+        return [part] if behind is None else _list_leaves(behind)
 
     whole.grad_fn.register_hook(lambda *grads: gathers.note(leaves))
 
 
-def _all_leaves(node: Any) -> list[torch.Tensor] | None:
-    """The leaves that a tensor was computed from on this rank; None if reentrant checkpoints hide some."""
-    nodes = list(_nodes(node))
+def _list_leaves(node: Any) -> list[torch.Tensor] | None:
+    """The leaves from which a tensor was computed on this rank; None if reentrant checkpoints hide some."""
+    nodes = list(_walk_graph(node))
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         return None
     return [leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), torch.Tensor)]
 
 
 def _note_once(leaf: torch.Tensor, note: Summed) -> None:
-    def noted(leaf: torch.Tensor) -> None:
+    def apply(leaf: torch.Tensor) -> None:
         handle.remove()
         note_summed(leaf, note)
 
-    handle = leaf.register_post_accumulate_grad_hook(noted)
+    handle = leaf.register_post_accumulate_grad_hook(apply)
 
 
-def _replicated_leaves(node: Any) -> Iterator[torch.Tensor]:
-    """The leaves that a tensor was computed from without communication; behind that, ranks may hold shares."""
-    for each in _nodes(node, _COMMUNICATES):
-        if isinstance(leaf := getattr(each, "variable", None), torch.Tensor):
+def _find_local_leaves(node: Any) -> Iterator[torch.Tensor]:
+    """The leaves from which a tensor was computed without communication."""
+    for reached in _walk_graph(node, _COMM_NODES):
+        if isinstance(leaf := getattr(reached, "variable", None), torch.Tensor):
             yield leaf
 
 
-def _nodes(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
-    """``node`` and all nodes that its backward leads to; not beyond those whose names have a part of ``last``."""
+def _walk_graph(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
+    """``node`` and all nodes to which its backward leads, up to nodes whose names contain an entry of ``last``."""
     waiting, visited = [node], {node}
     while waiting:
         node = waiting.pop()
@@ -156,12 +157,19 @@ def _nodes(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
             waiting.extend(following)
 
 
-# Parts of the names of autograd's nodes: of this file, of our ops, and of DTensor's way in and out.
-_COMMUNICATES = ("_ApplyBackward", "_SendBackward", "_ReceiveBackward", "cp_styles", "TorchTensor", "Redistribute")
+# Parts of the names of autograd's nodes: the Functions of this file, our ops, and DTensor's conversions.
+_COMM_NODES = (
+    "_ApplyBackward",
+    "_SendBackward",
+    "_ReceiveBackward",
+    "cp_styles",
+    "TorchTensor",
+    "Redistribute",
+)
 
 
 class Pending(Generic[T]):
-    """The result of an exchange that is still running. This rank can do other work, in forward and backward.
+    """The result of an exchange that is still running. This rank can do other work meanwhile, in forward and backward.
 
     Collectives with ``async_op=True`` return it.
     """
@@ -178,7 +186,7 @@ class Pending(Generic[T]):
         return self._result  # pyright: ignore[reportReturnType]
 
     def then(self, last: Callable[[T], U]) -> Pending[U]:
-        """A Pending whose result is ``last`` of this one's result."""
+        """A Pending whose result is ``last(result)``."""
         return Pending(lambda: last(self.wait()))
 
 
@@ -201,16 +209,16 @@ class _AsyncExchange:
 
     def __init__(self, op: Exchange, check: bool) -> None:
         self.op, self.check = op, check
-        self.number = _number_of_forward(op.peers)
-        self.forward: Started | None = None
-        self.backward: Started | None = None
+        self.number = _number_forward(op.peers)
+        self.forward: StartedExchange | None = None
+        self.backward: StartedExchange | None = None
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: _AsyncExchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.running = running
-        running.forward = _whole(running.op, running.op.start, *tensors)
+        running.forward = _run_operation(running.op, running.op.start, *tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
@@ -218,7 +226,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
         started, ctx.running.backward = ctx.running.backward, None
         adjoint = ctx.running.op.adjoint()
-        return None, *_whole(adjoint, adjoint.finish, started)
+        return None, *_run_operation(adjoint, adjoint.finish, started)
 
 
 class _Receive(torch.autograd.Function):
@@ -227,22 +235,22 @@ class _Receive(torch.autograd.Function):
         ctx.running = running
         started, running.forward = running.forward, None
         assert started is not None
-        return _whole(running.op, running.op.finish, started)
+        return _run_operation(running.op, running.op.finish, started)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         running, adjoint = ctx.running, ctx.running.op.adjoint()
         if running.check:
-            _begin_backward(adjoint.peers, running.number)
-        running.backward = _whole(adjoint, adjoint.start, *grads)
+            _agree_on_backward(adjoint.peers, running.number)
+        running.backward = _run_operation(adjoint, adjoint.start, *grads)
         return None, grads[0].new_empty(0)
 
 
 class Replicated(NamedTuple):
-    """Sharded -> replicated: an all-gather. Its result, and the gradient of that, are the same on all ranks.
+    """Sharded -> replicated: an all-gather. Its result, and the gradient of the result, are the same on all ranks.
 
-    With ``cuts`` its adjoint: each rank takes its rows, and nothing is sent.
+    ``cuts``: the adjoint. Each rank takes its rows, and nothing is sent.
     """
 
     gather: Exchange
@@ -283,19 +291,17 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def keep_in_graph(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Identity on x. Its backward also runs the backward of the remaining tensors, with zero gradients, for exchanges
-    of which a rank uses nothing.
-
-    A checkpoint ends a recomputation where it has all saved tensors, and begins none where nothing is saved. So this
-    saves one: then every rank recomputes, and the exchanges before are run again on all ranks.
-    """
-    return _Tied.apply(x, *others)
+    """Identity on x. Its backward also runs the backward of ``others``, with zero gradients, so that a rank that uses
+    no result of an exchange still takes part in its communication."""
+    return _KeepInGraph.apply(x, *others)
 
 
-class _Tied(torch.autograd.Function):
+class _KeepInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        # A checkpoint ends a recomputation where it has all saved tensors, and begins none where nothing is saved. With
+        # one saved tensor every rank recomputes, so that the exchanges before are run again on all ranks.
         ctx.save_for_backward(x.new_empty(0))
         return x.view_as(x)
 

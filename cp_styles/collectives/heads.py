@@ -9,8 +9,8 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, dim_of, peers_of, signature_of
-from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
+from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
+from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.device_copies import numbers_on
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
@@ -25,14 +25,14 @@ def head_exchange(
 
     ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums the
     gradients of KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for
-    the output of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
+    the output of the attention. All ranks must pass the same arguments. Equal arguments give equal exchanges.
     """
     ranges = tuple(head_ranges(count, heads[0], peers.size) for count in heads)
     return Exchange(peers, seq_dim, heads_dim, Rows(layout), ranges)
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
-    """Which of ``count`` heads each rank needs. Query heads are cut as evenly as possible; the first ranks get more.
+    """The range of ``count`` heads that each rank needs. Query heads are cut evenly; the first ranks get the remainder.
 
     With grouped queries, several ranks may need the same KV head. With fewer query heads than ranks, some ranks have
     none.
@@ -40,7 +40,7 @@ def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
     Raises:
         ValueError: ``count`` does not divide ``query_heads``.
     """
-    if query_heads == count == 0:  # of a rank that has no head to cut further
+    if query_heads == count == 0:  # a rank without heads, whose heads are cut further
         return ((0, 0),) * ranks
     if count < 1 or query_heads % count:
         raise ValueError(
@@ -86,8 +86,8 @@ def seq_to_heads(
     Returns:
         The tensor, or a tuple of tensors, in global order, without padding. The first has the whole sequence of this
         rank's query heads. These are cut as evenly as possible: the first ranks get the remainder, ranks beyond the
-        number of heads get none. The others have the KV heads that these queries attend to, once each, so that
-        ``enable_gqa=True`` pairs them correctly. If the pairing on this rank is not regular (3 query heads to 2 KV
+        number of heads get none. The remaining tensors have the KV heads to which these queries attend, once each, so
+        that ``enable_gqa=True`` pairs them correctly. If the pairing on this rank is not regular (3 query heads to 2 KV
         heads, for example), KV heads are repeated after the exchange, one for each query head. The tensors are views of
         one buffer, the sequence outermost. Do not change them in place.
 
@@ -98,27 +98,27 @@ def seq_to_heads(
         ValueError: head counts that do not divide, tensors that do not fit together; and as all functions of this
             package.
 
-    Source: Jacobs et al., DeepSpeed Ulysses (2023). The single message for q, k and v, and fewer KV heads than ranks,
-        are not in it.
+    Source: Jacobs et al., DeepSpeed Ulysses (2023). The paper has no single message for q, k and v, and no fewer KV
+        heads than ranks.
     """
-    peers = peers_of(mesh)
+    peers = get_peers(mesh)
     single = isinstance(tensors, torch.Tensor)
-    listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
+    inputs: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
 
     def describe() -> CallSignature:
-        described = [_head_signature(x, seq_dim, heads_dim) for x in listed]
+        described = [_head_signature(x, seq_dim, heads_dim) for x in inputs]
         if not described:
             raise ValueError("seq_to_heads got no tensors: pass (q, k, v)")
-        seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
-        for x in listed:
-            head_ranges(x.shape[head], listed[0].shape[head], peers.size)
-            if _frame(x, seq, head) != _frame(listed[0], seq, head):
+        seq, head = seq_dim % inputs[0].ndim, heads_dim % inputs[0].ndim
+        for x in inputs:
+            head_ranges(x.shape[head], inputs[0].shape[head], peers.size)
+            if _message_key(x, seq, head) != _message_key(inputs[0], seq, head):
                 raise ValueError(
                     f"one message needs one dtype and the same sizes in dim {seq} and in front of dim {head}: "
-                    f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in listed]}"
+                    f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in inputs]}"
                 )
-        rows = rows_of(layout, peers)
-        for x in listed:
+        rows = make_rows(layout, peers)
+        for x in inputs:
             check_local(rows, x, seq, peers)
         same: dict[str, Any] = {"layout": layout, "async_op": async_op}
         for index, (facts, _) in enumerate(described):
@@ -126,26 +126,26 @@ def seq_to_heads(
         return same, described[0][1]
 
     lengths = compare_calls(peers, "seq_to_heads", describe, checks.agreement)
-    rows = rows_of(layout, peers) or contiguous_rows(lengths)
-    seq, head = seq_dim % listed[0].ndim, heads_dim % listed[0].ndim
-    queries = listed[0].shape[head]
-    columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in listed)
+    rows = make_rows(layout, peers) or contiguous_rows(lengths)
+    seq, head = seq_dim % inputs[0].ndim, heads_dim % inputs[0].ndim
+    queries = inputs[0].shape[head]
+    columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in inputs)
     op = Exchange(peers, seq, head, rows, columns)
     head_counts = even_sizes(queries, peers.size)
     first = sum(head_counts[: peers.rank])
-    counts = [x.shape[head] for x in listed]
+    counts = [x.shape[head] for x in inputs]
 
-    def paired(results: tuple[torch.Tensor, ...]) -> Any:
+    def pair_heads(results: tuple[torch.Tensor, ...]) -> Any:
         paired = tuple(
-            _pair(x, head, range(first, first + head_counts[peers.rank]), queries // count)
+            _repeat_kv_heads(x, head, range(first, first + head_counts[peers.rank]), queries // count)
             for x, count in zip(results, counts, strict=True)
         )
         return paired[0] if single else paired
 
-    trimmed = [rows.trim(x, seq, peers.rank) for x in listed]
+    trimmed = [rows.trim(x, seq, peers.rank) for x in inputs]
     if async_op:
-        return start(op, *trimmed, check=checks.agreement).then(paired)
-    return paired(differentiable(op, *trimmed, check=checks.agreement))
+        return start(op, *trimmed, check=checks.agreement).then(pair_heads)
+    return pair_heads(differentiable(op, *trimmed, check=checks.agreement))
 
 
 def heads_to_seq(
@@ -186,12 +186,12 @@ def heads_to_seq(
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023).
     """
-    peers = peers_of(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
         same = {"heads": heads, "layout": layout, "async_op": async_op}
-        facts = _head_signature(x, seq_dim, heads_dim, uneven="heads", **same)
-        rows_of_whole(layout, x, seq_dim % x.ndim, peers)
+        facts = _head_signature(x, seq_dim, heads_dim, uneven_heads=True, **same)
+        make_rows_for(layout, x, seq_dim % x.ndim, peers)
         head = heads_dim % x.ndim
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
             raise ValueError(
@@ -202,7 +202,7 @@ def heads_to_seq(
 
     head_counts = compare_calls(peers, "heads_to_seq", describe, checks.agreement)
     seq, head = seq_dim % x.ndim, heads_dim % x.ndim
-    rows = rows_of_whole(layout, x, seq, peers)
+    rows = make_rows_for(layout, x, seq, peers)
     sizes = head_counts if heads is None else even_sizes(heads, peers.size)
     op = Exchange(peers, seq, head, rows, (ranges_of(sizes),), to_columns=False)
     if async_op:
@@ -210,25 +210,26 @@ def heads_to_seq(
     return rows.fill(differentiable(op, x, check=checks.agreement)[0], seq)
 
 
-def _head_signature(x: torch.Tensor, seq_dim: int, heads_dim: int, uneven: str = "seq", **same: Any) -> CallSignature:
-    seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, heads_dim, "heads_dim")
+def _head_signature(
+    x: torch.Tensor, seq_dim: int, heads_dim: int, *, uneven_heads: bool = False, **same: Any
+) -> CallSignature:
+    seq, head = check_dim(x, seq_dim, "seq_dim"), check_dim(x, heads_dim, "heads_dim")
     if seq == head:
         raise ValueError(f"seq_dim and heads_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
-    return signature_of(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
+    return make_signature(x, head if uneven_heads else seq, dims=(seq, head), **same)
 
 
-def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
+def _message_key(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
     """The properties that tensors of one message must share."""
     return x.dtype, x.ndim, x.shape[seq], tuple(size for dim, size in enumerate(x.shape[:head]) if dim != seq)
 
 
-def _pair(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tensor:
-    """KV heads arranged so that query head i of this rank uses KV head ``i // (queries / KV heads)``, as in torch."""
+def _repeat_kv_heads(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tensor:
+    """KV heads for torch's pairing, by which query head i of this rank uses KV head ``i // (queries / KV heads)``."""
     first = queries.start // group
-    wanted = tuple([query // group - first for query in queries])
-    heads = x.shape[head]
-    if not wanted or (
-        len(wanted) % heads == 0 and wanted == tuple([i // (len(wanted) // heads) for i in range(len(wanted))])
-    ):
+    kv_heads = tuple([query // group - first for query in queries])
+    count, heads = len(kv_heads), x.shape[head]
+    # Without queries, or with a regular pairing, torch pairs the heads itself.
+    if not count or (count % heads == 0 and kv_heads == tuple([i // (count // heads) for i in range(count)])):
         return x
-    return x.index_select(head, numbers_on(x.device, wanted))
+    return x.index_select(head, numbers_on(x.device, kv_heads))

@@ -16,21 +16,21 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = MeshOrGroup | None
-"""A mesh of one axis, a mesh with the name of one of its axes, a process group, or None for no communication."""
+"""A 1-D mesh, (mesh, name of an axis), a process group, or None for no communication."""
 
 
-class Peers(NamedTuple):
-    """A group, and this rank in it. A named tuple, because torch.compile on 2.11 loses the fields of a dataclass."""
+class Peers(NamedTuple):  # torch.compile on 2.11 loses the fields of a dataclass
+    """The name and size of a group, and this rank in it."""
 
     name: str
     rank: int
     size: int
 
 
-def peers_of(mesh: Group | Peers) -> Peers:
-    """The peers of ``mesh``, which may be peers already. For None and a group of one, no process group is used.
+def get_peers(mesh: Group | Peers) -> Peers:
+    """The peers of ``mesh``. For None and a group of one, no process group is used.
 
-    Raises what :func:`~cp_styles.comm.groups.axis_and_group` raises.
+    Raises as :func:`~cp_styles.comm.groups.axis_and_group`.
     """
     if mesh is None:
         return Peers("", 0, 1)
@@ -41,10 +41,10 @@ def peers_of(mesh: Group | Peers) -> Peers:
 
 
 CallSignature: TypeAlias = tuple[Mapping[str, Any], StatusRow]
-"""The report of a rank before it communicates: values that must be the same on all ranks, and numbers of its own."""
+"""Facts that must be the same on all ranks, by name, and the row of numbers of this rank."""
 
 
-def signature_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> CallSignature:
+def make_signature(x: torch.Tensor, uneven_dim: int, **same: Any) -> CallSignature:
     """The signature of a call with a tensor. Its size in ``uneven_dim`` may differ between ranks."""
     even = tuple("any" if dim == uneven_dim else size for dim, size in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
@@ -53,20 +53,19 @@ def signature_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> CallSignature
 
 
 def compare_calls(peers: Peers, call: str, describe: Callable[[], CallSignature], check: bool) -> tuple[int, ...]:
-    """The uneven size of each rank, see :func:`agreed_rows`."""
-    return tuple(row.q_length for row in agreed_rows(peers, call, describe, check))
+    """Compare the calls of all ranks: see :func:`exchange_rows`. Returns the uneven size of each rank."""
+    return tuple(row.q_length for row in exchange_rows(peers, call, describe, check))
 
 
-def agreed_rows(peers: Peers, call: str, describe: Callable[[], CallSignature], check: bool) -> Sequence[StatusRow]:
-    """Compare the calls of all ranks; the row of each.
+def exchange_rows(peers: Peers, call: str, describe: Callable[[], CallSignature], check: bool) -> Sequence[StatusRow]:
+    """Compare the calls of all ranks. Returns the row of each rank.
 
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
-    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the remaining ranks would hang in
-    ``call``.
+    differ, all ranks raise.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`).
     """
-    if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
+    if peers.size == 1 or not check or is_traced():  # assume that the row of every rank is this rank's
         return (describe()[1],) * peers.size
 
     def facts() -> tuple[dict[str, str], StatusRow]:
@@ -84,7 +83,7 @@ def _short(value: Any) -> str:
     return short(value)
 
 
-def dim_of(x: torch.Tensor, dim: int, what: str) -> int:
+def check_dim(x: torch.Tensor, dim: int, what: str) -> int:
     """``dim`` counted from the front. Raises TypeError if ``x`` is not a plain tensor, ValueError for a bad dim."""
     if isinstance(x, DTensor):
         raise TypeError(

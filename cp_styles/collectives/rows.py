@@ -1,4 +1,4 @@
-"""How a dim is cut over the ranks of a group: the forms that a caller can pass, and the form used internally."""
+"""How a dim is cut over the ranks of a group: the types that a caller can pass, and :class:`Rows` for all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, r
 
 @dataclass(frozen=True)
 class Padded:
-    """Shards of equal size, ``ceil(length / ranks)``, of a dim that need not divide. The last shards are padded.
+    """Shards of equal size, ``ceil(length / ranks)``, for any length. The last shards are padded.
 
-    Padding exists only in the shards. It is never sent, and it is not in a gathered tensor. Its gradient is zero.
+    Padding exists only in the shards. It is never sent, and a gathered tensor does not have it. Its gradient is zero.
 
     Attributes:
         length: size of the whole dim without padding.
@@ -65,8 +65,8 @@ class Rows(NamedTuple):
         return self.sizes[rank] if self.shard is None else self.shard
 
     @property
-    def in_order(self) -> bool:
-        """Whether the shards one after another are in global order."""
+    def is_in_order(self) -> bool:
+        """Whether the concatenated shards are in global order."""
         chunks = self.layout.held
         return not isinstance(chunks, Stripes) and len(join_ranges(chain.from_iterable(chunks))) <= 1
 
@@ -81,14 +81,14 @@ class Rows(NamedTuple):
         pieces = [whole.narrow(0, start, stop - start) for start, stop in ranges]
         if out is None:
             return torch.cat(pieces)
-        for place, piece in zip(out.split([len(piece) for piece in pieces]), pieces, strict=True):
-            place.copy_(piece)
+        for target, piece in zip(out.split([len(piece) for piece in pieces]), pieces, strict=True):
+            target.copy_(piece)
         return out
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Reorder dim 0 from rank order (the shards one after another) to global order.
+        """Reorder dim 0 from rank order (concatenated shards) to global order.
 
-        One copy, into ``out`` if given. No copy where the two orders are equal.
+        One copy, to ``out`` if it is not None. No copy where the two orders are equal.
         """
         if isinstance(chunks := self.layout.held, Stripes):
             return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)
@@ -112,16 +112,16 @@ class Rows(NamedTuple):
         return torch.nn.functional.pad(x, widths, value=value)
 
 
-def sizes_of(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
+def check_sizes(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
     """``sizes`` as a tuple. Raises ValueError unless there is one size >= 0 for each rank."""
-    listed = tuple(sizes)
-    if len(listed) != peers.size or any(not isinstance(size, int) or size < 0 for size in listed):
-        raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {listed}")
-    return listed
+    sizes = tuple(sizes)
+    if len(sizes) != peers.size or any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {sizes}")
+    return sizes
 
 
-def rows_of(layout: Layout, peers: Peers) -> Rows | None:
-    """Rows of a layout that defines its own length. None stays None.
+def make_rows(layout: Layout, peers: Peers) -> Rows | None:
+    """The rows of a layout; None for None.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -140,10 +140,9 @@ def rows_of(layout: Layout, peers: Peers) -> Rows | None:
             )
         return Rows(layout)
     if isinstance(layout, Sequence) and not isinstance(layout, str):
-        return contiguous_rows(sizes_of(layout, peers, "layout"))
+        return contiguous_rows(check_sizes(layout, peers, "layout"))
     raise TypeError(
-        f"{type(layout).__name__} does not say how a dim is cut: pass a SequenceLayout, Padded(length), one size a "
-        "rank, or None"
+        f"{type(layout).__name__} is not a layout: pass a SequenceLayout, Padded(length), one size a rank, or None"
     )
 
 
@@ -164,9 +163,9 @@ def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> N
         )
 
 
-def rows_of_whole(layout: Layout, x: torch.Tensor, dim: int, peers: Peers) -> Rows:
-    """Rows of the layout that is to cut the whole tensor ``x``. Raises ValueError if it is for another length."""
-    rows = rows_of(layout, peers) or contiguous_rows(even_sizes(x.shape[dim], peers.size))
+def make_rows_for(layout: Layout, x: torch.Tensor, dim: int, peers: Peers) -> Rows:
+    """The rows of the layout, for the whole tensor ``x``. Raises ValueError if the layout has another length."""
+    rows = make_rows(layout, peers) or contiguous_rows(even_sizes(x.shape[dim], peers.size))
     if x.shape[dim] != sum(rows.sizes):
         raise ValueError(
             f"the layout cuts {sum(rows.sizes)} positions, but dim {dim} of the whole tensor of shape {tuple(x.shape)} "

@@ -12,11 +12,11 @@ from cp_styles.collectives.autograd import (
     differentiable,
     gather_exchange,
     note_gather,
-    note_whole_gradients,
+    note_replicated_gradients,
     scale_gradient,
 )
-from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, dim_of, peers_of, signature_of
-from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
+from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
+from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.layout import holds
 
@@ -72,7 +72,7 @@ def split(
         This rank's part, in the order of the layout, contiguous on every rank: at most one copy.
 
     Communication: nothing in the forward. In the backward one all-gather (an all-to-all for uneven sizes): a rank sends
-    the gradient of its part, without padding, to the P - 1 others.
+    the gradient of its part, without padding, P - 1 times.
 
     Raises:
         ValueError: ``fill`` that the dtype cannot hold; and as all functions of this package.
@@ -80,7 +80,7 @@ def split(
     peers, at, rows = _resolve_whole("split", x, dim, mesh, layout, grad_scale, checks, fill)
     part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, checks)
     if grad_scale is not GradScale.DOWN:
-        note_whole_gradients(part, x, peers)
+        note_replicated_gradients(part, x, peers)
     return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill).contiguous()
 
 
@@ -108,8 +108,8 @@ def gather(
         reduce_gradients: False if all ranks compute the same thing with the result. Each rank then has the whole
             gradient, and L is counted once. Parameters behind the gather get whole gradients, which ``sum_gradients``
             refuses: with parameters there use True, and divide the loss by P. True if ranks compute different things
-            (other heads, rows or targets), or each 1/P of the same, and L is the sum of their losses. A wrong value
-            gives wrong gradients without an error, so there is no default.
+            (other heads, rows or targets), or each 1/P of the same loss, and L is the sum of their losses. A wrong
+            value gives wrong gradients without an error, so there is no default.
         grad_scale: how the gradient is scaled: see :class:`GradScale`.
         mesh, layout, checks: see :mod:`cp_styles.collectives`.
 
@@ -118,25 +118,25 @@ def gather(
         place.
 
     Communication: one all-gather (an all-to-all for uneven sizes, so that padding is not sent): a rank sends its part
-    to the P - 1 others. In the backward nothing, or one reduce-scatter.
+    P - 1 times. In the backward nothing, or one reduce-scatter.
 
     Raises:
         ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
     """
-    peers = peers_of(mesh)
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
-        at = dim_of(x, dim, "dim")
-        check_local(rows_of(layout, peers), x, at, peers)
+        at = check_dim(x, dim, "dim")
+        check_local(make_rows(layout, peers), x, at, peers)
         return _signature(x, at, at, layout, grad_scale, reduce_gradients=reduce_gradients)
 
     lengths = compare_calls(peers, "gather", describe, checks.agreement)
     at = dim % x.ndim
-    rows = rows_of(layout, peers) or contiguous_rows(lengths)
+    rows = make_rows(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
     whole = _apply(exchange if reduce_gradients else Replicated(exchange), part, checks)
-    # With another scale equal gradients may be right: UP is for a loss that is divided by P.
+    # With another scale equal gradients on all ranks may be right: UP is for a loss that is divided by P.
     note_gather(whole, part, peers, reduced=reduce_gradients or grad_scale is not GradScale.NONE)
     return whole
 
@@ -180,19 +180,19 @@ def _resolve_whole(
     checks: Checks,
     fill: float = 0,
 ) -> tuple[Peers, int, Rows]:
-    """The peers, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
-    peers = peers_of(mesh)
+    """The peers, the dim counted from the front, and the rows by which ``x``, whole on every rank, is cut."""
+    peers = get_peers(mesh)
 
     def describe() -> CallSignature:
-        at = dim_of(x, dim, "dim")
-        rows_of_whole(layout, x, at, peers)
+        at = check_dim(x, dim, "dim")
+        make_rows_for(layout, x, at, peers)
         if not holds(x.dtype, fill):
             raise ValueError(f"a tensor of dtype {x.dtype} cannot hold fill={fill}: give it another dtype, x.long()")
         return _signature(x, -1, at, layout, grad_scale)
 
     compare_calls(peers, call, describe, checks.agreement)
     at = dim % x.ndim
-    return peers, at, rows_of_whole(layout, x, at, peers)
+    return peers, at, make_rows_for(layout, x, at, peers)
 
 
 def _signature(
@@ -200,9 +200,9 @@ def _signature(
 ) -> CallSignature:
     if not isinstance(grad_scale, GradScale):
         raise TypeError(f"grad_scale must be GradScale.NONE, GradScale.DOWN or GradScale.UP, got {grad_scale!r}")
-    return signature_of(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
+    return make_signature(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
 def _apply(op: LinearMap, x: torch.Tensor, checks: Checks) -> torch.Tensor:
-    """``op(x)`` with a last dim of one column added for the exchange: see :func:`gather_exchange`."""
+    """``op(x)``, with a last dim of one column for :func:`gather_exchange`."""
     return differentiable(op, x.unsqueeze(-1), check=checks.agreement)[0].squeeze(-1)

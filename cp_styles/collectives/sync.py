@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, peers_of
+from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, get_peers
 from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.point_to_point import collective
 
@@ -32,8 +32,8 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
         sample: nested dicts, lists and tuples of tensors and plain values. Structure, values, shapes and dtypes may
             differ between ranks. The tensors that are returned have no gradients.
         mesh: see :mod:`cp_styles.collectives`. With None it yields ``sample`` itself.
-        device: tensors are moved there before they are sent, and arrive there. The group must have a backend for it
-            (``"cuda"`` for NCCL). None: the kind of device that each tensor is on.
+        device: tensors are moved to it before they are sent, and arrive on it. The group must have a backend for it
+            (``"cuda"`` for NCCL). None: the device type of each tensor.
 
     Returns:
         An iterator over as many samples as the group has ranks. Two of them exist at a time. Every rank must take all
@@ -41,13 +41,13 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
 
     Communication, when called: one agreement of the ranks (:class:`~cp_styles.Checks`), and one
     ``all_gather_object`` of structure, plain values, shapes and dtypes. torch pickles them, so plain values can be
-    anything. It also *unpickles what the other ranks sent: use it among ranks that you trust*, like every object
-    collective of torch. Then one broadcast for each non-empty tensor, as raw bytes, which are not pickled.
+    anything. It also *unpickles messages of all ranks: use it among ranks that you trust*, like every object collective
+    of torch. Then one broadcast for each non-empty tensor, as raw bytes, which are not pickled.
 
     Raises:
         ValueError: on every rank, if one has a tensor that is not plain and dense, or a value that cannot be pickled.
     """
-    peers = peers_of(mesh)
+    peers = get_peers(mesh)
     if peers.size == 1:
         return iter([sample])
     tensors: list[torch.Tensor] = []
@@ -56,14 +56,14 @@ def sync_inputs(sample: T, mesh: Group, *, device: torch.device | str | None = N
 
     def describe() -> CallSignature:
         try:
-            mine = map_leaves(lambda path, leaf: _extract_tensor(path, leaf, device, tensors), sample)
-            pickle.dumps(mine)  # as torch will
+            skeleton = map_leaves(lambda path, leaf: _extract_tensor(path, leaf, device, tensors), sample)
+            pickle.dumps(skeleton)  # all_gather_object will do it where no rank can notify its peers
         except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(f"the sample of rank {peers.rank} cannot be sent: {error}") from None
-        skeletons[peers.rank] = mine
+        skeletons[peers.rank] = skeleton
         return {}, StatusRow()
 
-    compare_calls(peers, "sync_inputs", describe, check=True)
+    compare_calls(peers, "sync_inputs", describe, check=True)  # else a rank that cannot send leaves its peers waiting
     group = resolve_group(peers.name)
     with collective(group, "cp_styles.collectives"):
         dist.all_gather_object(skeletons, skeletons[peers.rank], group=group)
@@ -95,29 +95,29 @@ def _extract_tensor(path: str, leaf: Any, device: torch.device | str | None, ten
 
 
 def _iterate(skeletons: list[Any], local_tensors: list[torch.Tensor], peers: Peers) -> Iterator[Any]:
-    coming = _start_broadcast(0, skeletons[0], local_tensors, peers)
+    following = _start_broadcast(0, skeletons[0], local_tensors, peers)
     for rank, skeleton in enumerate(skeletons):
-        tensors, works = coming
+        tensors, works = following
         if rank + 1 < peers.size:
-            coming = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors, peers)
+            following = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors, peers)
         with collective(resolve_group(peers.name), "sync_inputs"):
             for work in works:
                 work.wait()
-        arrived = iter(tensors)
-        yield map_leaves(lambda _, leaf, arrived=arrived: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
+        received = iter(tensors)
+        yield map_leaves(lambda _, leaf, queue=received: next(queue) if isinstance(leaf, _Slot) else leaf, skeleton)
 
 
 def _start_broadcast(
     src: int, skeleton: Any, local_tensors: list[torch.Tensor], peers: Peers
 ) -> tuple[list[torch.Tensor], list[dist.Work]]:
-    """Start to send the tensors of rank ``src``, as raw bytes: NCCL does not support all dtypes (not int16)."""
+    """Start to broadcast the tensors of rank ``src``."""
     slots = [leaf for _, leaf in leaves(skeleton) if isinstance(leaf, _Slot)]
     tensors = local_tensors if peers.rank == src else [slot.empty() for slot in slots]
     group, works = resolve_group(peers.name), []
     with collective(group, "sync_inputs"):
         for tensor in tensors:
             if tensor.numel():
-                wire = tensor.contiguous().view(-1).view(torch.uint8)
+                wire = tensor.contiguous().view(-1).view(torch.uint8)  # NCCL does not support all dtypes, such as int16
                 works.append(dist.broadcast(wire, group=group, group_src=src, async_op=True))
     return tensors, works
 

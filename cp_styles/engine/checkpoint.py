@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_styles._compat import dispatch_modes
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 
 # The operators whose results are kept.
 _KEPT = frozenset(("cp_styles::attention", "cp_styles::gather_numbers"))
@@ -48,10 +48,10 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
 
     modes = create_selective_checkpoint_contexts(policy)
     for mode in modes:  # results_are_kept finds the mark on the mode stack of its thread
-        known_about(mode)[save_attention] = True
+        facts_about(mode)[save_attention] = True
     return modes
 
 
 def results_are_kept() -> bool:
     """Whether a checkpoint of :func:`save_attention` runs. Results then outlive the layer."""
-    return any(save_attention in known_about(mode) for mode in dispatch_modes())
+    return any(save_attention in facts_about(mode) for mode in dispatch_modes())

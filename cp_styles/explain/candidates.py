@@ -17,7 +17,7 @@ from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 
 class Candidate(NamedTuple):
-    """A strategy and a layout. ``problem`` says why they cannot be taken, with a remedy; empty if they can."""
+    """A strategy and a layout. ``problem`` is the reason why they cannot run, with a remedy; empty if they can."""
 
     strategy: Strategy
     layout_name: str
@@ -33,28 +33,28 @@ class Candidate(NamedTuple):
         return (forward + backward).total
 
 
-def layouts_for(mask: Mask) -> dict[str, Balancer]:
+def suggest_layouts(mask: Mask) -> dict[str, Balancer]:
     """Balancers that may suit a mask, by name."""
     parts = mask.parts if isinstance(mask, All) else (mask,)
     documents = next((part.lengths for part in parts if isinstance(part, Documents)), None)
     layouts: dict[str, Balancer] = {"head_tail": head_tail, "contiguous": contiguous}
     if documents is not None:
         layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
-    # head_tail balances a causal mask, contiguous no mask, in the fewest parts.
+    # head_tail balances a causal mask, and contiguous a full one, in the fewest chunks.
     if not mask.has_bias and not isinstance(mask, Causal | Full):
         layouts["by_work"] = partial(by_work, mask=mask)
     return layouts
 
 
-def strategies_for(ranks: int, hardware: Hardware) -> list[Strategy]:
+def suggest_strategies(ranks: int, hardware: Hardware) -> list[Strategy]:
     """Strategies that may suit a number of ranks: Ulysses over all ranks, and over the ranks of a node."""
     strategies: list[Strategy] = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
     sizes = {size for size in (2, 4, 8, hardware.node_ranks) if 1 < size < ranks and not ranks % size}
     return [*strategies, *(Ulysses(size=size) for size in sorted(sizes))]
 
 
-def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
-    """Why a strategy cannot run, or wastes ranks, with a remedy; empty if neither."""
+def find_problem(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
+    """The reason why a strategy cannot run, or wastes ranks, with a remedy; empty if there is none."""
     try:
         strategy = strategy.on(ranks)
         size = strategy.size_on(ranks) if isinstance(strategy, Ulysses) else 1
@@ -68,7 +68,7 @@ def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
     return ""
 
 
-def ranked(
+def rank_candidates(
     strategies: Sequence[Strategy],
     layouts: Mapping[str, Balancer],
     *,
@@ -79,18 +79,17 @@ def ranked(
     hardware: Hardware,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Candidate]:
-    """All combinations, the fastest first, and at the end the combinations that cannot be taken. No communication.
+    """All combinations, the fastest first, and at the end the combinations that cannot run. No communication.
 
-    Only the busiest rank is simulated, so that bytes, memory and time are the figures of one rank. ``progress`` is
-    called before each strategy and layout, with their names.
+    ``progress`` is called before each combination, with its name.
     """
-    found, kernel = [], kernel_of(shapes)
+    candidates, kernel = [], kernel_of(shapes)
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
-        rank = busiest_rank(layout, mask)
+        rank = busiest_rank(layout, mask)  # one rank, so that bytes, memory and time belong together
         for strategy in strategies:
             progress(f"{strategy}, {name}")
-            explanation, problem = None, problem_of(strategy, ranks, shapes)
+            explanation, problem = None, find_problem(strategy, ranks, shapes)
             if not problem:
                 call = strategy, (layout, layout), mask, kernel, shapes
                 explanation = explained(*call, hardware=hardware, rank=rank)
@@ -98,5 +97,5 @@ def ranked(
                 if memory > hardware.memory:
                     has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
                     problem = f"needs {memory / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
-            found.append(Candidate(strategy, name, explanation, problem))
-    return sorted(found, key=lambda candidate: (bool(candidate.problem), candidate.seconds))
+            candidates.append(Candidate(strategy, name, explanation, problem))
+    return sorted(candidates, key=lambda candidate: (bool(candidate.problem), candidate.seconds))

@@ -1,4 +1,4 @@
-"""The command ``python -m cp_styles explain``: which strategy and layout for a model, by predicted time.
+"""The command ``python -m cp_styles explain``: rank strategies and layouts for a model by predicted time.
 
     python -m cp_styles explain --seq-len 1M --ranks 64 --heads 32:8 --head-dim 128 --mask causal --hardware h100
 
@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from cp_styles.explain.candidates import Candidate, layouts_for, ranked, strategies_for
+from cp_styles.explain.candidates import Candidate, rank_candidates, suggest_layouts, suggest_strategies
 from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.report import explained
-from cp_styles.explain.text import nbytes, seconds, table, wrapped_entries
+from cp_styles.explain.text import format_bytes, format_seconds, format_table, wrap_entries
 from cp_styles.layout import by_work, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
-_WIDTH = 99  # of a line
+_WIDTH = 99  # columns of a line
 _PATIENCE = 2.0  # seconds from one line of progress to the next
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -52,7 +52,7 @@ _REMOVED = {
 
 
 class _RankingProgress:
-    """Writes to stderr which candidate is simulated, every other second, if the command takes longer."""
+    """Writes the name of the simulated candidate to stderr, every two seconds."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._done, self._last = steps, 0, time.monotonic()
@@ -64,8 +64,8 @@ class _RankingProgress:
             self._last = time.monotonic()
 
 
-def count(text: str) -> int:
-    """A positive number, with K for 1,024 or M for 1,048,576 behind it."""
+def parse_count(text: str) -> int:
+    """A positive number, with the suffix K for 1,024 or M for 1,048,576."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
     number = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     if number < 1 or number != int(number):
@@ -73,8 +73,8 @@ def count(text: str) -> int:
     return int(number)
 
 
-def head_counts(text: str) -> tuple[int, int]:
-    """Numbers of query heads and of key/value heads: 32:8, or 32 for as many."""
+def parse_heads(text: str) -> tuple[int, int]:
+    """Numbers of query heads and of key/value heads: 32:8, or 32 for 32:32."""
     numbers = [int(number) for number in text.split(":")] if re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text) else []
     if not numbers or numbers[0] % numbers[-1]:
         raise argparse.ArgumentTypeError(
@@ -83,7 +83,7 @@ def head_counts(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def strategy(text: str) -> Strategy:
+def parse_strategy(text: str) -> Strategy:
     """ring, ring:0 (keep=0), allgather, ulysses, ulysses:8 (size=8)."""
     name, _, number = text.lower().partition(":")
     if name not in _STRATEGIES or (number and not number.isdecimal()):
@@ -97,7 +97,7 @@ def strategy(text: str) -> Strategy:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def lengths(path: str) -> tuple[int, ...]:
+def parse_lengths(path: str) -> tuple[int, ...]:
     """A file of document lengths, separated by white space or commas."""
     try:
         words = re.split(r"[\s,]+", Path(path).read_text().strip())
@@ -109,7 +109,7 @@ def lengths(path: str) -> tuple[int, ...]:
     return sizes
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     options = argparse.ArgumentParser(
         prog="python -m cp_styles explain",
@@ -118,21 +118,21 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
-    add("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
-    add("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
-    add("--ranks", type=count, required=True, help="ranks that share the sequence")
-    add("--heads", type=head_counts, required=True, metavar="H[:G]", help="query heads : key/value heads")
-    add("--head-dim", type=count, required=True)
-    add("--batch", type=count, default=1)
+    add("--seq-len", type=parse_count, help="positions of the whole sequence: 4096, 128K, 1M")
+    add("--documents", type=parse_lengths, metavar="FILE", help="packed documents: a file of their lengths")
+    add("--ranks", type=parse_count, required=True, help="ranks that share the sequence")
+    add("--heads", type=parse_heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
+    add("--head-dim", type=parse_count, required=True)
+    add("--batch", type=parse_count, default=1)
     add("--dtype", type=str.lower, choices=_DTYPES, default="bf16")
     add("--mask", choices=("causal", "full"), default="causal")
-    add("--window", type=count, help="a query sees itself and the W - 1 positions before it")
+    add("--window", type=parse_count, help="a query sees itself and the W - 1 positions before it")
     strategies = "ring ring:0 allgather ulysses ulysses:8; default: all that may suit"
-    add("--strategy", type=strategy, nargs="+", metavar="S", help=strategies)
+    add("--strategy", type=parse_strategy, nargs="+", metavar="S", help=strategies)
     layouts = ("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped")
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
-    add("--node-ranks", type=count, help="ranks of a node; default: the machine's")
+    add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
     add("--rank", type=int, help="explain this rank; default: a sample with the busiest")
     add("--json", action="store_true", help="print JSON instead of text")
     return options
@@ -140,40 +140,40 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command; the first of the arguments is its name."""
-    options = parser()
+    options = make_parser()
 
-    def wrong(option: str, text: str) -> Any:
+    def refuse(option: str, text: str) -> Any:
         options.error(f"argument {option}: {text}")
 
     for argument in arguments:
         if (option := argument.partition("=")[0]) in _REMOVED:
-            wrong(option, f"it was removed; {_REMOVED[option]}")
+            refuse(option, f"it was removed; {_REMOVED[option]}")
     args = options.parse_args(arguments[1:])
     if args.seq_len is None and args.documents is None:
-        wrong("--seq-len", "give --seq-len, or --documents with a file of lengths")
+        refuse("--seq-len", "give --seq-len, or --documents with a file of lengths")
     if args.documents and args.seq_len not in (None, sum(args.documents)):
-        wrong("--documents", f"the lengths add up to {sum(args.documents)}, and --seq-len is {args.seq_len}")
+        refuse("--documents", f"the lengths add up to {sum(args.documents)}, and --seq-len is {args.seq_len}")
     if args.rank is not None and not 0 <= args.rank < args.ranks:
-        wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
+        refuse("--rank", f"there is no rank {args.rank} among {args.ranks}")
     if args.window and args.mask == "full":
-        wrong("--window", "a window is causal here; leave --mask full out")
+        refuse("--window", "a window is causal here; leave --mask full out")
     hardware = MACHINES[args.hardware]
     if args.node_ranks:
         hardware = replace(hardware, node_ranks=args.node_ranks)
     mask: Mask = SlidingWindow(args.window - 1, 0) if args.window else Causal() if args.mask == "causal" else Full()
     if args.documents:
         mask = Documents(args.documents) & mask
-    suitable = layouts_for(mask)
+    suitable = suggest_layouts(mask)
     balancers = {"striped": partial(striped, block=128), "by_work": partial(by_work, mask=mask)} | suitable
     names = args.layout or list(suitable)
     for name in names:
         if name not in balancers:
-            wrong("--layout", f"{name} needs --documents")
+            refuse("--layout", f"{name} needs --documents")
     length, device = args.seq_len or sum(args.documents or ()), torch.device(hardware.device)
     heads, kv_heads = args.heads
     shapes = Shapes(heads, kv_heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], device, args.batch)
-    strategies = args.strategy or strategies_for(args.ranks, hardware)
-    candidates = ranked(
+    strategies = args.strategy or suggest_strategies(args.ranks, hardware)
+    candidates = rank_candidates(
         strategies,
         {name: balancers[name] for name in names},
         length=length,
@@ -185,15 +185,15 @@ def main(arguments: Sequence[str]) -> None:
     )
     if args.json:
         rows = [
-            ({} if candidate.explanation is None else candidate.explanation.as_dict())
-            | {"strategy": short(candidate.strategy), "layout": candidate.layout_name, "problem": candidate.problem}
-            for candidate in candidates
+            ({} if each.explanation is None else each.explanation.as_dict())
+            | {"strategy": format_strategy(each.strategy), "layout": each.layout_name, "problem": each.problem}
+            for each in candidates
         ]
         print(json.dumps(rows, indent=1))
     else:
         model = f"heads {heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
-        print("\n".join(ranking(candidates)))
+        print("\n".join(format_ranking(candidates)))
         print(textwrap.fill(_COLUMNS, _WIDTH))
     best = candidates[0].explanation
     if best is None or candidates[0].problem:
@@ -205,8 +205,8 @@ def main(arguments: Sequence[str]) -> None:
         print(textwrap.fill(f"figures of {hardware.name}: {hardware.source}", _WIDTH))
 
 
-def ranking(candidates: Sequence[Candidate]) -> list[str]:
-    """A table of the candidates, and below it why some cannot be taken."""
+def format_ranking(candidates: Sequence[Candidate]) -> list[str]:
+    """A table of the candidates, and below it the problems of candidates that cannot run."""
     rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance"]]
     for candidate in candidates:
         explanation = candidate.explanation
@@ -216,14 +216,14 @@ def ranking(candidates: Sequence[Candidate]) -> list[str]:
         times = forward.total, backward.total, forward.exposed + backward.exposed
         sizes = explanation.sent("forward") + explanation.sent("backward"), explanation.peak_memory
         imbalance = f"{max(explanation.imbalance, explanation.layout_imbalance or 1.0):.3f}"
-        names = short(candidate.strategy), candidate.layout_name
-        rows.append([*names, *map(seconds, times), *map(nbytes, sizes), imbalance])
-    problems = dict.fromkeys((short(each.strategy), each.problem) for each in candidates if each.problem)
-    return [*table(rows), *wrapped_entries(problems)]
+        names = format_strategy(candidate.strategy), candidate.layout_name
+        rows.append([*names, *map(format_seconds, times), *map(format_bytes, sizes), imbalance])
+    problems = dict.fromkeys((format_strategy(each.strategy), each.problem) for each in candidates if each.problem)
+    return [*format_table(rows), *wrap_entries(problems)]
 
 
-def short(strategy: Strategy) -> str:
-    """A strategy as the options name it: ring, ring:0, ulysses:8."""
+def format_strategy(strategy: Strategy) -> str:
+    """A strategy in the form of the option --strategy: ring, ring:0, ulysses:8."""
     if isinstance(strategy, Ulysses):
         return "ulysses" + (f":{strategy.size}" if strategy.size else "")
     if isinstance(strategy, (Ring, AllGather)):

@@ -1,4 +1,4 @@
-"""One rank's share of an attention, run without data: its messages, kernel calls and memory, in order.
+"""Runs one rank of an attention without data, and records its messages, kernel calls and memory, in order.
 
 The strategy itself runs, forward and backward, with meta tensors and a :class:`DryRunGroup` as its process group. So
 the figures are the figures of the plan that a real run executes. Nothing is sent, and no process group is needed.
@@ -42,7 +42,7 @@ from cp_styles.strategies import Attention, Strategy, strategy_on
 
 
 def kernel_of(shapes: Shapes, named: Kernel | None = None) -> Kernel:
-    """The kernel, or kernels, that compute the tiles of such tensors; see :func:`kernel_for_tiles`."""
+    """The kernel for tiles of tensors with these shapes; see :func:`kernel_for_tiles`."""
     return kernel_for_tiles(shapes.specs(), named=named)  # pyright: ignore[reportArgumentType]
 
 
@@ -62,7 +62,7 @@ def dry_run(
     group = DryRunGroup(recorder, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
     options: dict[str, Any] = {"scale": 1.0 / math.sqrt(shapes.head_dim), "split": split_dry_run}
     unfilled = _UnfilledMask(mask, shapes.dtype)
-    attention = Attention(group, q_layout, kv_layout, unfilled, _recording(kernel, recorder), **options)
+    attention = Attention(group, q_layout, kv_layout, unfilled, _wrap_kernel(kernel, recorder), **options)
     q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if has_sink else None
     size, dtype = strategy.residual_places(attention, q, k, v).spec
@@ -83,13 +83,13 @@ def dry_run(
 
 
 class DryRunGroup(dist.ProcessGroup):
-    """The process group of rank ``rank``, which records messages. ``members`` are its ranks in the whole group."""
+    """A process group that records the messages of ``rank``. ``members`` are its ranks in the whole group."""
 
     def __init__(self, recorder: _Recorder, rank: int, members: Sequence[int]) -> None:
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.recorder = recorder
         self.members = tuple(members)
-        self._subgroups: list[DryRunGroup] = []  # as alive as this group, like the subgroups of a real group
+        self._subgroups: list[DryRunGroup] = []  # they live as long as this group, like subgroups of a real group
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore
         return self._start(tensors, peer, True)
@@ -113,7 +113,7 @@ class DryRunGroup(dist.ProcessGroup):
 
 
 def split_dry_run(group: DryRunGroup | None, size: int) -> tuple[DryRunGroup | None, DryRunGroup | None]:
-    """The subgroups that :func:`~cp_styles.comm.point_to_point.split_group` would make of a real group."""
+    """The two subgroups of a dry run, as :func:`~cp_styles.comm.point_to_point.split_group` makes them."""
     if group is None:
         return None, None
     first = group.rank() - group.rank() % size
@@ -142,10 +142,10 @@ class _Recorder(TorchDispatchMode):
     """Records the events of a phase in order, and the bytes of the storages that operations create.
 
     Attributes:
-        device: the device of the attention. Tensors have none.
+        device: the device of the attention. Its tensors here are meta tensors.
         events: the events of the phase.
         transfers: the number of transfers of the phase.
-        pack: the tiles of the kernel call under way, if it is a pack or a band.
+        pack: the tiles of the running kernel call, if it is a pack or a band.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.pack: tuple[Any, ...] | None = None
 
     def end_phase(self) -> Phase:
-        """The events and the memory of the phase. The next phase begins."""
+        """Return the events and the memory of the phase, and begin the next phase."""
         storages, events = self._storages, self.events
         phase = Phase(events, storages.peak, storages.by_label(at_peak=True), storages.by_label())
         self.events, self.transfers = [], 0
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in tensors:
             self._storages.label(tensor.untyped_storage(), purpose, unless=_KEPT)
 
-    def called(self, kernel: str, backward: bool, cover: str, q: Any, k: Any, v: Any) -> KernelCall:
+    def record_call(self, kernel: str, backward: bool, cover: str, q: Any, k: Any, v: Any) -> KernelCall:
         """Record a call of a kernel with these tensors."""
         tiles = self.pack or ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),)
         call = KernelCall(kernel, backward, cover, tiles, (q.shape[-1], v.shape[-1]), q.itemsize)
@@ -176,19 +176,20 @@ class _Recorder(TorchDispatchMode):
         return call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, kind = kwargs or {}, _kind(func)
+        kwargs, kind = kwargs or {}, _classify(func)
         if kind is _Kind.VIEW:
             return func(*args, **kwargs)
         if kind is _Kind.ATTENTION:
             return self._kernel(func, args, kwargs)
         inputs = _tensors_in((*args, *kwargs.values()))
-        if kind is _Kind.MUTABLE:  # there is no data to change
+        if kind is _Kind.MUTABLE:  # meta tensors have no data to change
             self.events.append(MemoryOp(sum(x.nbytes for x in inputs)))
             return kwargs.get("out", args[0])
-        result = _made(func, args, kwargs, inputs)
+        result = _make_result(func, args, kwargs, inputs)
         outputs = _tensors_in(result if isinstance(result, (tuple, list)) else (result,))
-        given = {x.untyped_storage()._cdata for x in inputs}  # _unsafe_view returns a view, but not by its schema
-        created = [x for x in outputs if x.untyped_storage()._cdata not in given]
+        # Compare storages, because the schema of _unsafe_view does not tell that it returns a view.
+        existing = {x.untyped_storage()._cdata for x in inputs}
+        created = [x for x in outputs if x.untyped_storage()._cdata not in existing]
         self._storages.add((x.untyped_storage() for x in created), _OTHER)
         if kind is _Kind.DATA and (fresh := sum(x.nbytes for x in created)):
             self.events.append(MemoryOp(fresh + sum(x.nbytes for x in inputs)))
@@ -204,20 +205,21 @@ class _Recorder(TorchDispatchMode):
         if window != (None, None):
             cover = "causal" if -1 in window else "window"
         backward, name = "grad_out" in values, op.overloadpacket.__name__
-        call = self.called(name, backward, cover, q, k, v)
-        tensors = _results(q, k, v, backward, by_rows=self.pack is not None)
+        call = self.record_call(name, backward, cover, q, k, v)
+        tensors = _empty_results(q, k, v, backward, by_rows=self.pack is not None)
         self._storages.add((x.untyped_storage() for x in tensors), "tiles")
         if backward:
             workspace = q.new_empty(_workspace_bytes(call) if self.device.type == "cuda" else 0, dtype=torch.uint8)
             self._storages.add([workspace.untyped_storage()], "inside of kernels")
             return tensors
-        made = {"out": tensors[0], "logsumexp": tensors[1]}
-        numbers = [str(returned.type) != "Tensor" for returned in op._schema.returns]
-        return tuple(made.get(x, 0 if number else q.new_empty(0)) for x, number in zip(returns, numbers, strict=True))
+        # The further results of the op, such as random states, are empty tensors or zeros.
+        results = {"out": tensors[0], "logsumexp": tensors[1]}
+        is_number = [str(returned.type) != "Tensor" for returned in op._schema.returns]
+        return tuple(results.get(x, 0 if no else q.new_empty(0)) for x, no in zip(returns, is_number, strict=True))
 
 
 class _Kind(Enum):
-    """What an operation does: see :func:`_kind`."""
+    """The kind of an operation: see :func:`_classify`."""
 
     ATTENTION = auto()
     MUTABLE = auto()
@@ -227,8 +229,8 @@ class _Kind(Enum):
 
 
 @cache
-def _kind(op: torch._ops.OpOverload) -> _Kind:
-    schema = op._schema  # reading it is slow, therefore the cache
+def _classify(op: torch._ops.OpOverload) -> _Kind:
+    schema = op._schema  # slow to read, so the function is cached
     if op.namespace == "aten" and "_attention" in schema.name:
         return _Kind.ATTENTION
     if schema.is_mutable:
@@ -238,8 +240,9 @@ def _kind(op: torch._ops.OpOverload) -> _Kind:
     return _Kind.EMPTY if op.overloadpacket in _WITHOUT_DATA else _Kind.DATA
 
 
-def _made(func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
-    """The result of an operation. Frequent ones are made here: torch's functions for meta tensors take long."""
+def _make_result(func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
+    """The result of an operation."""
+    # Frequent results are made here, because torch's functions for meta tensors take long.
     packet, dtype = func.overloadpacket, kwargs.get("dtype") or (inputs[0].dtype if inputs else None)
     if packet is _aten.new_empty:
         return torch.empty(args[1], dtype=dtype, device="meta")
@@ -260,22 +263,18 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 # -- kernels --
 
 
-def _recording(kernel: Kernel, recorder: _Recorder) -> Kernel:
+def _wrap_kernel(kernel: Kernel, recorder: _Recorder) -> Kernel:
     if isinstance(kernel, ByTile):
-        plain, masked = (tuple(_recording(x, recorder) for x in line) for line in (kernel.plain, kernel.masked))
+        plain, masked = (tuple(_wrap_kernel(x, recorder) for x in line) for line in (kernel.plain, kernel.masked))
         return ByTile(plain, masked)
-    if isinstance(kernel, FewShapesKernel):  # its limit depends on the shapes that this process has computed
+    if isinstance(kernel, FewShapesKernel):  # its choice depends on the shapes that this process has computed before
         kernel = SdpaKernel(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
     return _RecordingKernel(kernel, recorder)
 
 
 @dataclass(frozen=True)
 class _RecordingKernel(OtherBackward):
-    """``inner``, whose calls are recorded.
-
-    torch's kernels and the reference run, so that the memory of their copies is counted. Results of other kernels are
-    made without running them.
-    """
+    """Records the calls of ``inner``."""
 
     recorder: _Recorder = field(compare=False, repr=False)
     positional: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -303,14 +302,16 @@ class _RecordingKernel(OtherBackward):
             results = run(*tensors, **options)
             recorder.pack = None
             return results
+        # Like torch's kernels above, the reference runs, so that the memory of its copies is counted.
         cover = "causal" if options["causal"] else "full" if options["bias"] is None else "partial"
-        recorder.called(type(self.inner).__name__, backward, cover, q, k, v)
-        results = run(*tensors, **options) if isinstance(self.inner, ReferenceKernel) else _results(q, k, v, backward)
+        recorder.record_call(type(self.inner).__name__, backward, cover, q, k, v)
+        runs = isinstance(self.inner, ReferenceKernel)
+        results = run(*tensors, **options) if runs else _empty_results(q, k, v, backward)
         recorder.label("tiles", *results)
         return results
 
 
-def _results(q: Any, k: Any, v: Any, backward: bool, *, by_rows: bool = False) -> tuple[torch.Tensor, ...]:
+def _empty_results(q: Any, k: Any, v: Any, backward: bool, *, by_rows: bool = False) -> tuple[torch.Tensor, ...]:
     """``(out, lse)`` or ``(dq, dk, dv)`` without data, the rows outermost in memory, of tiles [B, H, L, D].
 
     ``by_rows``: of tiles [B, L, H, D] or packs [T, H, D].
@@ -332,7 +333,7 @@ def _workspace_bytes(call: KernelCall) -> int:
     # flash_api.cpp (mha_bwd, mha_varlen_bwd): dq and a number for each row in float32; dk and dv for each query head.
     # cuDNN's workspace has the same tensors (cudnn-frontend, CompositeSDPABackwardNode: dQ_accum, softmax_sum,
     # dK_fullhead, dV_fullhead). The record of an H200 confirms it for head dim 128.
-    # mem_eff_attention/kernel_backward.h: the same of dq; not counted are dk and dv, for some head dims in 16 bits.
+    # mem_eff_attention/kernel_backward.h: the same for dq. Its dk and dv (some head dims in 16 bits) are not counted.
     dim, total = max(call.dims), 0
     packed, per_query_head = not call.kernel.startswith("_scaled"), "efficient" not in call.kernel
     for batch, heads, kv_heads, rows, keys in call.tiles:

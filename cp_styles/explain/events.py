@@ -1,4 +1,4 @@
-"""The shapes of an attention, and the events and the memory that a dry run of it records."""
+"""The shapes of an attention, and the events and the memory that its dry run records."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Shapes(NamedTuple):
     """The shapes of an attention, without lengths.
 
     Attributes:
-        heads, kv_heads: query heads, and heads of keys and values.
+        heads, kv_heads: number of query heads, and of heads of keys and values.
         head_dim, value_dim: head dims of queries and keys, and of values.
-        dtype: of query, key and value.
-        device: where they are; it decides which kernels compute.
-        batch: rows of the batch.
+        dtype: dtype of query, key and value.
+        device: device of query, key and value; it decides which kernels compute.
+        batch: number of rows of the batch.
     """
 
     heads: int
@@ -91,9 +91,9 @@ class KernelCall(NamedTuple):
     """One call of a kernel, which computes one tile or a pack of tiles.
 
     Attributes:
-        kernel: its name.
+        kernel: name of the kernel.
         backward: whether it is a backward.
-        cover: "full", "causal" (one edge is a diagonal), "window" (two are) or "partial" (with an explicit mask).
+        cover: "full", "causal" (one edge is a diagonal), "window" (two edges are) or "partial" (with an explicit mask).
         tiles: the (batch, query heads, key heads, queries, keys) of each tile.
         dims: head dims of queries and of values, as the kernel gets them.
         itemsize: bytes of a number.
@@ -108,14 +108,14 @@ class KernelCall(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that are computed, of all heads."""
+        """Computed (query, key) pairs of all heads."""
         whole = (batch * heads * queries * keys for batch, heads, _, queries, keys in self.tiles)
         hidden = (batch * heads * queries * (queries - 1) // 2 for batch, heads, _, queries, _ in self.tiles)
         return sum(whole) - self.edges * sum(hidden)
 
     @property
     def edges(self) -> int:
-        """How many edges of the tiles are diagonals."""
+        """The number of edges of a tile that are diagonals."""
         return {"causal": 1, "window": 2}.get(self.cover, 0)
 
     @property
@@ -139,9 +139,9 @@ class Phase:
     """The forward or the backward of a rank.
 
     Attributes:
-        events: in their order.
+        events: the events in their order.
         peak: the most bytes that are alive at once, without the inputs and the output's gradient.
-        parts: these bytes by purpose.
+        parts: the bytes of the peak by purpose.
         live_at_end: the bytes that are alive at the end, by purpose.
     """
 

@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """The figures of one kind of machine. ``H100``, ``H200``, ``A100`` and ``CPU`` are such figures with their sources.
+    """The figures of one kind of machine. ``H100``, ``H200``, ``A100`` and ``CPU`` are presets with their sources.
 
     A kernel call takes ``kernel_floor + flops / rate`` seconds. The rate of a tile with n queries is
     ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` times as much. In a causal tile each query
@@ -40,7 +40,7 @@ class Hardware:
         memory: bytes of a device.
         overlap: whether messages travel while kernels run.
         device: device type, which decides the kernels.
-        source: where the figures come from.
+        source: the sources of the figures.
 
     Raises:
         ValueError: a rate or bandwidth is not above 0, or another figure is negative.
@@ -207,11 +207,9 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
-    """Predicted time of one phase of ``rank``, if its peers are never late.
-
-    A link carries one message after another in each direction, from the moment when the rank starts them. Without
-    ``hardware.overlap`` the rank spends the time of a message when it waits for it.
-    """
+    """Predicted time of one phase of ``rank``, if its peers are never late."""
+    # A link carries one message after another in each direction, from the moment when the rank starts them. Without
+    # hardware.overlap the rank spends the time of a message when it waits for it.
     now = copies = hardware.call_floor
     kernels = exposed = 0.0
     free: dict[tuple[str, bool], float] = {}

@@ -15,7 +15,7 @@ from cp_styles.engine.observers import attention_listener
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import RankRun, Shapes
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
-from cp_styles.explain.text import text_of
+from cp_styles.explain.text import format_explanation
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask
@@ -43,7 +43,7 @@ class Explanation:
     """One attention on ``layout.ranks`` ranks. Print it, show it in a notebook, or read its figures.
 
     Attributes:
-        strategy, mask, kernel, shapes: the attention that is explained.
+        strategy, mask, kernel, shapes: the arguments of the attention.
         layout, kv_layout: the layouts of queries, and of keys and values.
         hardware: the machine for which times are predicted. None: no times.
         runs: the dry runs by rank: all of up to 16 ranks, else a sample.
@@ -81,24 +81,22 @@ class Explanation:
 
     @cached_property
     def imbalance(self) -> float:
-        """Work of the busiest over the mean work, of the simulated ranks."""
+        """Work of the busiest simulated rank / mean work of the simulated ranks."""
         total = sum(self.work.values())
         return max(self.work.values()) * len(self.work) / total if total else 1.0
 
     @cached_property
     def layout_imbalance(self) -> float | None:
-        """Work of the busiest over the mean work, of all ranks, by the layout alone. None in cross-attention.
-
-        Ranks that exchange heads (Ulysses) share their work equally.
-        """
+        """Work of the busiest rank / mean work of all ranks, by the layout alone. None in cross-attention."""
         if self.layout != self.kv_layout:
             return None
+        # Ranks that exchange heads share their work equally.
         exchange = self.strategy.size_on(self.ranks) if isinstance(self.strategy, Ulysses) else 1
         return imbalance(join_neighbours(self.layout, exchange), self.mask)
 
     @cached_property
     def seconds(self) -> tuple[Seconds, Seconds]:
-        """Predicted time of the forward and of the backward, each of the rank that takes longest.
+        """Predicted time of the forward and of the backward, each of its slowest rank.
 
         Raises:
             ValueError: there is no ``hardware``.
@@ -129,12 +127,12 @@ class Explanation:
 
     @property
     def kernel_calls(self) -> Counter[str]:
-        """How often the simulated ranks call each kernel."""
+        """The number of calls of each kernel by the simulated ranks."""
         phases = [phase for run in self.runs.values() for phase in (run.forward, run.backward)]
         return Counter(call.kernel for phase in phases for call in phase.calls)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, as JSON takes them."""
+        """The figures in types of JSON."""
         facts: dict[str, Any] = {
             "strategy": str(self.strategy),
             "mask": str(self.mask)[:200],
@@ -162,7 +160,7 @@ class Explanation:
         return facts
 
     def __str__(self) -> str:
-        return text_of(self)
+        return format_explanation(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -202,8 +200,8 @@ def explain(
     Args:
         length: number of positions of the whole sequence.
         ranks: number of ranks that share it.
-        heads, kv_heads: numbers of query heads and of key/value heads. Default: as many key heads as query heads.
-        head_dim, value_dim: head dims of queries and keys, and of values. Default: the same.
+        heads, kv_heads: numbers of query heads and of key/value heads. Default of kv_heads: heads.
+        head_dim, value_dim: head dims of queries and keys, and of values. Default of value_dim: head_dim.
         kv_length: number of keys, for cross-attention.
         batch: rows of the batch.
         dtype, device: dtype and device type of the tensors. This machine need not have such a device.
@@ -216,13 +214,13 @@ def explain(
         rank: simulate only this rank. Default: all of up to 16 ranks, else a sample with the busiest rank.
 
     Raises:
-        ValueError, NotImplementedError: for what the attention itself would refuse.
+        ValueError, NotImplementedError: for arguments that the attention itself would refuse.
 
     Example::
 
-        made = explain(4096, ranks=4, heads=8, head_dim=64, mask=Causal(), strategy=Ring())
-        print(made)
-        assert made.imbalance == 1.0
+        explanation = explain(4096, ranks=4, heads=8, head_dim=64, mask=Causal(), strategy=Ring())
+        print(explanation)
+        assert explanation.imbalance == 1.0
     """
     mask, strategy = Causal() if mask is None else mask, strategy or Ring()
     kv_heads = heads if kv_heads is None else kv_heads
@@ -231,7 +229,7 @@ def explain(
     if ranks < 1 or length < 1:
         raise ValueError(f"explain needs at least one rank and one position, got ranks={ranks}, length={length}")
     if rank is not None and not 0 <= rank < ranks:
-        raise ValueError(f"there is no rank {rank} among {ranks} ranks")
+        raise ValueError(f"explain: rank={rank} must be one of the {ranks} ranks, 0 to {ranks - 1}")
     device = device if hardware is None else hardware.device
     shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch)
     cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]
@@ -271,7 +269,7 @@ class explain_calls:
     def __enter__(self) -> list[Explanation]:
         self._explanations: list[Explanation] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}
-        self._token = attention_listener.set(self._note)
+        self._token = attention_listener.set(self._record)
         return self._explanations
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -283,7 +281,7 @@ class explain_calls:
             options = {"hardware": self._hardware, "rank": self._rank, "has_sink": has_sink}
             self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
 
-    def _note(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
+    def _record(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
         key = strategy, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
         self._calls.setdefault(key, (strategy, attention, shapes, sink is not None))
@@ -301,24 +299,24 @@ def explained(
     rank: int | None = None,
     most: int = _MOST_RANKS,
 ) -> Explanation:
-    """:func:`explain`, from the parts. With more than ``most`` ranks a sample is simulated, with the busiest rank."""
+    """:func:`explain` with other arguments. With more than ``most`` ranks, simulate a sample with the busiest rank."""
     ranks = layouts[0].ranks
     strategy = strategy.on(ranks)
     if rank is not None or most <= 1:
-        chosen = [busiest_rank(layouts[0], mask) if rank is None else rank]
+        simulated = [busiest_rank(layouts[0], mask) if rank is None else rank]
     else:
-        chosen = range(ranks) if ranks <= most else _sample(layouts[0], mask)
-    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in chosen}
+        simulated = range(ranks) if ranks <= most else _sample_ranks(layouts[0], mask)
+    runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in simulated}
     return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
 
 
 def busiest_rank(layout: SequenceLayout, mask: Mask) -> int:
-    """The rank that attends to the most pairs, of eight ranks that are spread evenly."""
+    """The rank with the most (query, key) pairs among eight ranks that are spread evenly."""
     spread = sorted({index * (layout.ranks - 1) // 7 for index in range(8)})
     return max(spread, key=lambda rank: attended_pairs(layout, layout, mask, rank))
 
 
-def _sample(layout: SequenceLayout, mask: Mask) -> list[int]:
+def _sample_ranks(layout: SequenceLayout, mask: Mask) -> list[int]:
     """The busiest rank; with fewer than 256 ranks also the first and the last."""
     ends = {0, layout.ranks - 1} if layout.ranks < 256 else set()
     return sorted({busiest_rank(layout, mask), *ends})

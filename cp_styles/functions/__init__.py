@@ -1,1 +1,1 @@
-"""Attention as functions of local tensors, and the checkpoint policy that keeps what they return."""
+"""Attention as functions of local tensors."""

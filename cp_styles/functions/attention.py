@@ -60,8 +60,8 @@ def context_attention(
         sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
             nothing to the output. Equal on all ranks. Its gradient is this rank's share: sum it over the group,
             as for any parameter.
-        seq_dim: 1 for tensors ``[B, L, H, D]``, as flash-attn, DeepSpeed-Ulysses and yunchang have them. The output is
-            laid out in the same way.
+        seq_dim: 1 for tensors ``[B, L, H, D]``, as in flash-attn, DeepSpeed-Ulysses and yunchang. The output has the
+            same order of dims.
         return_lse: also return the logsumexp. Not with sinks, with a JointLayout, or in a compiled graph.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
 
@@ -112,16 +112,16 @@ def context_attention(
             source.refuse(problem)
     tensors = (q_BHLD, k_BGMD, v_BGME)
     if seq_dim == 1:
-        tensors = _turned(q_BHLD), _turned(k_BGMD), _turned(v_BGME)
+        tensors = _swap_seq_and_heads(q_BHLD), _swap_seq_and_heads(k_BGMD), _swap_seq_and_heads(v_BGME)
     lse = None
     if joint is not None:
         out = attend_jointly(joint, name, group, tensors, partial(attend, source, scale=scale, sink_H=sink_H))
     else:
         out, lse, _ = attend(source, tensors, scale=scale, sink_H=sink_H, wants_lse=return_lse)
-    out = _turned(out) if seq_dim == 1 else out
+    out = _swap_seq_and_heads(out) if seq_dim == 1 else out
     return (out, lse) if return_lse else out
 
 
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    """``[B, L, H, D]`` as ``[B, H, L, D]``, or back. A tensor without such dims is refused later, on every rank."""
+def _swap_seq_and_heads(x: torch.Tensor) -> torch.Tensor:
+    # attend() refuses other objects and other numbers of dims, on every rank.
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim == 4 else x

@@ -112,7 +112,7 @@ def context_flex_attention(
         block_mask: a BlockMask of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that
             it does not need are not sent.
         scale: factor of the logits; default 1/sqrt(D).
-        enable_gqa: H may be a multiple of G.
+        enable_gqa: allow H to be a multiple of G.
         return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf for queries without keys), which
             is differentiable.
         mask: a mask of this package, in addition to ``block_mask``.
@@ -166,7 +166,7 @@ def flex_attend(
 def _bind_call(
     binding: Binding, call: FlexCall, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[Binding, tuple[torch.Tensor, ...]]:
-    """The binding of one call, and the tensors that its score_mod learns."""
+    """The binding of one call, and the tensors of its score_mod that require grad."""
     if call.block_mask is not None:
         binding = binding.with_mask(call.block_mask, FlexMask if call.score_mod else FlexMask.per_row)
     if call.score_mod is None:

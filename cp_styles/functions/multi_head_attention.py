@@ -1,9 +1,9 @@
-"""nn.MultiheadAttention: what torch.nn.functional.multi_head_attention_forward computes, around an attention call.
+"""nn.MultiheadAttention: the computation of torch's multi_head_attention_forward, around an attention call.
 
-A function mode sees torch's function as one call. The mode is not active inside of that call, so the mode does not see
-the attention that torch calls there.
+A function mode intercepts torch's function as one call. The mode is not active inside of that call, so it cannot
+intercept the attention that torch calls there.
 
-Shapes: B batch, H heads, L local queries, M local keys, S and T the whole sequences of these, E width, D head dim.
+Shapes: B batch, H heads, L local queries, M local keys, S whole queries, T whole keys, E width, D head dim.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    """``(out_LBE, None)`` of query [L, B, E], key and value [M, B, ...]; the arguments are as in torch's function.
+    """``(out_LBE, None)`` of query [L, B, E], key and value [M, B, ...], with the arguments of torch's function.
 
-    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] are of the whole sequence. With
-    ``is_causal``, ``attn_mask`` is not read. ``attend`` takes the arguments of scaled_dot_product_attention.
+    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] cover the whole sequence. With ``is_causal``,
+    ``attn_mask`` is not read. ``attend`` takes the arguments of scaled_dot_product_attention.
 
     Raises:
         NotImplementedError: for weights (``need_weights``), and for additional keys (``add_bias_kv``, static keys).
     """
     if need_weights:
         raise NotImplementedError(
-            f"{name}: nn.MultiheadAttention is asked for the attention weights (need_weights=True is its default), a "
+            f"{name}: nn.MultiheadAttention would return the attention weights (need_weights=True is its default), a "
             "matrix of the whole sequence that no rank has: call it with need_weights=False"
         )
     if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
@@ -64,7 +64,7 @@ def multi_head_attention(
             "addition to the sequence, which is not supported: make it without these options"
         )
     batched = query.ndim == 3
-    if not batched:  # the same tensors stay the same
+    if not batched:  # equal objects stay equal objects, so that self-attention is one projection below
         with_batch = {id(x): x.unsqueeze(1) for x in (query, key, value)}
         query, key, value = (with_batch[id(x)] for x in (query, key, value))
     inputs = query, key, value
@@ -78,10 +78,10 @@ def multi_head_attention(
 
     mask = None
     if attn_mask is not None and not is_causal:
-        mask = _additive(attn_mask, query.dtype)
+        mask = _make_bias(attn_mask, query.dtype)
         mask = mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (-1, num_heads))
     if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, query.dtype)
+        padding = _make_bias(key_padding_mask, query.dtype)
         padding = padding.reshape(-1, 1, 1, padding.shape[-1])
         mask = padding if mask is None else mask + padding
     out_BHLD = attend(q_BHLD, k_BHMD, v_BHMD, mask, dropout_p if training else 0.0, is_causal)
@@ -89,7 +89,7 @@ def multi_head_attention(
     return (out_LBE if batched else out_LBE.squeeze(1)), None
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask (True: hidden) as the bias that is added to the logits."""
+def _make_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bias of a boolean mask (True: hidden); other masks are a bias already."""
     check_plain_mask(mask)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask

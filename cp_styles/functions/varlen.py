@@ -1,4 +1,4 @@
-"""varlen_attn under context parallelism: packed documents, given by the cu_seqlens of the whole pack, on any device.
+"""varlen_attn under context parallelism: packed documents, with the cu_seqlens of the whole pack, on any device.
 
 Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim, E value head dim, N documents.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cp_styles._compat import never_compiled
-from cp_styles.bounded_cache import known_about
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
@@ -86,10 +86,10 @@ def context_varlen_attention(
     name = "context_varlen_attention"
     binding = binding_of_call(name, mesh, strategy or Ring(), layout, mask or Full(), kernel, checks=checks)
 
-    def masked() -> Mask:
-        return _mask(name, cu_seqlens, window_size)
+    def make_mask() -> Mask:
+        return _make_mask(name, cu_seqlens, window_size)
 
-    out, lse = _attend(binding, (q_THD, k_TGD, v_TGE), masked, scale, return_lse)
+    out, lse = _attend_packed(binding, (q_THD, k_TGD, v_TGE), make_mask, scale, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -114,13 +114,13 @@ def varlen_operator(
     *others: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """torch's operator, with its arguments: ``(out_THE, lse_HT, rng state)``.
+    """torch's operator, with its arguments. Returns ``(out_THE, lse_HT, rng state)``.
 
-    The lengths of the longest documents, which determine the grid of a kernel, and the choice of a kernel are not used.
+    ``max_q`` and ``max_k``, by which a kernel chooses its grid, and ``backend`` are not used.
     """
     name = binding.name
 
-    def masked() -> Mask:
+    def make_mask() -> Mask:
         refuse()
         if seqused_k is not None or block_table is not None:
             raise NotImplementedError(
@@ -131,8 +131,8 @@ def varlen_operator(
             raise NotImplementedError(f"{name}: varlen_attn with an unknown argument: {others or named}; leave it out")
         if num_splits is not None:
             raise NotImplementedError(
-                f"{name}: num_splits={num_splits} asks varlen_attn for bitwise equal sums in any batch, but under "
-                "context parallelism sums depend on the layout; leave it out"
+                f"{name}: num_splits={num_splits} makes sums bitwise equal in any batch, but under context parallelism "
+                "sums depend on the layout; leave it out"
             )
         if cu_seq_k is None or (cu_seq_k is not cu_seq_q and not torch.equal(cu_seq_k, cu_seq_q)):
             raise NotImplementedError(
@@ -141,18 +141,18 @@ def varlen_operator(
                 "document"
             )
         window = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
-        return _mask(name, cu_seq_q, (window[0], 0) if is_causal else window)
+        return _make_mask(name, cu_seq_q, (window[0], 0) if is_causal else window)
 
-    out, lse = _attend(binding, (query, key, value), masked, scale, True)
+    out, lse = _attend_packed(binding, (query, key, value), make_mask, scale, True)
     assert lse is not None
-    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)  # the rng state, which only dropout reads
 
 
-def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
+def _make_mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
     # Every layer gets the same tensor, and reading it from a GPU makes the host wait.
     facts, version = {}, 0
     if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference():
-        facts, version = known_about(cu_seqlens), version_of(cu_seqlens)
+        facts, version = facts_about(cu_seqlens), version_of(cu_seqlens)
     documents = facts.get(Documents)
     if documents is None or documents[0] != version:
         documents = facts[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)
@@ -163,15 +163,15 @@ def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tupl
 
 
 @never_compiled
-def _attend(
+def _attend_packed(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    masked: Callable[[], Mask],
+    make_mask: Callable[[], Mask],
     scale: float | None,
     wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = tensors
-    batched = _batch_of_one(q), _batch_of_one(k), _batch_of_one(v)
+    batched = _add_batch_dim(q), _add_batch_dim(k), _add_batch_dim(v)
 
     try:
         for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
@@ -180,18 +180,18 @@ def _attend(
                 raise ValueError(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
-    except Exception as error:  # of any kind: the other ranks must raise too
+    except Exception as error:  # any type, because the remaining ranks must raise too
         binding.refuse(error)
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
-        return binding.with_mask(masked()), ()
+        return binding.with_mask(make_mask()), ()
 
     out, lse, _ = attend(binding, batched, scale=scale, wants_lse=wants_lse, bind=bind)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0) if wants_lse else None
 
 
-def _batch_of_one(pack_THD: Any) -> Any:
-    """[1, H, T, D], and what is no pack as it is: it is refused where all ranks learn of it."""
+def _add_batch_dim(pack_THD: Any) -> Any:
+    """[1, H, T, D]. Other objects than a pack are returned as they are: attend() refuses them, on every rank."""
     if not isinstance(pack_THD, torch.Tensor) or pack_THD.ndim != 3:
         return pack_THD
     return pack_THD.transpose(0, 1).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Facts that a part of the sequence does not show: the largest position, and the positions of keys that were joined."""
+"""Calls whose result depends on the whole sequence: the largest position, and keys that were concatenated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from cp_styles._compat import never_compiled
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import find_layer_caches
 from cp_styles.troubleshooting import see
 
 MAXIMUM = {torch.max, torch.Tensor.max}
@@ -19,19 +19,18 @@ MAXIMUM = {torch.max, torch.Tensor.max}
 def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, a maximum; over all ranks if the tensor is the module's position ids.
 
-    "dynamic" and "longrope" rotary embeddings choose their frequencies by ``torch.max(position_ids)``, in whose place a
-    rank has the positions of its part. ``calls`` is the mode that has seen the call. New tokens after a prompt are
-    whole.
+    ``calls`` is the mode that has intercepted the call.
 
     Communication: one all-gather of some integers; none after or in a prefill, and none for other tensors.
     """
+    # "dynamic" and "longrope" rotary embeddings choose their frequencies by torch.max(position_ids), but a rank has the
+    # positions of its part.
     largest, binding, inputs = function(*args, **kwargs), calls.unscoped, calls.inputs
-    given = [x for name, x in inputs.items() if name.endswith("position_ids")]
-    if binding.group.size() == 1 or kwargs or len(args) != 1 or not any(_is_view(args[0], x) for x in given):
+    position_ids = [x for name, x in inputs.items() if name.endswith("position_ids")]
+    if binding.group.size() == 1 or kwargs or len(args) != 1 or not any(_is_view(args[0], x) for x in position_ids):
         return largest
-    past = cache_given(inputs)
-    past = getattr(past, "self_attention_cache", past)
-    if isinstance(past, LayerCaches):
+    past = find_layer_caches(inputs)
+    if past is not None:  # new tokens are whole on every rank; the cache of a prompt has its last position
         return largest if past.prefilled else largest.new_tensor(past.last_position)
     where = binding.name, binding.axis, binding.group
     with binding.group_state.together():
@@ -39,23 +38,24 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     return largest.new_tensor(max(row.q_length for row in rows))
 
 
-def _is_view(x: torch.Tensor, given: Any) -> bool:
-    """Whether ``x`` is a tensor that was given, or all of it under another shape."""
-    if not type(x) is type(given) is torch.Tensor:  # a DTensor has no memory of its own
+def _is_view(x: torch.Tensor, base: Any) -> bool:
+    """Whether ``x`` is ``base``, or all of it under another shape."""
+    if not type(x) is type(base) is torch.Tensor:  # a DTensor has no memory of its own
         return False
-    if not x.numel() or x.shape[-1:] != given.shape[-1:]:
+    if not x.numel() or x.shape[-1:] != base.shape[-1:]:
         return False
-    return x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 def refuse_joined_keys(name: str, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raise for keys of a call with an attn_mask that were concatenated of parts as long as ``query``, [B, H, L, D].
+    """Raise for keys of a call with an attn_mask that were concatenated from parts as long as ``query``, [B, H, L, D].
 
-    Keys of several passes over one sequence, as heads that draft tokens keep them, are such. No communication.
+    No communication.
     """
+    # Heads that draft tokens keep the keys of several passes over one sequence like this.
     node, passes = key.grad_fn, key.shape[2] // max(query.shape[2], 1)
-    of_rows = getattr(node, "_saved_dim", None) in (2, 2**64 - 2)  # torch keeps dim=-2 as an unsigned number
-    if type(node).__name__ == "CatBackward0" and of_rows and passes > 1 and key.shape[2] == passes * query.shape[2]:
+    along_rows = getattr(node, "_saved_dim", None) in (2, 2**64 - 2)  # torch stores dim=-2 as an unsigned number
+    if type(node).__name__ == "CatBackward0" and along_rows and passes > 1 and key.shape[2] == passes * query.shape[2]:
         raise NotImplementedError(
             f"{name}: the key is a concatenation, {passes} times as long as the query, and each rank has a part of "
             "every piece, so the columns of attn_mask are not in the order of these keys. Attend to the keys of the "

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
-from cp_styles.checks.positions import padding_position
+from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.proof import Proof
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
@@ -106,7 +106,7 @@ class ContextParallelTrainer:
                 "the trainer is made, parallelize_module(model, mesh, ModuleContextParallel()); or override "
                 "context_parallel_collator()"
             )
-        positions = None if padding_position(model) is None else partial(position_ids_of, model)
+        positions = None if find_padding_position(model) is None else partial(position_ids_of, model)
         return BatchSharder(binding.group, layout=binding.layout, positions=positions)
 
     @cached_property

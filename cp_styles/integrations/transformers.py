@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
-from cp_styles.bounded_cache import known_about
-from cp_styles.checks.positions import padding_position
+from cp_styles.bounded_cache import facts_about
+from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.transformers_models import frame_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
@@ -36,7 +36,7 @@ from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.introspect import names_of_inputs
+from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
@@ -185,8 +185,8 @@ def _distance_biases(module: nn.Module, position_bias: torch.Tensor, attention_m
         with torch.no_grad():
             distances_D = torch.arange(1 - length, length, device=table.weight.device)
             buckets_D = bucket(distances_D, **{name: x for name, x in options.items() if name in parameters})
-        known_about(position_bias)[_distance_biases] = table(buckets_D)
-    return known_about(position_bias).get(_distance_biases)
+        facts_about(position_bias)[_distance_biases] = table(buckets_D)
+    return facts_about(position_bias).get(_distance_biases)
 
 
 _BUCKET = "_relative_position_bucket"
@@ -259,7 +259,7 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         Positions, [B, S].
     """
-    padding = padding_position(model)
+    padding = find_padding_position(model)
     if padding is not None:
         present = (input_ids != padding).long()
         return present.cumsum(1) * present + padding
@@ -294,7 +294,7 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
             forward: a tensor may or may not have a sequence dim.
     """
     calls = _calls_in(language_model, "cut_inputs_of")
-    if "inputs_embeds" not in names_of_inputs(language_model):
+    if "inputs_embeds" not in input_names(language_model):
         raise NotImplementedError(
             f"{calls.binding.name}: {type(language_model).__name__} takes no inputs_embeds, so it is no language model "
             "among whose tokens pictures are put. A text tower pools its tokens, and would pool this rank's tokens "
@@ -303,7 +303,7 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
         )
 
     def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        inputs: dict[str, Any] = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         tokens: torch.Tensor = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
         layout, rank = calls.binding.layout_for(tokens.shape[1]), calls.binding.group.rank()
         if inputs.get("position_ids") is None:

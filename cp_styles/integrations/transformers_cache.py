@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import report_failure
-from cp_styles.decoding import LayerCaches, cache_given
+from cp_styles.decoding import LayerCaches, find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
@@ -88,14 +88,14 @@ class TransformersCache(LayerCaches):
         """The number of positions on all ranks; 0 before and during the prefill, which begins at position 0."""
         if not self.prefilled:
             return 0
-        if not self.held and (self.states or self.prompt.length):
+        if not self.caches and (self.states or self.prompt.length):
             raise NotImplementedError(
                 f"{self.name}: a model without attention, or without a cache among its arguments, does not say how "
                 "long it is, and generate() would run the prompt again: generate without context parallelism, with a "
                 "copy of the model that has no style"
             )
         cache = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        cache = cache or next(iter(self.held), None)
+        cache = cache or next(iter(self.caches), None)
         return self.prompt.length if cache is None else cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class TransformersCache(LayerCaches):
 
     @property
     def batch_size(self) -> int:
-        return next((cache.keys.shape[0] for cache in self.held), -1)
+        return next((cache.keys.shape[0] for cache in self.caches), -1)
 
     def reset(self) -> None:
         raise NotImplementedError(f"{self.name}: this cache belongs to its prompt: call prefill again for another one")
@@ -123,7 +123,7 @@ class TransformersCache(LayerCaches):
     prefetch = early_initialization = offload
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        for cache in self.held:
+        for cache in self.caches:
             cache.select_rows(beam_idx)
         for state in self.states.values():
             state.reorder_cache(beam_idx)
@@ -141,7 +141,7 @@ class TransformersCache(LayerCaches):
         """Remove the last ``-tokens_to_remove`` tokens."""
         if self.states:
             raise NotImplementedError(f"{self.name}: a state does not go back to earlier tokens: prefill anew")
-        for cache in self.held:
+        for cache in self.caches:
             cache.crop(cache.length - abs(tokens_to_remove))
 
     def activate_past_recording(self) -> None:
@@ -195,7 +195,7 @@ class EncoderKeys(TransformersCache):
 
 def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, EncoderKeys | None]:
     """The caches among a model's inputs: for its own tokens, and for an encoder's tokens. None for other caches."""
-    past = cache_given(inputs)
+    past = find_cache(inputs)
     cache, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
     return (
         cache if isinstance(cache, TransformersCache) else None,

@@ -41,7 +41,7 @@ from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
-from cp_styles.introspect import names_of_inputs
+from cp_styles.introspect import input_names
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
@@ -267,7 +267,7 @@ class AttentionCalls(TorchFunctionMode):
         inputs = self.forward_state.inputs
         if inputs is None:
             module, args, kwargs = self.forward_state.module_call
-            inputs = self.forward_state.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+            inputs = self.forward_state.inputs = dict(zip(input_names(module), args, strict=False)) | kwargs
         return inputs
 
     @uncompiled

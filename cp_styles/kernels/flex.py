@@ -11,7 +11,7 @@ import torch
 
 from cp_styles._compat import with_derivatives, without_function_modes
 from cp_styles.checksum import digest, fingerprint, version_of
-from cp_styles.introspect import Replacing, code_of
+from cp_styles.introspect import ReplacementMode, describe_code
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
@@ -45,7 +45,7 @@ class FlexKernel(Kernel):
 
     @property
     def content(self):
-        return fingerprint([code_of(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
+        return fingerprint([describe_code(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a tensor that score_mod reads has changed since the call."""
@@ -135,7 +135,7 @@ class _Tile:
             # Copies replace the learned tensors, whose autograd hooks must not run for the gradients of a tile.
             values = [tensor.detach().requires_grad_() for tensor in kernel.learned]
             copies = {id(tensor): value for tensor, value in zip(kernel.learned, values, strict=True)}
-            with Replacing(copies) if copies else contextlib.nullcontext():
+            with ReplacementMode(copies) if copies else contextlib.nullcontext():
                 scores, masked = self.scores(rows, logits)
         p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(masked, 0.0)
         ds = p * (matmul(grad, self.v.mT) - (grad * out).sum(-1, keepdim=True))

@@ -17,8 +17,8 @@ from operator import attrgetter
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.bounded_cache import known_about
-from cp_styles.checksum import checksum, state_of
+from cp_styles.bounded_cache import facts_about
+from cp_styles.checksum import checksum, version_key
 from cp_styles.device_copies import DeviceTables
 from cp_styles.introspect import captured_tensors
 from cp_styles.mask import Mask, PerRow
@@ -219,7 +219,7 @@ class _Analysis:
         states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
         places: the index into ``bits`` of each partial block, in the shape of ``states``.
         bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
-        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.checksum.state_of`).
+        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.checksum.version_key`).
         content: a checksum of ``states`` and ``bits``, which ranks compare.
     """
 
@@ -233,7 +233,7 @@ class _Analysis:
 
     def check_unchanged(self) -> None:
         for tensor, state in self.read:
-            if state_of(tensor) != state:
+            if version_key(tensor) != state:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that the BlockMask's mask_mod reads was changed in place "
                     "after the BlockMask was first used: make a new BlockMask for the new values"
@@ -241,7 +241,7 @@ class _Analysis:
 
 
 def _get_analysis(block_mask: BlockMask) -> _Analysis:
-    table = known_about(block_mask)
+    table = facts_about(block_mask)
     analysis = table.get(_analyze)
     if analysis is None:
         with torch.no_grad():
@@ -292,7 +292,7 @@ def _analyze(mask: BlockMask) -> _Analysis:
     joint = pattern(slice(0, masks))
     rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if joint.grid and batch > 1 else []
     bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
-    read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
+    read = tuple((tensor, version_key(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
     if not joint.grid or not bits_of_groups:
         bits_of_groups = [torch.zeros(1, rows, columns, dtype=torch.bool, device=device)]
     bits = torch.cat(bits_of_groups)

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from cp_styles._compat import uncompiled
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_given
+from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import CutSequence, bind_arguments, find_documents, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
-from cp_styles.subclassing import BoundToThisRun, put_before_class
+from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -40,13 +40,13 @@ def run_known_mixers(module: nn.Module) -> None:
         plain = getattr(type(module), name, None)
         how = _replacement_for(plain) or (_run_with_handlers if _calls_known_mixer(plain) else None)
         if how is not None:
-            put_before_class(module, _MixesTokens, partial(_replacement_methods, name, how))
+            insert_mixin(module, _MixesTokens, partial(_replacement_methods, name, how))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
-            put_before_class(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
+            insert_mixin(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
 
 
-class _MixesTokens(BoundToThisRun):
+class _MixesTokens(UnpicklableMixin):
     """Mixin before the class of a layer, whose forward gets other globals. See [Note: mixers by name]."""
 
 
@@ -107,7 +107,7 @@ def _run_token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -
 def _continues_prompt(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
     """Whether the call follows a prompt, with tokens and states that are equal on all ranks. A cache that the model has
     created itself is removed from ``arguments``."""
-    past = cache_given(calls.inputs)
+    past = find_cache(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
     if past is not None:
@@ -223,7 +223,7 @@ _MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_
 def _run_griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
     layer, x_BLC, position_ids = bound.args[:3]
-    if cache_given(calls.inputs) is not None:
+    if find_cache(calls.inputs) is not None:
         raise NotImplementedError(
             f"{calls.binding.name}: {calls.forward_state.path} keeps its states in itself, where no cache finds them: "
             "generate without context parallelism, with a copy of the model that has no style"

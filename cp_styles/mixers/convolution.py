@@ -12,7 +12,7 @@ from cp_styles._compat import start_all_to_all, uncompiled
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors, wait_received
-from cp_styles.collectives.peers import Peers, dim_of
+from cp_styles.collectives.peers import Peers, check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.layout import Balancer, SequenceLayout
@@ -83,7 +83,7 @@ def run_convolution(
     """:func:`context_causal_conv1d` over a CutSequence."""
 
     def describe() -> CallFacts:
-        dim_of(x, seq_dim, "seq_dim")
+        check_dim(x, seq_dim, "seq_dim")
         if not isinstance(width, int) or width < 1:
             raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
         return [x], seq_dim, {"width": width, "seq_dim": seq_dim}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.peers import CallSignature, Peers, agreed_rows, peers_of
+from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
@@ -285,7 +285,7 @@ class CutSequence:
         state.phase = GroupPhase.IDLE
 
     def _agree(self, describe: Callable[[], CallFacts]) -> Cut:
-        name, layout, peers, state = self.name, self.layout, peers_of(self.group), state_of(self.group)
+        name, layout, peers, state = self.name, self.layout, get_peers(self.group), state_of(self.group)
         fixed, where = layout if isinstance(layout, SequenceLayout) else None, (name, self.axis, self.group)
         documents: tuple[int, ...] | None = None
         rank_checks, checked_call = state.get_or_create(RankChecks), CheckedCall(where, self.checks, ())
@@ -328,7 +328,7 @@ class CutSequence:
             numbers = tuple([check.number(checked_call) for check in rank_checks]) if self.checks.agreement else (0, 0)
             return call | same, StatusRow(q_length=length, numbers=numbers)
 
-        rows = agreed_rows(peers, name, facts, self.checks.agreement)
+        rows = exchange_rows(peers, name, facts, self.checks.agreement)
         if isinstance(rows, StatusRows):
             for check, numbers in zip(rank_checks, rows.columns.numbers, strict=True):
                 check.judge(numbers, checked_call)

@@ -6,7 +6,7 @@ import torch
 
 from cp_styles._compat import uncompiled
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.peers import dim_of
+from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.device_copies import DeviceTables
@@ -60,7 +60,7 @@ def context_roll(
     sequence = CutSequence.from_call("context_roll", mesh, layout, documents, checks)
 
     def describe() -> CallFacts:
-        dim_of(x, seq_dim, "seq_dim")
+        check_dim(x, seq_dim, "seq_dim")
         if not isinstance(shifts, int):
             raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
         return [x], seq_dim, {"shifts": shifts, "seq_dim": seq_dim, "fill": fill}

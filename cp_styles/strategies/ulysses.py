@@ -116,8 +116,8 @@ class Ulysses(Strategy):
             levels.select_heads(dsink).copy_(local_dsink)
         results = []
         for way in levels.ways_back:
-            leaving = grads[: len(way.way.columns)]
-            del grads[: len(way.way.columns)]
+            leaving = grads[: len(way.op.columns)]
+            del grads[: len(way.op.columns)]
             results += levels.exchange("gradients", way, leaving)
         dq, dk, dv = results
         return dq, dk, dv, dsink
@@ -300,7 +300,7 @@ class _Levels:
     def received_heads(self, buffers: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Views of query, key and value in ``buffers``."""
         assert buffers is not None  # a backward has a residual
-        return [x for way, buffer in zip(self.ways, buffers, strict=True) for x in way.columns_in(buffer)]
+        return [x for way, buffer in zip(self.ways, buffers, strict=True) for x in way.view_columns(buffer)]
 
     def pair_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""

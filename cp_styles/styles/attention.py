@@ -54,7 +54,7 @@ from cp_styles.styles.dtensors import (
     spec_of,
 )
 from cp_styles.styles.mesh_axes import chunk_sizes
-from cp_styles.subclassing import BoundToThisRun, put_before_class
+from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.troubleshooting import see
 
 # The kinds of parameters of a wrapper's forward(*args, **kwargs).
@@ -215,7 +215,7 @@ class CoreState:
         setattr(module, _STATE, self)
         self._holds_parameters = any(True for _ in module.parameters())
         # A subclass and not an attribute, because torch.compile looks up a forward in the class.
-        put_before_class(module, _Core, _make_core_members)
+        insert_mixin(module, _Core, _make_core_members)
         # Run last before the forward and first after it, so that hooks of other styles see the caller's tensors.
         before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
         after = module.register_forward_hook(self._end, prepend=True, always_call=True)
@@ -437,7 +437,7 @@ never_compile_alone(CoreState._end, nor_what_it_calls=True)
 never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
-class _Core(BoundToThisRun):
+class _Core(UnpicklableMixin):
     """Mixin before a module's class. Its forward is :meth:`CoreState.forward`."""
 
 

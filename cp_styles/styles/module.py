@@ -29,7 +29,7 @@ from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.parallelize import matches
-from cp_styles.subclassing import BoundToThisRun, put_before_class
+from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.troubleshooting import see
 
 _STATE = "_context_parallel_calls"
@@ -179,7 +179,7 @@ class ModuleContextParallel(ContextParallelStyle):
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
             run_known_mixers(child)
             setattr(child, _STATE, state)
-            put_before_class(child, _InterceptedForward, _make_intercepted_members)
+            insert_mixin(child, _InterceptedForward, _make_intercepted_members)
         for name, grandchild in children.items():
             below = f"{path}.{name}" if path else name
             self._intercept(grandchild, replace(state, path=below, observers=()))
@@ -258,7 +258,7 @@ def binding_of(model: nn.Module) -> Binding | None:
     return next((state.calls.binding for state in states if state is not None), None)
 
 
-class _InterceptedForward(BoundToThisRun):
+class _InterceptedForward(UnpicklableMixin):
     """Mixin before a module's class. Its forward runs the attention calls on the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

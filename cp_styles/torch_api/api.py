@@ -8,7 +8,7 @@
         loss = loss_fn(model(tokens), labels)  # this rank's part of each; attention over the whole sequence
         loss.backward()
 
-torch keeps settings in globals of the process. Here they are arguments, or defaults of the *current context*
+torch keeps settings in globals of the process. Here settings are arguments, or defaults of the *current context*
 (contextvars: a thread or an asyncio task). Nothing is patched: inside the block a TorchFunctionMode intercepts the
 attention calls of this thread only. Gradients are each rank's share: sum them over the mesh (``sum_gradients``, FSDP2,
 DDP).
@@ -29,27 +29,27 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.strategies import AllGather, Ring, Strategy
-from cp_styles.torch_api.buffers import check_plain, dim_of
+from cp_styles.torch_api.buffers import check_plain, normalize_dim
 from cp_styles.torch_api.context_block import (
-    agree_on,
-    last_cut,
-    open_on,
-    pairs_of,
-    ranks_of,
+    check_on_ranks,
+    find_open_block,
+    last_layout,
+    list_ranks,
+    pair_buffers,
     rotation,
 )
 
 
-def set_rotate_method(rotate_method: str) -> RotateMethod:
+def set_rotate_method(rotate_method: str) -> contextlib.AbstractContextManager[object]:
     """Set the default strategy of the blocks that are entered afterwards: torch's function, without a global.
 
     It applies to the current context (contextvars): the thread or asyncio task that calls it, and tasks that copy its
-    context. Other threads start with "allgather". ``context_parallel(strategy=...)`` overrides it. As a ``with``
-    statement it applies until the end of the block.
+    context. New threads start with "allgather". ``context_parallel(strategy=...)`` overrides it. In a ``with``
+    statement it applies until the end of the ``with``.
 
     Args:
         rotate_method: "allgather" (the default) is ``AllGather()``: all keys at once. "alltoall" is ``Ring()``: the
-            keys of one other rank at a time.
+            keys of one rank at a time.
 
     Raises:
         NotImplementedError: for another name, as in torch. Give ``context_parallel`` a ``strategy`` object instead.
@@ -67,19 +67,10 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
             f'set_rotate_method takes "allgather" or "alltoall", got {rotate_method!r}; for other strategies, such as '
             "Ulysses(), use context_parallel(strategy=...)"
         )
-    before = rotation.get()
+    restore = contextlib.ExitStack()  # without a `with` nobody leaves it, and the method stays
+    restore.callback(rotation.set, rotation.get())
     rotation.set(strategies[rotate_method])
-    return RotateMethod(before)
-
-
-class RotateMethod(contextlib.AbstractContextManager[None]):
-    """Returned by :func:`set_rotate_method`. Leaving this context restores the previous method."""
-
-    def __init__(self, before: Strategy) -> None:
-        self._before = before
-
-    def __exit__(self, *exception: object) -> None:
-        rotation.set(self._before)
+    return restore
 
 
 def context_parallel_shard(
@@ -111,11 +102,11 @@ def context_parallel_shard(
         (part,) = context_parallel_shard(mesh, [tokens], [1], head_tail)
     """
     _, group = axis_and_group("context_parallel_shard", mesh)
-    block = open_on(group)
+    block = find_open_block(group)
     if load_balancer is None and block is None:
         raise ValueError(
-            "context_parallel_shard outside of a context_parallel block needs load_balancer=, which says how to cut: "
-            "for example contiguous (torch's default there) or head_tail. Give the attention the same: "
+            "context_parallel_shard outside of a context_parallel block needs load_balancer=, the layout: for example "
+            "contiguous (torch's default there) or head_tail. Give the attention the same layout: "
             "context_parallel(mesh, layout=...)"
         )
     cut = block.layout if load_balancer is None and block is not None else load_balancer
@@ -127,16 +118,16 @@ def context_parallel_shard(
     else:
         if isinstance(seq_dims, Mapping):
             raise ValueError("seq_dims is a mapping and buffers is not: give both in the same form")
-        pairs = pairs_of(buffers, seq_dims)
+        pairs = pair_buffers(buffers, seq_dims)
 
-    def part(buffer: Any, dim: int) -> Any:
+    def shard(buffer: Any, dim: int) -> Any:
         if isinstance(buffer, BlockMask):
             return buffer
         check_plain(buffer)
-        dim = dim_of(buffer, dim)
+        dim = normalize_dim(buffer, dim)
         return layout_made_by(cut, buffer.shape[dim], group.size()).shard(buffer, dim, group.rank())
 
-    parts = [part(buffer, dim) for buffer, dim in pairs]
+    parts = [shard(buffer, dim) for buffer, dim in pairs]
     return dict(zip(buffers, parts, strict=True)) if isinstance(buffers, Mapping) else parts
 
 
@@ -158,7 +149,7 @@ def context_parallel_unshard(
             ``head_tail``.
 
     Communication: two all-gathers of a few integers. Then, for each buffer, one all-gather (an all-to-all if parts
-    differ in length): a rank sends its part to the P - 1 others.
+    differ in length): a rank sends its part P - 1 times.
 
     Raises:
         ValueError: on every rank, if the lengths of the parts do not fit the layout; or, outside of a block and without
@@ -172,12 +163,12 @@ def context_parallel_unshard(
         assert torch.equal(whole, tokens)
     """
     axis, group = axis_and_group("context_parallel_unshard", mesh)
-    block = open_on(group)
-    ranks, default = last_cut.get()
-    default = default if ranks == ranks_of(group) else head_tail
+    block = find_open_block(group)
+    ranks, default = last_layout.get()
+    default = default if ranks == list_ranks(group) else head_tail
 
     def check() -> list[tuple[torch.Tensor, int]]:
-        pairs = pairs_of(buffers, seq_dims)
+        pairs = pair_buffers(buffers, seq_dims)
         for buffer, _ in pairs:
             check_plain(buffer)
         if load_balancer is None and block is None and default is None:
@@ -185,9 +176,9 @@ def context_parallel_unshard(
                 "context_parallel_unshard after a context_parallel block with a layout= of its own: pass the same "
                 "layout as load_balancer="
             )
-        return [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
+        return [(buffer, normalize_dim(buffer, dim)) for buffer, dim in pairs]
 
-    pairs = agree_on(
+    pairs = check_on_ranks(
         "context_parallel_unshard", axis, group, check, lambda pairs: [(dim, x.ndim, x.dtype) for x, dim in pairs]
     )
     cut = load_balancer if load_balancer is not None else block.layout if block is not None else default

@@ -1,13 +1,14 @@
 """The buffers of a context_parallel block: tensors that are replaced by this rank's part in place, and restored.
 
-[Note: cut buffers] A buffer is cut in place: the same tensor object gets other data (``tensor.data``). To restore it,
-it gets the first data back. This needs no copy. It works with views of the buffer, and for leaves that require grad.
+[Note: cut buffers] A buffer is cut in place: the same tensor object gets other data (``tensor.data``). At the end of
+the block it gets its whole data back. This needs no copy. It works with views of the buffer, and for leaves that
+require grad.
 
-A graph that is made inside the block may save the tensor object. Its backward may run when that object is whole again.
+A graph that is made inside the block may save the tensor object. Its backward may run when the object is whole again.
 So tensors saved inside a block are saved as aliases (:class:`Aliases`).
 
-The gradient of a leaf has the shape of the part, also if the backward runs after the block. While it is accumulated,
-the leaf gets the data of the part again (:meth:`CutBuffer.follow_gradient`).
+The gradient of a leaf has the shape of the part, also if the backward runs after the block. While autograd accumulates
+it, the leaf has the data of the part again (:meth:`CutBuffer.follow_gradient`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from cp_styles.troubleshooting import see
 
 
 class CutBuffer:
-    """A buffer of a block, and this rank's part of it. See [Note: cut buffers]."""
+    """A buffer of a block, and this rank's part of it. See [Note: cut buffers].
+
+    ``restored``: whether the buffer is whole again after the block.
+    """
 
     def __init__(self, buffer: torch.Tensor, dim: int, layout: SequenceLayout, restored: bool) -> None:
         self.buffer, self.dim, self.layout, self.restored = buffer, dim, layout, restored
 
     def cut(self, rank: int) -> None:
-        # Always a copy: changes of the part in place must not change the whole tensor.
+        # A copy in any case: changes of the part in place must not change the whole tensor.
         self.data = self.layout.shard(self.buffer.detach(), self.dim, rank).clone(memory_format=torch.contiguous_format)
         grad = self.buffer.grad if self.buffer.is_leaf else None
         if grad is not None and grad.shape != self.data.shape:
@@ -42,20 +46,20 @@ class CutBuffer:
                 f"this rank's part, {tuple(self.data.shape)}, cannot be added to it: set .grad to None before the block"
             )
 
-    def put(self) -> Callable[[], None]:
-        """Replace the buffer's data by the part. Call the returned function to restore it."""
-        buffer, before = self.buffer, find_cut(self.buffer)
-        with torch.inference_mode(False):  # inference tensors cannot be used for training later
+    def replace_data(self) -> Callable[[], None]:
+        """Replace the buffer's data by the part. Call the returned function to restore the data."""
+        buffer, previous_cut = self.buffer, find_cut(self.buffer)
+        with torch.inference_mode(False):  # training refuses inference tensors later
             data = buffer.data
 
         def undo() -> None:
-            if buffer.grad_fn is not None:  # changed in place inside the block; this graph is the part's
+            if buffer.grad_fn is not None:  # changed in place inside the block; the graph belongs to the part
                 with contextlib.suppress(RuntimeError):  # views cannot be detached in place; __exit__ raises for them
                     buffer.detach_()
-            set_data(buffer, data)
-            mark_cut(buffer, before)
+            _set_data(buffer, data)
+            mark_cut(buffer, previous_cut)
 
-        set_data(buffer, self.data)
+        _set_data(buffer, self.data)
         mark_cut(buffer, (self.layout, self.dim))
         return undo
 
@@ -65,7 +69,7 @@ class CutBuffer:
             return
         node, undo = get_gradient_edge(self.buffer).node, []
 
-        def find(_: Any) -> None:
+        def replace_data(_: Any) -> None:
             grad = self.buffer.grad
             if grad is not None and grad.shape != self.data.shape:
                 raise RuntimeError(
@@ -73,16 +77,13 @@ class CutBuffer:
                     f"{tuple(self.data.shape)}, of a buffer that already has a .grad of shape {tuple(grad.shape)}: "
                     "set .grad to None before the backward"
                 )
-            undo.append(self.put())
+            undo.append(self.replace_data())
 
-        def leave(*_: Any) -> None:
-            undo.pop()()
-
-        node.register_prehook(find)
-        node.register_hook(leave)
+        node.register_prehook(replace_data)
+        node.register_hook(lambda *_: undo.pop()())
 
 
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     if tensor.requires_grad:
         # The gradient accumulator of a leaf keeps the shape of the leaf. Data of another dtype makes torch drop it.
         other = torch.float64 if data.dtype == torch.float32 else torch.float32
@@ -98,15 +99,15 @@ class Aliases(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        before = saved_tensors_hooks_on_top()
+        outer = saved_tensors_hooks_on_top()
 
         def pack(tensor: torch.Tensor) -> Any:
-            alias = tensor.detach()  # an output that is held by its own graph would never be freed
-            return before[0](alias) if before is not None else (alias, alias._version)
+            alias = tensor.detach()  # an output that its own graph holds would never be freed
+            return outer[0](alias) if outer is not None else (alias, alias._version)
 
         def unpack(saved: Any) -> torch.Tensor:
-            if before is not None:
-                return before[1](saved)
+            if outer is not None:
+                return outer[1](saved)
             alias, version = saved
             if alias._version != version:
                 raise RuntimeError(
@@ -115,7 +116,7 @@ class Aliases(torch.autograd.graph.saved_tensors_hooks):
                 )
             return alias
 
-        super().__init__(uncompiled(pack), uncompiled(unpack))  # compiled code would take the version as a constant
+        super().__init__(uncompiled(pack), uncompiled(unpack))  # in a graph the version would be a constant
 
 
 def check_plain(buffer: Any) -> None:
@@ -131,8 +132,8 @@ def check_buffer(buffer: Any) -> None:
     shape = tuple(buffer.shape)
     if isinstance(buffer, nn.Parameter):
         raise TypeError(
-            f"a buffer of shape {shape} is an nn.Parameter, which optimizers and others hold: leave it out, and index "
-            "this rank's rows of it in the model by position ids that are a buffer"
+            f"a buffer of shape {shape} is an nn.Parameter, which an optimizer holds: leave it out, and index this "
+            "rank's rows of it in the model by position ids that are a buffer"
         )
     if buffer.grad_fn is not None:
         raise ValueError(
@@ -142,7 +143,7 @@ def check_buffer(buffer: Any) -> None:
         )
 
 
-def dim_of(buffer: torch.Tensor, dim: int) -> int:
+def normalize_dim(buffer: torch.Tensor, dim: int) -> int:
     if not -buffer.ndim <= dim < buffer.ndim:
         raise ValueError(f"a buffer of shape {tuple(buffer.shape)} has no sequence dim {dim}")
     return dim % buffer.ndim

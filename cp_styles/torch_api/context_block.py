@@ -1,7 +1,7 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
 A checkpoint that runs a function again, possibly after the block, enters the block again: see [Note: reruns] in
-function_mode.py. Here a call that gets a cut buffer has this effect, as well as attention.
+function_mode.py. In a block this also holds for functions without attention that use a cut buffer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import is_model, names_of_inputs
+from cp_styles.introspect import input_names, is_model
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
-from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
+from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, normalize_dim
 from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
@@ -52,13 +52,13 @@ _uncompiled = partial(
 class context_parallel(contextlib.ContextDecorator):
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
-    The first four arguments are the arguments of torch's ``context_parallel``, with the same effect on the buffers.
-    More is supported than by torch:
+    The first four arguments are the arguments of torch's ``context_parallel``, with the same effect on the buffers. In
+    addition to torch's block it supports:
 
     - any length and number of ranks; parts may then differ by one token;
     - buffers of one dim, buffers that require grad (``.grad`` is the gradient of the part), views, no buffers;
     - causal and full attention, any float dtype;
-    - nested blocks, of which the innermost counts, and exceptions;
+    - nested blocks (attention runs in the innermost one), and exceptions;
     - a backward inside the block, after it, or while other blocks are open.
 
     Args:
@@ -76,14 +76,14 @@ class context_parallel(contextlib.ContextDecorator):
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
         checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
-        verified: a step of the models inside is compared with one device elsewhere, in a test for example. Without it,
-            and without :func:`~cp_styles.verify.verify`, a model that trains in a block warns
+        verified: whether a step of the models inside is compared with one device elsewhere, in a test for example.
+            Without it, and without :func:`~cp_styles.verify.verify`, training a model in a block warns
             (``UnverifiedModelWarning``).
 
     It may be entered again after it has ended.
 
-    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.Checks` says.
-    Cutting and restoring send nothing.
+    Communication: at entry, if there are buffers, one agreement of the ranks (:class:`~cp_styles.Checks`). Cutting and
+    restoring send nothing.
 
     Raises:
         ValueError: at entry, on every rank, for a composed mesh; for numbers of dims and of buffers that differ; for
@@ -124,7 +124,7 @@ class context_parallel(contextlib.ContextDecorator):
         self._no_restore = [] if no_restore_buffers is None else list(no_restore_buffers)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._checks = checks
-        self._default = head_tail
+        self._balancer = head_tail
         self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
     @_uncompiled
@@ -132,12 +132,15 @@ class context_parallel(contextlib.ContextDecorator):
         state = state_of(self._group)
         with torch.no_grad():
             if isinstance(self._buffers, Sequence) and not self._buffers:
-                entry = self._entry_alone(state)  # nothing is cut: what else may differ is compared at each attention
+                # Nothing is cut, and each attention compares the remaining arguments.
+                entry = self._make_entry_alone(state)
             else:
-                entry = agree_on("context_parallel", self._axis, self._group, self._entry, self._facts)
+                entry = check_on_ranks(
+                    "context_parallel", self._axis, self._group, self._make_entry, self._describe_buffers
+                )
         with contextlib.ExitStack() as stack:
-            stack.callback(last_cut.set, (ranks_of(self._group), self._default if self._layout is None else None))
-            stack.enter_context(entry.inside())
+            stack.callback(last_layout.set, (list_ranks(self._group), self._balancer if self._layout is None else None))
+            stack.enter_context(entry.enter())
             state.phase = GroupPhase.IDLE
             entry.open_in(_open)
             stack.callback(entry.end)
@@ -149,7 +152,7 @@ class context_parallel(contextlib.ContextDecorator):
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
         if isinstance(exception[1], Exception) and state_of(self._group).phase is not GroupPhase.BACKWARD:
-            report_failure(entry.name, self._group)  # others may be at a call that this rank does not come to
+            report_failure(entry.name, self._group)  # the remaining ranks may wait in a call that this rank skips
         parts = entry.parts.values()
         computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
@@ -161,47 +164,47 @@ class context_parallel(contextlib.ContextDecorator):
 
     @property
     def layout(self) -> SequenceLayout | Balancer:
-        """The layout while the block is entered. Without buffers: the function that cuts any length."""
-        return self._now.layout
+        """The layout while the block is entered. Without buffers: the balancer, which cuts any length."""
+        return self._current_entry.layout
 
     @property
     def strategy(self) -> Strategy:
         """The strategy while the block is entered."""
-        return self._now.strategy
+        return self._current_entry.strategy
 
     @property
-    def _now(self) -> _BlockEntry:
+    def _current_entry(self) -> _BlockEntry:
         if not self._entered:
             raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
 
-    def _entry_alone(self, state: GroupState) -> _BlockEntry:
+    def _make_entry_alone(self, state: GroupState) -> _BlockEntry:
         state.phase = GroupPhase.IDLE
         try:
             with without_dispatch_modes():
-                return self._entry()
-        except Exception:  # of any kind: the remaining ranks, which may attend already, must raise too
+                return self._make_entry()
+        except Exception:  # any type: the remaining ranks, which may attend already, must raise too
             report_failure("context_parallel", self._group)
             raise
 
-    def _entry(self) -> _BlockEntry:
+    def _make_entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
-        cut_buffers, pairs = pairs_of(self._buffers, self._seq_dims), []
+        cut_buffers, pairs = pair_buffers(self._buffers, self._seq_dims), []
         for buffer in self._no_restore:
             if all(buffer is not other for other, _ in cut_buffers):
                 raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
         for buffer, dim in cut_buffers:
             check_buffer(buffer)
-            pairs.append((buffer, dim_of(buffer, dim)))
+            pairs.append((buffer, normalize_dim(buffer, dim)))
             self._refuse_part(*pairs[-1])
         layout = self._layout
         if layout is None:
-            self._default = head_tail if torch_balances_load() else contiguous
+            self._balancer = head_tail if torch_balances_load() else contiguous
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
         name, how = f"context_parallel (over mesh axis {self._axis!r})", (strategy, layout, self._mask or Full())
         binding = binding_of_call(name, self._mesh, *how, self._kernel, checks=self._checks)
-        named = None if self._layout is None and not pairs else layout
+        fixed_layout = None if self._layout is None and not pairs else layout
         parts: dict[int, CutBuffer] = {}
         for buffer, dim in pairs:
             restored = all(buffer is not other for other in self._no_restore)
@@ -210,12 +213,12 @@ class context_parallel(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        return _BlockEntry(binding, named, parts, innermost(_open.get()), verified=self._verified)
+        return _BlockEntry(binding, fixed_layout, parts, innermost(_open.get()), verified=self._verified)
 
-    def _facts(self, entry: _BlockEntry) -> list[Any]:
-        pairs = pairs_of(self._buffers, self._seq_dims)
-        facts: list[Any] = [(dim_of(buffer, dim), tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
-        return facts if self._layout is not None else [*facts, self._default.__name__]
+    def _describe_buffers(self, entry: _BlockEntry) -> list[Any]:
+        pairs = pair_buffers(self._buffers, self._seq_dims)
+        facts: list[Any] = [(normalize_dim(buffer, dim), tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
+        return facts if self._layout is not None else [*facts, self._balancer.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
         cut, rank = find_cut(buffer), self._group.rank()
@@ -237,16 +240,16 @@ class context_parallel(contextlib.ContextDecorator):
                 "that cuts each of them: layout=head_tail"
                 f"{see('Buffers of different lengths')}"
             )
-        return layout_made_by(self._default, lengths[0], self._group.size()) if lengths else self._default
+        return layout_made_by(self._balancer, lengths[0], self._group.size()) if lengths else self._balancer
 
 
 class _BlockEntry(Opening):
-    """One entry of a block, with everything that is needed to enter it again."""
+    """One entry of a block, with all that a recomputation needs to enter it again."""
 
     def __init__(
         self,
         binding: Binding,
-        named: SequenceLayout | Balancer | None,
+        fixed_layout: SequenceLayout | Balancer | None,
         parts: dict[int, CutBuffer],
         outer: _BlockEntry | None,
         *,
@@ -256,22 +259,23 @@ class _BlockEntry(Opening):
         self.check_inputs = binding.checks.inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
-        self.scoped = ScopedBinding(binding, named)
+        self.scoped = ScopedBinding(binding, fixed_layout)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
         self.observers = binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
-    def inside(self, *, again: bool = False) -> Iterator[None]:
-        """``again``: in a recomputation, after which all buffers are restored to their present data."""
+    def enter(self, *, again: bool = False) -> Iterator[None]:
+        """Cut the buffers, and intercept attention calls. ``again``: in a recomputation, after which all buffers get
+        back the data that they have now."""
         with contextlib.ExitStack() as stack:
-            put_back = False
+            restores = False
             for part in self.parts.values():
-                undo = part.put()
+                undo = part.replace_data()
                 if again or part.restored:
-                    put_back = True
+                    restores = True
                     stack.callback(undo)
                     stack.callback(part.follow_gradient)
-            if put_back:
+            if restores:
                 stack.enter_context(Aliases())
             # The binding may belong to an earlier entry, or to a block around this one.
             forward_state = vars(self.scoped.unscoped.forward_state)
@@ -291,7 +295,7 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
-        self._checked: set[nn.Module] = set()  # models in it
+        self._checked: set[nn.Module] = set()  # models whose arguments were checked in this entry
         self._trained: set[Proof] = set()
 
     def __exit__(self, *exception: Any) -> None:
@@ -322,6 +326,7 @@ class _BlockCalls(AttentionCalls):
         if not self._entry.verified and torch.is_grad_enabled():
             proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
             for proof in proofs[-1:]:
+                # A loss or a backward ends the training state of a model, and its next forward begins it again.
                 if proof not in self._trained or proof not in self.unscoped.group_state.training:
                     self._trained.add(proof)
                     proof.forward_begins(self.unscoped.group_state)
@@ -331,22 +336,23 @@ class _BlockCalls(AttentionCalls):
         for module, args, kwargs in running:
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
-                known = self._entry.observers
-                observers = known[module] if module in known else known.setdefault(module, observers_of(module))
-                for observer in observers:
+                table = self._entry.observers
+                for observer in table[module] if module in table else table.setdefault(module, observers_of(module)):
                     observer.forward_begins(self, module, args, kwargs)
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The inputs of the outermost model that runs: a block has no hook on it."""
+        """The inputs of the outermost model that runs."""
+        # From the frame of its call, because a block has no hook on a model.
         if self.forward_state.inputs:
             return self.forward_state.inputs
         models = [call for call in running_modules() if is_model(call[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
-        return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        return {} if module is None else dict(zip(input_names(module), args, strict=False)) | kwargs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
+        # The order matters: a graph gets guards on all attributes that its trace reads.
+        if not torch.compiler.is_dynamo_compiling():
             if not self.encloses_call():
                 return func(*args, **(kwargs or {}))
             if not self._entry.parts.keys().isdisjoint(map(id, args)):
@@ -363,18 +369,18 @@ class _BlockCalls(AttentionCalls):
         return entry is not None
 
     def enter_again(self) -> contextlib.AbstractContextManager[Any]:
-        return self._entry.inside(again=True)
+        return self._entry.enter(again=True)
 
 
-# Compiled alone, it would be guarded by the identity of each function that it gets.
+# Compiled alone, it would have a guard on the identity of each function that it gets.
 never_compile_alone(_BlockCalls.__torch_function__)
 
 
-def agree_on(
+def check_on_ranks(
     name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
 ) -> Any:
-    """The result of ``check``. Raises on every rank if ``check`` fails on one, or if the ranks' ``facts`` differ."""
-    results = []
+    """Return the result of ``check``. Raises on every rank if it fails on one, or if the ranks' ``facts`` differ."""
+    results = []  # describe() returns the values to compare, so it leaves the result here
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
         results.append(check())
@@ -384,7 +390,7 @@ def agree_on(
     return results[0]
 
 
-def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:
+def pair_buffers(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:
     if isinstance(buffers, torch.Tensor):
         raise TypeError("buffers must be a list of tensors, got one tensor: put it into a list")
     if len(buffers) != len(seq_dims):
@@ -392,19 +398,19 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     return list(zip(buffers, seq_dims, strict=True))
 
 
-def open_on(group: dist.ProcessGroup) -> _BlockEntry | None:
-    """The innermost open block over these ranks in this context."""
-    return innermost([entry for entry in _open.get() if ranks_of(entry.group) == ranks_of(group)])
+def find_open_block(group: dist.ProcessGroup) -> _BlockEntry | None:
+    """The innermost open block over the ranks of ``group`` in this context."""
+    return innermost([entry for entry in _open.get() if list_ranks(entry.group) == list_ranks(group)])
 
 
-def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+def list_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
 # The blocks that are open in this context, in the order in which they were opened.
 _open: ContextVar[tuple[_BlockEntry, ...]] = ContextVar("context_parallel_blocks", default=())
-# The ranks of the last block that ended, and how it cut; None if that was a layout of its own.
-last_cut: ContextVar[tuple[tuple[int, ...], Balancer | None]] = ContextVar(
+# The ranks of the last block that ended, and its balancer; None if it had a layout= argument.
+last_layout: ContextVar[tuple[tuple[int, ...], Balancer | None]] = ContextVar(
     "context_parallel_last_cut", default=((), head_tail)
 )

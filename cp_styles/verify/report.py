@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from cp_styles.explain.text import table
+from cp_styles.explain.text import format_table
 from cp_styles.troubleshooting import see
 
 _ROWS = 24
@@ -101,7 +101,7 @@ class Report:
             mark = " <- first wrong" if wrong and at == wrong[0] else ""
             error = "-" if errors.forward is None else f"{errors.forward:.1e}"
             rows.append([(errors.name or "(model)")[-50:], errors.kind[:24] + mark, error])
-        yield from table(rows)
+        yield from format_table(rows)
         if len(shown) < len(self.modules):
             yield f"  and {len(self.modules) - len(shown)} more"
 

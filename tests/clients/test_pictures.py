@@ -236,7 +236,7 @@ def test_what_is_refused():
             as_a_whole,
             r"makes tokens of pixel_values inside.*language model.*cut_inputs_of\(model.model.language_model\)",
         ),
-        (with_others, "is given inputs_embeds= and no position_ids"),
+        (with_others, "was given inputs_embeds= without position_ids"),
     ):
         with pytest.raises(RankError, match=words) as found:
             run_ranks(lambda rank, run=run: run(rank, copy.deepcopy(model)), 2)

@@ -79,7 +79,7 @@ def test_nothing_of_a_caller_is_kept():
         assert tensor() is None
         tables = [_cached_layout, _make_pieces, get_chunks, _make_plan]
         assert all(isinstance(each, Remembered) and each.cache_info().currsize for each in tables)
-        found = [x for each in tables for x in inside(each._kept, {}) if isinstance(x, torch.Tensor)]
+        found = [x for each in tables for x in inside(each._cached, {}) if isinstance(x, torch.Tensor)]
         assert {(x.dtype, x.device.type) for x in found} == {(torch.int64, "cpu")}
 
 

@@ -17,7 +17,7 @@ from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, conti
 from cp_styles import __main__ as command
 from cp_styles.explain import CPU, H100, Hardware, explain, report
 from cp_styles.explain import command as module
-from cp_styles.explain.candidates import ranked
+from cp_styles.explain.candidates import rank_candidates
 from cp_styles.explain.command import main
 from cp_styles.explain.dry_run import dry_run
 from cp_styles.explain.events import Shapes
@@ -188,7 +188,7 @@ def test_the_strategy_that_a_loop_chooses_is_exact():
         # The command has the same order.
         machine = {"length": 512, "ranks": 4, "mask": Causal(), "hardware": hardware}
         shapes = Shapes(4, 4, 16, 16, torch.float32, torch.device("cpu"))
-        first, *_ = ranked(candidates, {"head_tail": head_tail}, shapes=shapes, **machine)
+        first, *_ = rank_candidates(candidates, {"head_tail": head_tail}, shapes=shapes, **machine)
         assert first.strategy.on(4) == best
     assert chosen[0] != chosen[1]
 

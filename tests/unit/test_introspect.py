@@ -1,4 +1,4 @@
-"""Differences between callables that ranks find by :func:`code_of`: code, and numbers in closures and partials."""
+"""Differences between callables that ranks find by ``describe_code``: code, and numbers in closures and partials."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from cp_styles.introspect import code_of
+from cp_styles.introspect import describe_code
 
 
 class Slopes:
@@ -51,18 +51,18 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_what_a_function_has_is_in_its_text(name: str):
     make = READ[name]
-    assert code_of(make(1.0)) == code_of(make(1.0))
-    assert code_of(make(1.0)) != code_of(make(2.0))
+    assert describe_code(make(1.0)) == describe_code(make(1.0))
+    assert describe_code(make(1.0)) != describe_code(make(2.0))
 
 
 def test_attributes_of_objects_are_not():
     """verify tells ranks whose objects differ: see test_verify.py."""
-    assert code_of(Slopes(1.0).method) == code_of(Slopes(2.0).method)
-    assert code_of(Slopes(1.0)) == code_of(Slopes(2.0)) != code_of(times)
+    assert describe_code(Slopes(1.0).method) == describe_code(Slopes(2.0).method)
+    assert describe_code(Slopes(1.0)) == describe_code(Slopes(2.0)) != describe_code(times)
 
 
 def test_a_function_that_knows_itself():
     def score_mod(score, b, h, q, k):
         return score_mod(score, b, h, q, k)
 
-    assert "..." in code_of(score_mod)
+    assert "..." in describe_code(score_mod)

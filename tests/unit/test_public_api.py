@@ -214,7 +214,7 @@ def test_old_names_are_gone_and_the_page_has_them():
     assert {"KVCache", "context_parallel", "JointLayout", "HeadTailLoadBalancer"} <= set(old)
     for name in old:
         assert not hasattr(cp_styles, name)
-        with pytest.raises(AttributeError, match=f"cp_styles has no '{name}'. The page Migration says"):
+        with pytest.raises(AttributeError, match=f"cp_styles has no '{name}'. The page Migration lists"):
             getattr(cp_styles, name)
     names: dict[str, Any] = {}
     exec("from cp_styles import *", names)

@@ -54,7 +54,7 @@ class Stepped:
     ("walk", "make", "enter"),
     [
         (lambda: [*group_state.states()], a_group, group_state.state_of),
-        (gradient_watch._optimizers_here, Stepped, lambda x: gradient_watch._note_step(x, (), {})),
+        (gradient_watch._find_optimizers, Stepped, lambda x: gradient_watch._note_step(x, (), {})),
     ],
     ids=["groups", "optimizers"],
 )

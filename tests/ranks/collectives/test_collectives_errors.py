@@ -20,7 +20,7 @@ from cp_styles.collectives import (
     seq_to_heads,
     split,
 )
-from cp_styles.collectives.peers import compare_calls, dim_of, peers_of
+from cp_styles.collectives.peers import check_dim, compare_calls, get_peers
 from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -60,7 +60,7 @@ WRONG = {
     "the layout is for 2 ranks, the group has 3: build it for 3": lambda g: split(X, 1, g, layout=head_tail(6, 2)),
     "cuts 7 positions, but dim 2 .* has 6: build": lambda g: heads_to_seq(Q, g, layout=head_tail(7, 3)),
     "gives rank 1 8 positions, but dim 2 .* has 6": lambda g: seq_to_heads(Q, g, layout=Padded(24)),
-    "str does not say how a dim is cut: pass a SequenceLayout": lambda g: summed(X, 0, g, layout="even"),
+    "str is not a layout: pass a SequenceLayout": lambda g: summed(X, 0, g, layout="even"),
     "grad_scale must be GradScale.NONE, .*got 'up'": lambda g: split(X, 0, g, grad_scale="up"),
     "4 query heads cannot share 3 key/value heads": lambda g: seq_to_heads((Q, Q[:, :3]), g),
     "one message needs one dtype and the same sizes": lambda g: seq_to_heads((Q, Q.double()), g),
@@ -111,7 +111,7 @@ def test_long_facts_are_compared_by_a_digest():
 
     def main(rank):
         compare_calls(
-            peers_of(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
+            get_peers(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
         )
 
     with pytest.raises(RankError, match=r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc"):
@@ -148,4 +148,4 @@ def test_dtensors_are_refused_with_the_way_out():
 
 def test_scalars_have_no_dims():
     with pytest.raises(ValueError, match=r"dim=0 is not a dim of a tensor of shape \(\)"):
-        dim_of(randn((), 0), 0, "dim")
+        check_dim(randn((), 0), 0, "dim")

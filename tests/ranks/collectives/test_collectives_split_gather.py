@@ -19,7 +19,7 @@ from cp_styles.collectives import (
     reduce_scatter,
     split,
 )
-from cp_styles.collectives.rows import Rows, rows_of
+from cp_styles.collectives.rows import Rows, make_rows
 from cp_styles.layout import SequenceLayout, even_sizes, head_tail, per_document_head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error
@@ -72,7 +72,7 @@ def expected_part(whole: torch.Tensor, dim: int, layout, ranks: int, rank: int) 
 def rows(layout, ranks: int) -> Rows:
     from cp_styles.collectives.peers import Peers
 
-    return rows_of(layout, Peers("", 0, ranks)) or rows_of(even_sizes(LENGTH, ranks), Peers("", 0, ranks))
+    return make_rows(layout, Peers("", 0, ranks)) or make_rows(even_sizes(LENGTH, ranks), Peers("", 0, ranks))
 
 
 @settings(max_examples=15, deadline=None)

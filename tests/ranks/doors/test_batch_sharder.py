@@ -204,7 +204,7 @@ def test_batches_that_are_accumulated_over_two_axes():
         count = sum(part.token_count() for part in parts)
         for part in parts:
             part.loss(mine(part.tokens, part.positions), token_count=count).backward()
-        with pytest.raises(ValueError, match="averaged_over=4 says that DDP or FSDP2 reduces"):
+        with pytest.raises(ValueError, match="averaged_over=4 means that DDP or FSDP2 reduces"):
             sharder.sum_gradients(mine)
         found = gradients(mine)
         dist.all_reduce(found, group=both.get_group())
@@ -275,7 +275,7 @@ def test_batches_that_cannot_be_cut():
         [good, {"pixel_values": TOKENS}],
     )
     refused(r"labels of shape \(2,\) are not one for each of 13 tokens", [good | {"labels": TOKENS[:, 0]}] * 2)
-    refused(r"which dim of \['weights'\] is the sequence", [good | {"weights": TOKENS}] * 2)
+    refused(r"the sequence dim of \['weights'\] is not known", [good | {"weights": TOKENS}] * 2)
     parts = cut(good | {"weights": TOKENS}, seq_dims={"weights": 1})
     assert torch.equal(whole(parts, "weights"), TOKENS)
 

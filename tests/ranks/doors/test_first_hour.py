@@ -536,7 +536,7 @@ def test_lengths_that_torchs_sequence_parallelism_does_not_divide(length: int):
         return
     found = run_ranks(on, 4, return_errors=True)
     assert all(isinstance(each, ValueError) for each in found)
-    assert "with SequenceParallel of torch) is given a part of 11 tokens, which 2 tensor-parallel ranks" in str(found)
+    assert "with SequenceParallel of torch) gets a part of 11 tokens, which 2 tensor-parallel ranks" in str(found)
     assert run_ranks(partial(on, pad_to_multiple_of=8), 4) == pytest.approx([one] * 4, rel=EXACT)
 
 

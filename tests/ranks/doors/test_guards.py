@@ -564,7 +564,7 @@ def test_a_mask_of_this_ranks_keys():
 
 def test_a_cache_with_tokens_in_it():
     cache = SimpleNamespace(get_seq_length=lambda: 5)
-    assert "go on after 5 tokens of a cache" in errors_of(call(past_key_values=cache))
+    assert "with a cache of 5 tokens" in errors_of(call(past_key_values=cache))
     run_ranks(call(past_key_values=SimpleNamespace(get_seq_length=lambda: 0)), RANKS)
 
 

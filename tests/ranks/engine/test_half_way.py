@@ -544,8 +544,8 @@ def collective(which: str, way: str, group: Any) -> Acts:
 # Where in a function rank 1 fails.
 WITH_MESSAGES: dict[str, tuple[str, Callable[[Any], Acts]]] = {
     "sum_gradients": ("cp_styles.batch._sum_bucket", twice(summed)),
-    "context_decode": ("cp_styles.decoding._visible", twice(decoded)),
-    "context_decode, its part": ("cp_styles.decoding._part", twice(decoded)),
+    "context_decode": ("cp_styles.decoding._find_visible_keys", twice(decoded)),
+    "context_decode, its part": ("cp_styles.decoding._compute_part", twice(decoded)),
     "whole tokens": ("cp_styles.joint_layout.JointLayout.whole", twice(lambda _: OF_KEYS["whole tokens"]())),
     **{f"{which}, {way}": ("cp_styles.collectives.exchange.Blocks.pack", partial(collective, which, way))
        for which in ("all_to_all", "all_to_all, async") for way in ("forward", "backward")},

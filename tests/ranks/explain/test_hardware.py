@@ -12,7 +12,7 @@ from cp_styles import Causal, Full, Ring, Ulysses, contiguous, head_tail, imbala
 from cp_styles.explain import CPU, H100, explain
 from cp_styles.explain.events import KernelCall, MemoryOp, Phase, Transfer, WaitEvent
 from cp_styles.explain.hardware import Seconds, seconds_of
-from cp_styles.explain.text import nbytes
+from cp_styles.explain.text import format_bytes
 from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_FLASH
 
 # Kernels of a second, and links that carry a number of bytes in as many seconds and have a latency of half a second.
@@ -128,7 +128,7 @@ def test_bytes_between_nodes(nodes: int, far: int | None, monkeypatch):
     run = found.runs[0]
     sent = sum((run.forward.sent + run.backward.sent).values())
     rows = [line.split() for line in str(found).split("bytes to and from")[1].splitlines() if line.startswith("  0 ")]
-    assert far is None or rows[0][-2:] == nbytes(sent * far / 3).split()
+    assert far is None or rows[0][-2:] == format_bytes(sent * far / 3).split()
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
