@@ -822,18 +822,27 @@ def train_on_parts(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: 
     return loss
 
 
-def test_verify_in_place():
-    """A model of transformers with windows is exact, in place."""
+def old_step(model: Any, batch: Any, mesh: Any) -> torch.Tensor:
+    """Before the style: the model is given the whole batch without positions, and makes the loss."""
+    with StayDouble():
+        loss = model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("plain", [None, old_step])
+def test_verify_in_place(plain: Any):
+    """A model of transformers with windows is exact, in place, also against the step without a cut."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)).eval()
     model.set_attn_implementation(NAME)
 
     def on(rank: int) -> Any:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         parallelize_module(mine, mesh, ModuleContextParallel())
-        return verify(mine, mesh, {"tokens": tokens_of()}, train_on_parts, tolerance=EXACT)
+        return verify(mine, mesh, {"tokens": tokens_of()}, train_on_parts, plain=plain, tolerance=EXACT)
 
     report = run_ranks(on, 2)[0]
-    assert all(each.forward is not None for each in report.modules)
+    assert plain is not None or all(each.forward is not None for each in report.modules)
 
 
 def windowed(model_type: str, window: int | None, **changes: Any) -> Any:
