@@ -319,6 +319,7 @@ class BatchSharder:
         Warns:
             MeanOfMeansWarning: once, if the attention of models that were not verified has run since the last call, but
                 no global loss was made.
+            UserWarning: once, if nothing of this package has run over the ranks.
         """
         if self.averaged_over not in (None, 1):
             raise ValueError(
@@ -331,22 +332,35 @@ class BatchSharder:
         before, self._losses = self._losses, losses
         unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
         state.trained.clear()
-        if unproved and losses == before and not self._warned:
-            self._warned = True
-            start_status(self._warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
-
-    def _warn(self) -> StatusRow:
-        # In a meeting of the ranks: a user may turn warnings into errors, and then all ranks must raise.
-        if self._group.rank() == 0:
-            warnings.warn(
+        if self._warned or state.proofs is not None or self._group.size() == 1:
+            return
+        if not state.operations.forwards and not state.operations.collectives:
+            self._warn(
+                f"{self._name}.sum_gradients: batches were cut over mesh axis {self.mesh_axis!r}, and no attention, "
+                "mixer or collective of this package ran over its ranks: attention was local to each rank. Apply a "
+                "style: parallelize_module(model, mesh, ModuleContextParallel()); verify(model, mesh, batch, step) "
+                "shows whether it covers the model",
+                UserWarning,
+            )
+        elif unproved and losses == before:
+            self._warn(
                 f"{self._name}.sum_gradients: no batch.loss and no global_loss was made since the last call. If the "
                 "loss is a mean over the tokens of each rank, as of a model that is given labels, the gradients are "
                 f"{self._group.size()} times too large: take batch.loss(logits). If the loss is divided by the tokens "
                 f"of all ranks, verify(model, mesh, batch, step) proves it{see('A mean of means')}",
                 MeanOfMeansWarning,
-                stacklevel=2,
             )
-        return StatusRow()
+
+    def _warn(self, text: str, category: type[Warning]) -> None:
+        self._warned = True
+
+        # In a meeting of the ranks: a user may turn warnings into errors, and then all ranks must raise.
+        def warn() -> StatusRow:
+            if self._group.rank() == 0:
+                warnings.warn(text, category, stacklevel=2)
+            return StatusRow()
+
+        start_status(warn, Meeting.WARNING, self._name, self.mesh_axis, self._group)()
 
     def _complete_batch(self, tokens_or_batch: torch.Tensor | Batch) -> dict[str, Any]:
         """Return the whole batch after checks, with all entries that models need, padded."""

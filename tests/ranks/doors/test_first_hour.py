@@ -471,6 +471,24 @@ def test_a_loop_that_ends_early_ends_on_all_ranks(value: str):
     assert first == second > 1
 
 
+@pytest.mark.parametrize("styled", [False, True])
+def test_a_style_that_is_forgotten_is_told_once(styled: bool, recwarn):
+    def on(_rank: int) -> None:
+        mesh, model = cp_mesh(2), GPT()
+        forward = by_module(model, mesh) if styled else model
+        sharder = BatchSharder(mesh)
+        for _ in range(2):
+            batch = sharder({"input_ids": INPUTS, "shift_labels": TARGETS})
+            batch.loss(forward(batch.tokens, pos=batch.positions)).backward()
+            sharder.sum_gradients(model)
+            model.zero_grad()
+
+    run_ranks(on, 2)
+    texts = [str(each.message) for each in recwarn if "ran over its ranks" in str(each.message)]
+    assert len(texts) == (0 if styled else 1), texts
+    assert styled or "parallelize_module(model, mesh, ModuleContextParallel())" in texts[0]
+
+
 class TestMoreProcessesThanTheMesh:
     @pytest.mark.parametrize(
         "call",
