@@ -662,7 +662,7 @@ NAMED_AS = {
     "checkpoint": "backward|strategy|requires_grad",
     "mask": "mask|layout|strategy",
     "backward": "backward|requires_grad",
-    "kind": "call|dim|shape|fill",
+    "kind": "call|dim|shape|fill|state",
     "width": "width|shifts",
     "score": "kernel",
     "states": "state|requires_grad",

@@ -265,7 +265,8 @@ class _Verification:
         if not texts and not all(_is_near(loss, losses[0], tolerance) for loss in losses):
             texts = [
                 f"the step with one rank has another loss on each rank ({', '.join(map(_format_loss, losses))}): "
-                "the sample differs between ranks. The step must not choose it by the rank of the process"
+                "the sample differs between ranks. The step must not choose it, or the seed of random numbers, by the "
+                "rank of the process"
             ]
         self._refuse(texts)
         return errors
