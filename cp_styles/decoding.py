@@ -270,7 +270,7 @@ def find_cache(inputs: Mapping[str, Any]) -> Any:
 def find_layer_caches(inputs: Mapping[str, Any]) -> LayerCaches | None:
     """The cache of this package among the inputs of a model, or None. For a decoder, the cache of its own tokens."""
     cache = find_cache(inputs)
-    cache = getattr(cache, "self_attention_cache", cache)  # the other half has the keys of an encoder
+    cache = getattr(cache, "self_attention_cache", cache)  # its second half has the keys of an encoder
     return cache if isinstance(cache, LayerCaches) else None
 
 

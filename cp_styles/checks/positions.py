@@ -106,7 +106,7 @@ class PositionCheck(ForwardObserver):
                 f"{who} counts tokens from position {padding + 1}, because {padding} is the position of padding, but "
                 f"{POSITIONS} have a token at {padding} or below. Pass {POSITIONS}={_POSITIONS_OF_TOKENS}; or apply "
                 "the style with checks=Checks(inputs=False) if the model was trained with positions from 0"
-                f"{see('Positions after that of padding')}"
+                f"{see('Positions after the position of padding')}"
             )
 
 
@@ -130,7 +130,7 @@ def _refuse_local_positions(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
             f"sequence begins at {first + begin}: {remedy}. "
             "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If the "
-            "tokens are whole on all ranks, as a text with a cut image, apply the style to the other attentions alone"
+            "tokens are whole on all ranks, as a text with a cut image, apply the style to the remaining attentions alone"
             f"{see('Positions that count from 0')}"
         )
 

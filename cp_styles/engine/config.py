@@ -115,7 +115,7 @@ _make_config = constant_under_compile(AttentionConfig)
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Take ``value`` apart for :func:`rebuild`. The tensors of ``Dense`` masks are appended to ``tensors``.
+    """Divide ``value`` into parts for :func:`rebuild`. The tensors of ``Dense`` masks are appended to ``tensors``.
 
     Raises:
         TypeError: for objects that another process could not find by name, or not rebuild from their fields.
