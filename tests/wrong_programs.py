@@ -1153,6 +1153,12 @@ CAUSES = (
             model=lambda: Model(lambda m, x: x + m.places(torch.arange(x.shape[1])), places=nn.Embedding(WORDS, D)),
         ),
         wrong("a table sliced by the length", lambda m, x: x + m.table[: x.shape[1]]),
+        wrong(
+            "a table sliced by the length of a part that the model cuts",
+            lambda m, x: (part := m.view.cut(m.linear(x))) + m.table[: part.shape[1]],
+            cut=lambda view: view.x,
+            no_block="the model cuts",
+        ),
         wrong("divided by the length", lambda m, x: x * 10 / x.shape[1]),
         added_layer("a convolution", lambda: AlongTokens(nn.Conv1d(D, D, 3, padding=1))),
         added_layer("a recurrence", Recurrent),

@@ -130,7 +130,7 @@ def _refuse_local_positions(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
             f"sequence begins at {first + begin}: {remedy}. "
             "If these are documents that each begin at 0, open a SequenceScope(layout, mask=Documents(...)). If the "
-            "tokens are whole on all ranks, as a text with a cut image, apply the style to the remaining attentions alone"
+            "tokens are whole on all ranks, as a text with a cut image, leave the style off their attention"
             f"{see('Positions that count from 0')}"
         )
 

@@ -136,7 +136,19 @@ class _WrongCall:
             return text
         wrong = self._wrong_positions()
         positions = _list_positions(self._gather(set() if wrong is None else wrong[0]))
-        return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
+        where = f"{self._where} is wrong at {positions}, and its inputs are right"
+        # Where a token has the same number in the part as in the sequence, a count from 0 is right.
+        if all(self._gather(wrong is not None and wrong[0] == self._moved_positions(wrong[1]))):
+            return (
+                f"{where}. A count from 0 on each rank, or a table cut from its first row, is wrong at exactly these: "
+                "give the model positions, layout.positions(rank)"
+            )
+        return f"{where}. The cause is not known"
+
+    def _moved_positions(self, layout: SequenceLayout) -> set[int]:
+        """This rank's positions that differ from their numbers in its part."""
+        positions = layout.positions(self._shards.rank, "cpu").tolist()
+        return {position for number, position in enumerate(positions) if number != position}
 
     def _cause_if_local_only(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
         """The cause if each rank's result is the result for its shard alone, as if that were the sequence.

@@ -24,6 +24,9 @@ CAUSES = {
     f"{ON_CORE}: positions from 0": r"argument 'position_ids' of the model \(Position\): counts from 0",
     f"{ON_CORE}: arange in the model": r"the model \(Model\): what it gives to places, 'input', counts from 0",
     f"{ON_CORE}: a table sliced by the length": "what it gives to attention .* is the result for the first positions",
+    f"{ON_CORE}: a table sliced by the length of a part that the model cuts": (
+        "is wrong at 9 positions .* or a table cut from its first row, is wrong at exactly these"
+    ),
     f"{ON_CORE}: divided by the length": "on each rank is the result for its part alone, .* is not known",
     f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
     f"{ON_CORE}: a recurrence": rf"layer.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
@@ -80,7 +83,6 @@ CAUSES = {
     "one rank: an error in a hook": r"^on rank 0: in attention.out \(Linear\): ValueError: not this one",
     "one rank: other weights": r"begin with different weights \(the model's table\)",
     "one rank: another function": rf"what it gives to attention .* {UNKNOWN}",
-    "randomness: a gradient that is drawn": r"two steps with one rank differ, first in attention.qkv \(Linear\)",
 }
 
 
