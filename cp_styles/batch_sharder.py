@@ -337,9 +337,9 @@ class BatchSharder:
         if not state.operations.forwards and not state.operations.collectives:
             self._warn(
                 f"{self._name}.sum_gradients: batches were cut over mesh axis {self.mesh_axis!r}, and no attention, "
-                "mixer or collective of this package ran over its ranks: attention was local to each rank. Apply a "
-                "style: parallelize_module(model, mesh, ModuleContextParallel()); verify(model, mesh, batch, step) "
-                "shows whether it covers the model",
+                "mixer or collective of this package ran over its ranks. If the model has attention, it was local to "
+                "each rank: apply parallelize_module(model, mesh, ModuleContextParallel()). verify(model, mesh, batch, "
+                "step) shows whether a style covers the model",
                 UserWarning,
             )
         elif unproved and losses == before:
