@@ -1822,6 +1822,14 @@ STEPS = (
         "by collectives, without a style",
         right("Ulysses", **by_hand_of(head_tail)),
         wrong("Ulysses with another layout", **by_hand_of(contiguous)),
+        wrong(
+            "no exchange, in a step without a backward and a loss",
+            model=lambda: Model(behind=lambda m, x: m.linear(m.table[:1]) + x),  # the linear layer is right
+            apply=lambda model, mesh: model,
+            call=without_gradients,
+            returns=lambda loss, view: None,
+            no_block=NO_STYLE,
+        ),
     ),
     *kind(
         "one rank",

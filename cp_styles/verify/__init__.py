@@ -223,9 +223,10 @@ class _Verification:
             wrong += [_LOSS for alone, ran in losses if not _is_near(alone, ran, leeway.of(_LOSS))][:1]
             report = self._build_report(expected.kinds, outputs, results, parameters, losses, leeway)
             ranks = self._gather_all(wrong)
-            # A program may exchange tensors by collectives, and attend to them by itself. It is exact, or wrong without
-            # layouts by which causes are found.
-            if not any(self._gather_all(bool(layouts))) and (any(ranks) or not any(self._gather_all(cut))):
+            # A program may exchange tensors by collectives, and attend to them by itself. Without layouts its rows are
+            # not compared, so gradients must show that it is exact.
+            by_gradients = any(self._gather_all(cut and bool(parameters))) and not any(ranks)
+            if not by_gradients and not any(self._gather_all(bool(layouts))):
                 raise VerificationError(replace(report, findings=(_describe_no_attention(ranks),)))
             if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))

@@ -140,8 +140,8 @@ class _WrongCall:
         # Where a token has the same number in the part as in the sequence, a count from 0 is right.
         if all(self._gather(wrong is not None and wrong[0] == self._moved_positions(wrong[1]))):
             return (
-                f"{where}. A count from 0 on each rank, or a table cut from its first row, is wrong at exactly these: "
-                "give the model positions, layout.positions(rank)"
+                f"{where}. The cause is not known. A count from 0 on each rank, or a table cut from its first row, is "
+                "wrong at exactly these: if there is one, give the model positions, layout.positions(rank)"
             )
         return f"{where}. The cause is not known"
 

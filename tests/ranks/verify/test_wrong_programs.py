@@ -66,6 +66,7 @@ CAUSES = {
     "by collectives, without a style: Ulysses with another layout": (
         "no attention ran context parallel, and more than rounding differs from one device: .*cp_styles.collectives"
     ),
+    "by collectives, without a style: no exchange, in a step without a backward and a loss": "no attention ran context",
     "a mean: that is no number": rf"the loss that the step returns .*: it is nan, nan. {UNKNOWN}",
     "gradients: not summed": "gradients are unreduced",
     "gradients: summed in part": r"partly reduced: .* \(table\)",
