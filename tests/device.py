@@ -45,8 +45,8 @@ def here(x: Any) -> Any:
 
 
 class Staged:
-    """The messages of a batch over the host: gloo sends no memory of a GPU. Unlike NCCL's, its wait holds the host until
-    the messages have come. Kernels that read them wait on the stream."""
+    """The messages of a batch over the host: gloo sends no memory of a GPU. Unlike the wait of NCCL, ``wait`` holds the
+    host until the messages have come. Kernels that read them wait on the stream."""
 
     def __init__(self, ops: list[dist.P2POp]) -> None:
         self.side, self.received, self.works = SideStream(), [], []
