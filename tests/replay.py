@@ -311,8 +311,10 @@ def exact(
         line = judge([error(x, wanted) for x, wanted in zip(found, expected, strict=True)], problem.dtype)
         if way is WAYS["ulysses"] and problem.mask in ("causal", "full"):
             options = {"is_causal": problem.mask == "causal", "enable_gqa": True}
-            one = attend_and_differentiate(partial(F.scaled_dot_product_attention, **options), inputs, grad)
+            attend = partial(F.scaled_dot_product_attention, **options)
+            one, again = (attend_and_differentiate(attend, inputs, grad) for _ in range(2))
             line["bits of torch's"] = [torch.equal(x, y) for x, y in zip(found, one, strict=True)]
+            line["torch's bits again"] = [torch.equal(x, y) for x, y in zip(again, one, strict=True)]
         return line
 
     for name, way in problem.ways.items():
