@@ -37,6 +37,7 @@ from cp_styles import Checks, SequenceScope, save_attention, sum_gradients
 from cp_styles._compat import cpu_backend_of
 from cp_styles.comm.point_to_point import TransferError, end_connections
 from cp_styles.layout import SequenceLayout
+from cp_styles.mixers.selection import selected_keys
 from cp_styles.testing import RankTimeout
 from tests import gpu_record
 from tests.cuda_ops import cuda_ops_on_cpu
@@ -276,7 +277,9 @@ def sensible(case: Case) -> Case:
         new.masked_by = "call"
     elif (case.masked_by == "call" and not can_call) or (case.masked_by == "scope" and not in_scope):
         new.masked_by = "style"
-    if not divides(case.strategy, case.ranks):
+    if new.mask == "selected & causal":
+        new.masked_by, new.compiled = "style", "no"
+    if not divides(case.strategy, case.ranks) or (new.mask == "selected & causal" and "Ulysses" in case.strategy):
         new.strategy = "ring"
     new.sink = case.sink if "sink" in takes and case.compiled == "no" else None
     new.lse = case.lse and "lse" in takes and new.sink is None and case.compiled == "no"
@@ -417,6 +420,9 @@ def attention_of(case: Case, mesh: Any, learned: Sequence[torch.Tensor]) -> Call
     if case.kernel != "default":
         options["kernel"] = KERNELS[case.kernel]
     by_style, of_call = mask.mask if case.masked_by == "style" else None, case.masked_by == "call"
+    if mask.selected is not None:
+        own = there(layout.shard(mask.selected, 1, mesh.get_local_rank()))
+        by_style = mask.mask & selected_keys(own, mesh, layout=options["layout"], checks=AGREEMENTS[case.agreement])
     call: dict[str, Any] = {} if case.scale is None else {"scale": case.scale}
     if case.lse:
         call["lse"] = True

@@ -199,7 +199,8 @@ class MaskValue:
     """A mask of the package, and the oracle's: booleans or a bias, or both, that broadcast to [B, H, L, M].
 
     A call that is given ``tensor`` is in a module or block whose mask is ``band``. ``blocks`` is the mask for
-    FlexAttention.
+    FlexAttention. Each rank combines ``mask`` with the keys that its queries have selected: ``selected`` [B, L, K] has
+    their positions, or -1.
     """
 
     mask: Mask
@@ -208,6 +209,7 @@ class MaskValue:
     band: Mask | None = None
     tensor: torch.Tensor | None = None
     blocks: BlockMask | None = None
+    selected: torch.Tensor | None = None
 
 
 @cache
@@ -264,6 +266,15 @@ def _of_rows_and_heads(sizes: Sizes) -> MaskValue:
     return replace(dense, mask=rows.mask & dense.mask, sees=rows.sees, band=rows.mask)
 
 
+def _selected(sizes: Sizes) -> MaskValue:
+    """Up to three keys for each query; some queries have none."""
+    rows, length = (sizes.batch if sizes.seed % 2 else 1), sizes.length
+    generator = torch.Generator().manual_seed(sizes.seed)
+    selected = torch.randint(-length // 2, length, (rows, length, 3), generator=generator).clamp(min=-1)
+    sees = torch.zeros(rows, length, length + 1, dtype=torch.bool).scatter_(-1, selected % (length + 1), True)
+    return MaskValue(Causal(), sees[:, None, :, :length].tril(), selected=selected)
+
+
 MASKS: dict[str, Callable[[Sizes], MaskValue]] = {
     **{name: partial(lambda name, sizes: _pairs(name, sizes.length), name) for name in mask_cases(5) if name != "full"},
     "full": lambda sizes: MaskValue(Full(), torch.ones(sizes.length, sizes.keys, dtype=torch.bool)),
@@ -277,5 +288,6 @@ MASKS: dict[str, Callable[[Sizes], MaskValue]] = {
     "BlockMask": lambda sizes: _block_mask(_sink_and_window, sizes.batch, sizes.heads, sizes.length),
     "BlockMask of documents": lambda sizes: _block_mask(_two_documents, sizes.batch, sizes.heads, sizes.length),
     "another in each row": _of_rows,
+    "selected & causal": _selected,
     "another in each row & float": _of_rows_and_heads,
 }

@@ -185,7 +185,9 @@ class Binding:
         binding = self._variants.get(key)
         if binding is None:
             mask = self.mask & (source if mask_of is None else mask_of(source))
-            binding = self._variants.put(key, replace(self, mask=mask))
+            binding = replace(self, mask=mask)
+            if mask.selection is None:  # keys are selected anew for each call, and take memory
+                self._variants.put(key, binding)
         return binding
 
     def agree(

@@ -41,6 +41,7 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.styles.module import calls_in
 from cp_styles.troubleshooting import see
 
@@ -70,13 +71,15 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank
     (in decoding, keys of its part of the cache).
 
     ``attention_mask`` is the result of :func:`_make_mask`, or a tensor or BlockMask of the *whole* sequence. ``s_aux``
-    are logits of sinks [H], ``position_bias`` learned biases by distance, as in T5. Other arguments are not used.
+    are logits of sinks [H], ``position_bias`` learned biases by distance, as in T5, ``indices`` the keys that an
+    indexer has selected. Other arguments are not used.
     """
     calls = _require_active_calls("attention")
     name = calls.binding.name
@@ -101,6 +104,12 @@ def _attend(
             )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
+        if indices is not None and selected is None:
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} attends to keys that an unknown indexer has selected among this "
+                "rank's keys: let context_select of cp_styles.mixers select them among all keys, and call "
+                "context_attention"
+            )
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
             raise ValueError(
                 f"{name}: {type(module).__name__} attends with a mask of shape {tuple(attention_mask.shape)}, where a "
@@ -117,6 +126,8 @@ def _attend(
         dense = attention_mask
     elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
         mask = Causal()
+    selected = None if indices is None else mask_of_layer(indices)
+    mask = mask if selected is None else mask & selected
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
     score_mod = None if softcap is None else _cap_logits(softcap)
     if biases_DH is not None:
@@ -533,6 +544,8 @@ class _WholeMask(BlockMask):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __getitem__(self, index: Any) -> BlockMask:
+        if index in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
+            return self  # for an indexer, which selects one set of keys for all heads
         raise NotImplementedError(
             "this model cuts its attention mask itself, and here the mask is of the whole sequence: it is not "
             "supported through transformers' attention interface"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import reduce
+from typing import Any
 
 import torch
 
@@ -80,6 +81,11 @@ class Mask:
     def grids(self) -> tuple[BlockGrid, ...]:
         """Grids that restrict the mask further than the band: see :class:`BlockGrid`."""
         return ()
+
+    @property
+    def selection(self) -> Any:
+        """The keys that this rank's queries have selected: a :class:`~cp_styles.mask.selected.Selection`, or None."""
+        return None
 
     @property
     def pattern(self) -> Mask:
@@ -185,6 +191,10 @@ class All(_CompositeMask):
         # The least work of the parts is an upper bound. The intersection may be smaller.
         works = (part.work(q_positions_L, keys) for part in self.parts)
         return reduce(torch.minimum, works, super().work(q_positions_L, keys))
+
+    @property
+    def selection(self) -> Any:
+        return next((part.selection for part in self.parts if part.selection is not None), None)
 
     @property
     def length(self) -> int | None:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import BoundArguments
 from types import CellType, FunctionType
@@ -24,11 +25,14 @@ from cp_styles._compat import uncompiled
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Dense, Mask
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import CutSequence, bind_arguments, find_documents, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
+from cp_styles.mixers.selection import select_by_layer
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
+from cp_styles.troubleshooting import see
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -282,6 +286,73 @@ def lightning_attention(
     return torch.cat(outs, 2).transpose(1, 2), state
 
 
+class _IndexerKeys:
+    """Stands for the cache of an indexer: takes the keys of some tokens, and returns ``keys_BSD`` in their place."""
+
+    def __init__(self, keys_BSD: torch.Tensor | None = None) -> None:
+        self.taken_BLD, self._keys_BSD = torch.empty(0), keys_BSD
+
+    def update_indexer(self, k_BLD: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        self.taken_BLD = k_BLD
+        return k_BLD[:, :1] if self._keys_BSD is None else self._keys_BSD
+
+
+def _run_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    """The indexers of DeepSeek-V3.2 and of its relatives in transformers: the selected keys of each query."""
+    layer, arguments = bound.args[0], {name: x for name, x in bound.arguments.items() if name != "self"}
+    x_BLC, whole = arguments["hidden_states"], arguments["attention_mask"]
+    cache = next(name for name in CACHE_ARGUMENTS if name in bound.signature.parameters)
+
+    def run_layer(rows: slice, allowed_BlS: torch.Tensor, keys: _IndexerKeys) -> torch.Tensor:
+        def part(x: Any) -> Any:
+            if isinstance(x, tuple):  # cos and sin
+                return tuple(map(part, x))
+            return x[:, rows] if isinstance(x, torch.Tensor) else x
+
+        return plain(
+            layer,
+            **{name: part(x) for name, x in (arguments | {"attention_mask": None}).items()}
+            | {"attention_mask": allowed_BlS, cache: keys},
+        )
+
+    def make_keys() -> torch.Tensor:
+        taken = _IndexerKeys()
+        run_layer(slice(None), torch.ones(1, x_BLC.shape[1], 1, dtype=torch.bool, device=x_BLC.device), taken)
+        return taken.taken_BLD
+
+    def select(rows: slice, keys_BSD: torch.Tensor, allowed_BlS: torch.Tensor) -> torch.Tensor:
+        return run_layer(rows, allowed_BlS, _IndexerKeys(keys_BSD))
+
+    def run(sequence: CutSequence) -> torch.Tensor:
+        mask = getattr(whole, "mask", None)
+        if not isinstance(mask, Mask):
+            raise NotImplementedError(
+                f"{sequence.name}: the indexer selects keys under a mask of this rank's part: choose "
+                "attn_implementation=register_attention() of cp_styles.integrations.transformers"
+            )
+        if arguments.get(cache) is not None:
+            raise NotImplementedError(
+                f"{sequence.name}: an indexer with a cache is not supported: generate without context parallelism, "
+                "with a copy of the model that has no style"
+            )
+        mask = calls.binding.mask & (mask if whole.padding is None else mask & Dense(whole.padding))
+        # The mask has the documents.
+        return select_by_layer(replace(sequence, documents=()), x_BLC, mask, layer.n_heads, make_keys, select)
+
+    return _run_mixer(calls, "an indexer", run, {})
+
+
+def _refuse_pools(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    if calls.unscoped.group.size() == 1:
+        return plain(*bound.args, **bound.kwargs)
+    raise NotImplementedError(
+        f"{calls.binding.name}: {calls.forward_state.path} selects groups of keys, and counts the groups in "
+        "this rank's part of the tokens. Only indexers that select single keys are supported, as in DeepSeek-V3.2: run "
+        "this model without context parallelism, or let its indexer give positions of the whole sequence to "
+        f"selected_keys of cp_styles.mixers{see('An indexer of groups of keys')}"
+    )
+
+
 def _replacement_for(method: Any) -> Callable[..., Any] | None:
     """The replacement for a method that mixes tokens without a kernel. The code of an unknown version of the library
     is refused, because it may compute something else."""
@@ -310,6 +381,18 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
     "RecurrentGemmaRecurrentBlock.forward": (_run_griffin_layer, "cce3570274ab15aa"),
     "RecurrentGemmaRglru._rnn_scan": (_run_real_gated_lru, "edcf0cbffabce491"),
+    **{
+        f"{name}Indexer.forward": (_run_indexer, code)
+        for code, names in {
+            "d661c778bc189986": ("DeepseekV32", "AXK2"),
+            "5b484bc355c707d6": ("GlmMoeDsa", "Dots3NoteText"),
+            "1dc7cea02eefd0a1": ("HYV4",),
+            "cc77e0d2bf12a2bd": ("MistralLarge4Text",),
+        }.items()
+        for name in names
+    },
+    "Glm5NextTextIndexer.forward": (_refuse_pools, "66575baacb826ee2"),
+    "Qwen4ExpTextQSAIndexer.forward": (_refuse_pools, "d4ef05fac7a7e54d"),
     "xLSTMBackend.forward": (_run_mlstm, "ada65c0d031ae105"),
 }
 _MIXERS = {

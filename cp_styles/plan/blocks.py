@@ -14,9 +14,9 @@ from cp_styles.plan.linear import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 
 # Smaller cells are joined with their neighbours, because a kernel call for them would be mostly overhead.
-_CELL = 128
+CELL = 128
 # Largest rectangle with an explicit mask, in pairs, because the mask is materialized.
-_PAIRS = 2**20
+PAIRS = 2**20
 
 
 class Cells(NamedTuple):
@@ -43,12 +43,12 @@ def block_tiles(
     received = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), needed.cumsum(0)))[kv_edges]
     nonempty = received.diff() > 0
     tiles = _make_tiles(cover[:, nonempty], q_edges.tolist(), [0, *received[1:][nonempty].tolist()])
-    return _find_ranges(needed), tuple(tiles)
+    return find_ranges(needed), tuple(tiles)
 
 
 def needed_rows(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> RowRanges:
     """The rows of ``source`` that ``rank`` needs."""
-    return _find_ranges(_make_cells(q_layout, kv_layout, mask, rank, source).needed)
+    return find_ranges(_make_cells(q_layout, kv_layout, mask, rank, source).needed)
 
 
 def _make_cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Cells:
@@ -93,7 +93,7 @@ def _find_edges(blocks: list[torch.Tensor]) -> torch.Tensor:
     return torch.nonzero(changed).flatten()
 
 
-def _find_ranges(inside: torch.Tensor) -> RowRanges:
+def find_ranges(inside: torch.Tensor) -> RowRanges:
     """The ascending ranges in which ``inside`` is true."""
     edges = torch.nonzero(torch.nn.functional.pad(inside.to(torch.int8), (1, 1)).diff()).flatten().tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
@@ -109,7 +109,7 @@ def _make_tiles(cover: torch.Tensor, q_edges: list[int], kv_edges: list[int]) ->
         if state == 2:  # no mask, so any size
             yield Tile((start, stop), keys, Cover.FULL)
             continue
-        step = max(_CELL, _PAIRS // (keys[1] - keys[0]))
+        step = max(CELL, PAIRS // (keys[1] - keys[0]))
         for row in range(start, stop, step):
             yield Tile((row, min(row + step, stop)), keys, Cover.PARTIAL)
 
@@ -131,7 +131,7 @@ def _join_small_cells(cover: torch.Tensor, edges: list[int]) -> tuple[torch.Tens
     """Join small neighbouring cells of the first dim. Cells with different states get the state 1."""
     first = [0]
     for index in range(1, len(edges) - 1):
-        if edges[index + 1] - edges[first[-1]] > _CELL:
+        if edges[index + 1] - edges[first[-1]] > CELL:
             first.append(index)
     if len(first) == cover.shape[0] or not cover.numel():
         return cover, edges

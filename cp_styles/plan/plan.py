@@ -28,7 +28,7 @@ from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
 from cp_styles.mask.linear_pieces import cut_into_pieces, has_own_work, refuse_shorter
-from cp_styles.plan.blocks import block_tiles, needed_rows
+from cp_styles.plan.blocks import block_tiles, find_ranges, needed_rows
 from cp_styles.plan.linear import (
     RowRanges,
     convert_to_rows,
@@ -38,6 +38,7 @@ from cp_styles.plan.linear import (
     make_holders,
     number_sent_rows,
 )
+from cp_styles.plan.selected import selected_tiles
 from cp_styles.plan.tiles import Tile, make_tiles
 
 
@@ -100,8 +101,11 @@ def make_plan(
 def _make_plan(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
 ) -> Plan:
-    if mask.grids:
-        layouts = q_layout, kv_layout
+    layouts, selection = (q_layout, kv_layout), mask.selection
+    if selection is not None:  # a plan of this rank alone: it does not know which keys other ranks have selected
+        parts = [SourcePart(of, *selected_tiles(*layouts, mask, selection, of)) for of in range(q_layout.ranks)]
+        sends = {peer: find_ranges(rows) for peer, rows in enumerate(selection.sent) if peer != rank}
+    elif mask.grids:
         parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
         sends = {peer: needed_rows(*layouts, mask, peer, rank) for peer in range(q_layout.ranks) if peer != rank}
     else:

@@ -118,6 +118,7 @@ def dense(
     softcap=None,
     s_aux=None,
     position_bias=None,
+    indices=None,
     **kwargs,
 ):
     """The oracle as an attention function of transformers, with the masks that transformers makes for sdpa."""
@@ -125,6 +126,9 @@ def dense(
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         cached = key.shape[2] - query.shape[2]
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(cached)
+    if indices is not None:  # selected keys
+        selected = torch.zeros(*query.shape[::2], key.shape[2], dtype=torch.bool).scatter(-1, indices.long(), True)
+        attention_mask = attention_mask & selected[:, None]
     if softcap is None and s_aux is None:
         out = dense_attention(query, key, value, attention_mask, scale=scale, bias=position_bias)
         return out.transpose(1, 2).contiguous(), None

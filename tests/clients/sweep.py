@@ -52,6 +52,7 @@ KINDS = {
     "seq2seq": (transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked": (transformers.AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 # Sizes that a type needs beside or instead of those of TINY.
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4} for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu")},
@@ -70,6 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
         )
     },
     "qwen4_exp_text": {
+        "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
         **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
         **dict.fromkeys(("indexer_head_dim", "indexer_budget"), 8),
@@ -91,9 +93,19 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
         | {"type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64},
     },
-    "mistral_large4_text": {"head_dim": 4, "num_key_value_heads": 4},
-    "dots3_note_text": {"num_hidden_layers": 1, "num_key_value_heads": 4, "without": ["attention_chunk_size"]},
-    "glm5_next_text": {  # its attention selects keys
+    **{
+        name: {"head_dim": 4, "num_key_value_heads": 4, **INDEXER, **sizes}
+        for name, sizes in (
+            ("deepseek_v32", {}),
+            ("axk2", {}),
+            ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 2}),
+            ("hy_v4", {"indexer_types": ["full", "shared"] * 2}),
+            ("mistral_large4_text", {}),
+            ("dots3_note_text", {"num_hidden_layers": 1, "without": ["attention_chunk_size"]}),
+        )
+    },
+    "glm5_next_text": {  # its attention selects groups of keys
+        "num_hidden_layers": 4,
         "layer_types": ["linear_attention"] * 4,
         "num_key_value_heads": 4,
         "qk_rope_head_dim": 0,

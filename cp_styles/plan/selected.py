@@ -1,0 +1,171 @@
+"""Keys that an indexer has selected for each query: a mask whose rows are positions, and its plan.
+
+A plan has tiles of the selected rows with an explicit mask. A tile materializes its own part of the mask alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from cp_styles.checksum import version_of
+from cp_styles.device_copies import DeviceTables
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Full, Mask
+from cp_styles.plan.blocks import CELL, PAIRS, find_ranges
+from cp_styles.plan.linear import RowRanges
+from cp_styles.plan.tiles import Cover, Tile
+from cp_styles.troubleshooting import see
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which keys the queries of this rank have selected, on the host. No key travels that no query has selected.
+
+    Attributes:
+        layout: the layout of queries and keys.
+        rank: this rank.
+        needed: for each source, bool for each of its rows: some query of this rank has selected it.
+        sent: for each destination, bool for each row of this rank: some query of that rank has selected it.
+    """
+
+    layout: SequenceLayout
+    rank: int
+    needed: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def positions(self) -> DeviceTables:
+        """The positions of the queries of this rank, ascending."""
+        return DeviceTables(self.layout.positions(self.rank, "cpu"))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Selected(Mask):
+    """Each query attends to its own selected keys. :func:`~cp_styles.mixers.context_select` makes such a mask.
+
+    The mask is of *this rank's* queries, and holds for one layout. Combine it with the mask of the layer:
+    ``Causal() & selected``. Positions that the remaining masks forbid stay hidden. Strategies that move keys (``Ring``,
+    ``AllGather``) send the selected keys alone. ``Ulysses`` cannot, because its queries change ranks.
+
+    Args:
+        positions_BLK: int32 or int64 [B, L, K], or [1, L, K] for all rows of the batch: the positions of the selected
+            keys of this rank's queries, in any order; -1 for none. Do not change the tensor in place.
+        selection: the rows that travel.
+
+    Example::
+
+        mask = Causal() & selected_keys(positions_BLK, mesh, layout=layout)
+        out = context_attention(q, k, v, mesh, mask=mask, layout=layout)
+    """
+
+    positions_BLK: torch.Tensor
+    of_rank: Selection
+    _version: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_version", version_of(self.positions_BLK))
+
+    def __repr__(self) -> str:
+        # Ranks compare this text, and each has its own positions.
+        batch, _, count = self.positions_BLK.shape
+        return f"Selected({count} of {self.of_rank.layout.length} keys, {batch} rows)"
+
+    @property
+    def selection(self) -> Selection:
+        return self.of_rank
+
+    @property
+    def pattern(self) -> Mask:
+        return SelectedPattern(self.of_rank)
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    additive = False  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def length(self) -> int:
+        return self.of_rank.layout.length
+
+    @property
+    def varies_by_head_or_row(self) -> bool:
+        return self.positions_BLK.shape[0] != 1
+
+    bounds, breaks = Full.bounds, Full.breaks
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        rows, length = self.positions_BLK.shape[0], self.length
+        if rows not in (1, shape[0]) or shape[2:] != (length, length):
+            raise ValueError(
+                f"keys were selected for {rows} rows of {length} positions, the attention has {shape[0]} rows, "
+                f"{shape[2]} queries and {shape[3]} keys: select keys for each call"
+                f"{see('A mask of another length')}"
+            )
+
+    def check_unchanged(self) -> None:
+        if version_of(self.positions_BLK) != self._version:
+            raise RuntimeError(f"the positions of {self!r} were changed in place; give a copy")
+
+    def row(self, index: int) -> Mask:
+        if self.positions_BLK.shape[0] == 1:
+            return self
+        return Selected(self.positions_BLK[index : index + 1], self.of_rank)
+
+    def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        self.check_unchanged()
+        positions, keys = self.positions_BLK, kv_positions_M.shape[0]
+        device = positions.device
+        rows = torch.searchsorted(self.of_rank.positions.on(device)[0], q_positions_L.to(device))
+        wanted_BLK = positions.index_select(1, rows).to(kv_positions_M.dtype)
+        # Keys of several sources in one tile are not in the order of positions.
+        sorted_M, order_M = kv_positions_M.to(device).sort()
+        place_BLK = torch.searchsorted(sorted_M, wanted_BLK).clamp(max=keys - 1)
+        column_BLK = torch.where(sorted_M[place_BLK] == wanted_BLK, order_M[place_BLK], keys)
+        bias = torch.full((*wanted_BLK.shape[:2], keys + 1), float("-inf"), device=device)
+        return bias.scatter_(-1, column_BLK, 0.0)[:, None, :, :keys]
+
+
+@dataclass(frozen=True)
+class SelectedPattern(Full):
+    """The pattern of a :class:`Selected`. Caches of plans hold it instead of the mask with its tensor."""
+
+    of_rank: Selection
+
+    @property
+    def selection(self) -> Selection:
+        return self.of_rank
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+
+def selected_tiles(
+    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, selection: Selection, source: int
+) -> tuple[RowRanges, tuple[Tile, ...]]:
+    """The rows of ``source`` that this rank's queries have selected, and tiles of the queries and of these rows.
+
+    Raises:
+        ValueError: the keys were selected for another layout.
+    """
+    if not q_layout == kv_layout == selection.layout:
+        raise ValueError(
+            f"the keys were selected for queries of {selection.layout.ranks} ranks that hold "
+            f"{list(selection.layout.lengths)[:8]} positions, the attention has {list(q_layout.lengths)[:8]}: give "
+            "both calls one layout, and the attention Ring() or AllGather(), because Ulysses() gives a rank queries of "
+            f"all ranks{see('Keys that were selected for other queries')}"
+        )
+    needed = selection.needed[source]
+    keys = kv_layout.positions(source, "cpu")[needed]
+    low, high = (torch.searchsorted(keys, bound) for bound in mask.bounds(q_layout.positions(selection.rank, "cpu")))
+    tiles, step = [], max(CELL, PAIRS // max(len(keys), 1))
+    for row in range(0, len(low), step):
+        some = high[row : row + step] > low[row : row + step]
+        if some.any():
+            columns = int(low[row : row + step][some].min()), int(high[row : row + step][some].max())
+            tiles.append(Tile((row, min(row + step, len(low))), columns, Cover.PARTIAL))
+    return find_ranges(needed), tuple(tiles)
