@@ -299,9 +299,14 @@ def explained(
     rank: int | None = None,
     most: int = _MOST_RANKS,
 ) -> Explanation:
-    """:func:`explain` with other arguments. With more than ``most`` ranks, simulate a sample with the busiest rank."""
+    """:func:`explain` with other arguments. With more than ``most`` ranks, simulate a sample with the busiest rank.
+
+    If the rank has selected keys (:func:`~cp_styles.mixers.context_select`), simulate this rank.
+    """
     ranks = layouts[0].ranks
     strategy = strategy.on(ranks)
+    if mask.selection is not None:
+        rank = mask.selection.rank  # which keys other ranks have selected is not known here
     if rank is not None or most <= 1:
         simulated = [busiest_rank(layouts[0], mask) if rank is None else rank]
     else:

@@ -102,7 +102,8 @@ def _make_plan(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
 ) -> Plan:
     layouts, selection = (q_layout, kv_layout), mask.selection
-    if selection is not None:  # a plan of this rank alone: it does not know which keys other ranks have selected
+    if selection is not None:
+        assert selection.rank == rank, "no rank knows which keys another rank has selected"
         parts = [SourcePart(of, *selected_tiles(*layouts, mask, selection, of)) for of in range(q_layout.ranks)]
         sends = {peer: find_ranges(rows) for peer, rows in enumerate(selection.sent) if peer != rank}
     elif mask.grids:

@@ -63,6 +63,8 @@ from tests.clients.hugging_face import (
     tokens_of,
     with_rope,
 )
+from tests.clients.sweep import OWN, made
+from tests.clients.sweep import verdict as judged
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
 
@@ -100,9 +102,11 @@ REFUSED_MODELS = {
     **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
     "deepseek_v4": "positions of the two sequences do not correspond",  # compressed keys beside those of its window
     "inkling_text": "adds a position_bias to its logits",
-    "deepseek_v32": "cuts its attention mask itself",  # tokens are selected for each query
     "doge": "gradient of an attention bias",
 }
+
+
+with_indexers = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,53 @@ def test_refused(model_type: str):
     tokens = tokens_of()
     with pytest.raises((RankError, ValueError), match=REFUSED_MODELS[model_type]):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
+
+
+@with_indexers
+@pytest.mark.parametrize("padding", ["none", "left", "with holes"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", *at_night("axk2", "hy_v4")])
+def test_selected_keys(model_type: str, padding: str):
+    """The second has layers that take the keys of the layer before."""
+    model, tokens, whole = tiny(causal_lm, config_of(model_type, **OWN[model_type])), tokens_of(), {}
+    labels = labels_of(tokens).masked_fill(PADDED[padding] == 0, -100)
+    inputs, whole = {"input_ids": tokens, "position_ids": positions_of()}, {"attention_mask": PADDED[padding]}
+    found = on_ranks(model, inputs, labels, whole=whole, ranks=3)
+    assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
+
+
+@with_indexers
+@pytest.mark.parametrize("model_type", ["mistral_large4_text", "dots3_note_text"])
+def test_selected_keys_of_a_text(model_type: str):
+    verdict, details = judged("causal", model_type, training=False)
+    assert verdict == "exact, proved", details
+
+
+@with_indexers
+def test_selected_keys_of_documents_under_checkpoints():
+    model, tokens = tiny(causal_lm, config_of("deepseek_v32", **OWN["deepseek_v32"])), tokens_of()
+    contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
+    model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    model.train()
+    positions = torch.cat((torch.arange(8), torch.arange(LENGTH - 8))).expand(BATCH, LENGTH)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions}, labels_of(tokens)
+    assert largest_error(on_ranks(model, inputs, labels), expected(model, inputs, labels)) < EXACT
+
+
+@with_indexers
+@pytest.mark.parametrize(
+    ("model_type", "changes", "implementation", "words"),
+    [
+        ("qwen4_exp_text", {}, NAME, "selects groups of keys, and counts the groups in this rank's part"),
+        ("glm5_next_text", {"layer_types": ["indexed_attention"] * 4}, NAME, "selects groups of keys"),
+        ("deepseek_v32", {}, "sdpa", "the indexer selects keys under a mask of this rank's part"),
+    ],
+)
+def test_selected_keys_are_refused(model_type: str, changes: Any, implementation: str, words: str):
+    tokens, config = tokens_of(), config_of(model_type, **OWN[model_type] | changes)
+    model = tiny(partial(made, "causal", model_type), config)
+    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        on_ranks(model, inputs, labels_of(tokens), implementation=implementation)
 
 
 def hooked(model: torch.nn.Module) -> Any:

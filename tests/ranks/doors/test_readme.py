@@ -147,6 +147,33 @@ def test_sinks():
         assert error(found, wanted) < 1e-5
 
 
+def test_keys_that_an_indexer_selects():
+    """The attention to 64 keys, and the gradient of the indexer's loss."""
+
+    def on(rank):
+        scope = {}
+        for name in ("example", "example: flex", "example: selected"):
+            exec(example(name), scope)
+        tensors = [scope[name] for name in ("q", "k", "v", "out", "index_q", "index_k", "index_weights")]
+        return [x.detach() for x in tensors] + [scope["index_q"].grad], scope["layout"]
+
+    (first, layout), (second, _) = run_ranks(on, 2)
+    dims = (2, 2, 2, 2, 2, 1, 2, 2)
+    q, k, v, out, index_q, index_k, weights, grad = (
+        layout.unshard(both, dim).double() for *both, dim in zip(first, second, dims, strict=True)
+    )
+    index_q.requires_grad_()
+    scores = ((index_q @ index_k[:, None].mT / 4).relu() * weights[..., None]).sum(1)
+    scores, positions = scores.masked_fill(~CAUSAL, -torch.inf).topk(64)
+    mask = torch.zeros(1, 1000, 1000, dtype=torch.bool).scatter_(-1, positions, True) & CAUSAL
+    logits = (q @ k.mT / 8).masked_fill(~mask[:, None], -torch.inf)
+    # A score that float32 rounds may select another key than one in float64.
+    assert error(out, logits.softmax(-1) @ v) < 2e-2
+    target, log_p = logits.softmax(-1).mean(1).gather(-1, positions), scores.log_softmax(-1)
+    torch.where(target > 0, target * (target.log() - log_p), 0).sum().div(1000).backward()
+    assert error(grad, index_q.grad) < 2e-2
+
+
 def test_ulysses_by_hand():
     found = run_example("example", "example: collectives", wanted="q k v out")[:4]
     assert error(found[3], dense_attention(*(x.double() for x in found[:3]), CAUSAL)) < 1e-5

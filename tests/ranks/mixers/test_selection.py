@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,13 +32,15 @@ from cp_styles import (
     head_tail,
     striped,
 )
+from cp_styles.collectives import gather
+from cp_styles.explain import explain_calls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.mixers import context_select, selected_keys, selected_weights
 from cp_styles.mixers import selection as selection_file
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.layouts import layouts
-from tests.oracle import dense_attention, error, randn
+from tests.oracle import attend_and_differentiate, dense_attention, error, expected_attention, randn
 
 BATCH, HEADS, GROUPS, INDEXERS, DIM, SMALL = 2, 4, 2, 3, 8, 5
 SEQ_DIMS = (2, 2, 2, 2, 1, 2)  # of query, key, value; of query, key and weights of the indexer
@@ -175,9 +178,11 @@ def test_only_selected_rows_travel():
             mask = selected_keys(own, mesh, layout=layout)
         flags = sum(size for name, size in trace.events if name == "all_to_all")
         q, k, v = (layout.shard(x, 2, rank).requires_grad_() for x in inputs_of(length)[:3])
-        with CommunicationTrace() as trace:
+        with CommunicationTrace() as trace, explain_calls() as explanations:
             out = context_attention(q, k, v, mesh, mask=mask, layout=layout)
         keys = sum(size for name, size in trace.events if name == "send")
+        ((explained_rank, run),) = explanations[0].runs.items()
+        assert (explained_rank, sum(run.forward.sent.values())) == (rank, keys)
         with CommunicationTrace() as trace:
             out.sum().backward()
         return flags, keys, sum(size for name, size in trace.events if name == "send")
@@ -283,6 +288,32 @@ def test_a_compiled_model():
         return layer(*(layout.shard(x, dim, rank) for x, dim in zip(inputs, SEQ_DIMS, strict=True)))
 
     assert error(layout.unshard(run_ranks(main, 2), 2), wanted[1][0]) < EXACT
+
+
+def test_positions_of_an_indexer_of_ones_own():
+    """It selects pairs of neighbouring keys of the whole sequence, by gathered keys."""
+    length, layout, inputs = 12, head_tail(12, 2), inputs_of(12)
+
+    def pairs(index_q: torch.Tensor, index_k: torch.Tensor) -> torch.Tensor:
+        scores = (index_q.sum(1) @ index_k.mT).unflatten(-1, (length // 2, 2)).sum(-1)
+        return (2 * scores.topk(2).indices[..., None] + torch.arange(2)).flatten(-2)
+
+    chosen = torch.zeros(BATCH, length, length, dtype=torch.bool).scatter_(-1, pairs(inputs[3], inputs[4]), True)
+    cotangent = randn(9, BATCH, HEADS, length, DIM)
+    wanted = expected_attention(inputs[:3], cotangent, (chosen & allowed_by(Causal(), length))[:, None])
+
+    def main(rank: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        q, k, v, index_q, index_k, _ = (
+            layout.shard(x, dim, rank).clone() for x, dim in zip(inputs, SEQ_DIMS, strict=True)
+        )
+        keys = gather(index_k, 1, mesh, layout=layout, reduce_gradients=False)
+        mask = Causal() & selected_keys(pairs(index_q, keys), mesh, layout=layout)
+        attend = partial(context_attention, mesh=mesh, mask=mask, layout=layout)
+        return attend_and_differentiate(attend, [q, k, v], layout.shard(cotangent, 2, rank))
+
+    for parts, expected in zip(zip(*run_ranks(main, 2), strict=True), wanted, strict=True):
+        assert error(layout.unshard(list(parts), 2), expected) < EXACT
 
 
 # -- errors --
