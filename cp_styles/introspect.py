@@ -1,9 +1,10 @@
-"""Introspection of a caller's functions: tensors and code of a mask_mod or score_mod, arguments of a forward."""
+"""Introspection of a caller's functions: code and tensors of a mask_mod, arguments of a forward, names of modules."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -142,3 +143,9 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
     kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
     children = list(module.children())
     return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern of a plan names the module of this path. ``*`` and ``?`` do not match a dot."""
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch, names, patterns))

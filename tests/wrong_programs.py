@@ -43,6 +43,7 @@ from cp_styles import (
     SequenceScope,
     SlidingWindow,
     Ulysses,
+    context_attention,
     contiguous,
     flex_attention,
     global_loss,
@@ -58,7 +59,14 @@ from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
+from cp_styles.mixers import (
+    context_causal_conv1d,
+    context_dropout,
+    context_recurrence,
+    context_roll,
+    context_select,
+    selected_keys,
+)
 from cp_styles.testing import RankTimeout
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
@@ -429,6 +437,22 @@ def convolved(m, x):
     return context_causal_conv1d(padded, x.mT, m.view.mesh, width=3, layout=m.view.layout).mT
 
 
+def indexed(m, x):
+    """Attends to three keys, which an indexer selects among those of all ranks."""
+    view, head = m.view, x[:, None]
+    places = {"mesh": view.mesh, "layout": view.layout}
+    mask = context_select(head, m.linear(x), x.new_ones(head.shape[:3]), top_k=3, mask=Causal(), **places).mask
+    return x + context_attention(head, head, head, mask=mask & Causal(), **places)[:, 0]
+
+
+def indexed_alone(m, x):
+    """Selects keys among those of this rank."""
+    view, head = m.view, x[:, None]
+    places = {"mesh": view.mesh, "layout": view.layout}
+    mask = selected_keys((x @ m.linear(x).mT).topk(3).indices, **places)
+    return x + context_attention(head, head, head, mask=mask & Causal(), **places)[:, 0]
+
+
 def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None):
     return F.conv1d(F.pad(x, (2, 0)), weight[:, None], groups=D)
 
@@ -461,6 +485,11 @@ AROUND = (
         "around mixers",
         right("context_roll", rolled),
         right("context_causal_conv1d", convolved),
+        right(
+            "dropout by position", lambda m, x: context_dropout(x, 0.5, 1, m.view.mesh, seed=0, layout=m.view.layout)
+        ),
+        right("selected keys", indexed),
+        wrong("keys that each rank selects among its own", indexed_alone),
         wrong("centred, then context_roll", lambda m, x: rolled(m, centred(m, x))),
         wrong("context_causal_conv1d, then centred", lambda m, x: centred(m, convolved(m, x))),
         wrong(

@@ -9,23 +9,38 @@ derived from (layout, documents), for any layout:
     context_recurrence       the affine map of the state over each fragment, composed in order; or all tokens
                              of a part of the channels, for kernels without an initial state
     context_roll             the rows that other positions hold: torch.roll, for multi-token prediction
+    context_rand, _randn     random numbers that do not depend on the number of ranks; context_dropout, replace_dropout
     context_select           the small keys of an indexer, and the selected keys: sparse attention of DeepSeek-V3.2
 """
 
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import context_causal_conv1d
+from cp_styles.mixers.randomness import (
+    DropoutByPosition,
+    context_dropout,
+    context_rand,
+    context_randn,
+    derive_seed,
+    replace_dropout,
+)
 from cp_styles.mixers.recurrence import Recurrence, context_recurrence
 from cp_styles.mixers.roll import context_roll
 from cp_styles.mixers.selection import SelectedKeys, context_select, selected_keys, selected_weights
 
 __all__ = [
     "Channels",
+    "DropoutByPosition",
     "Recurrence",
     "SelectedKeys",
     "context_causal_conv1d",
+    "context_dropout",
+    "context_rand",
+    "context_randn",
     "context_recurrence",
     "context_roll",
     "context_select",
+    "derive_seed",
+    "replace_dropout",
     "selected_keys",
     "selected_weights",
 ]

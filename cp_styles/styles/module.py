@@ -20,7 +20,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import is_model
+from cp_styles.introspect import is_model, matches
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
@@ -28,7 +28,6 @@ from cp_styles.mask import Mask
 from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.parallelize import matches
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.troubleshooting import see
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_styles.introspect import matches
 from cp_styles.troubleshooting import see
 
 
@@ -59,9 +59,3 @@ def parallelize_module(
             )
         parallelize_plan = dict(parallelize_plan)
     return torch_parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern of a plan names the module of this path. ``*`` and ``?`` do not match a dot."""
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch, names, patterns))

@@ -46,6 +46,7 @@ REMEDIES = {
     "A window that a part does not show": "ranks/doors/test_guards.py: windows_that_a_model_would_make_from_a_part",
     "Keys that were selected for other queries": "ranks/mixers/test_selection.py: any_cut",
     "An indexer of groups of keys": "ranks/mixers/test_selection.py: positions_of_an_indexer_of_ones_own",
+    "Dropout that is no module": "ranks/mixers/test_randomness.py: dropout",
     "A BlockMask of another length": "ranks/flex/test_flex.py: inside_a_module",
     "A learned attention bias": "ranks/flex/test_flex_compiled.py: a_compiled_model",
     "Positions that count from 0": "clients/test_transformers.py: positions_by_a_hook",

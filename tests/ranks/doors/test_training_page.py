@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import DataLoader
 
-from cp_styles import BatchSharder, ModuleContextParallel, contiguous, parallelize_module, sum_gradients
+from cp_styles import (
+    BatchSharder,
+    ModuleContextParallel,
+    SequenceScope,
+    contiguous,
+    parallelize_module,
+    sum_gradients,
+)
 from cp_styles.batch import next_token_labels
 from cp_styles.collectives import gather
 from cp_styles.testing import run_ranks
@@ -213,6 +220,23 @@ def test_noise_that_is_drawn_for_the_whole_sequence():
         return apart(trained(mine, loss), wanted)
 
     assert max(run_ranks(on, RANKS)) < EXACT
+
+
+def test_numbers_by_position():
+    """The noise of two ranks is the noise of one, and the model has no other dropout."""
+
+    def on(rank: int, ranks: int) -> torch.Tensor:
+        layout = contiguous(LENGTH, ranks)
+        names: dict[str, Any] = {"torch": torch, "mesh": init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))}
+        names |= {"seed": 3, "number_of_the_step": 1, "x": layout.shard(torch.zeros(BATCH, LENGTH, WIDTH), 1, rank)}
+        names["model"] = torch.nn.Sequential(torch.nn.Dropout(0.1))
+        with SequenceScope(layout):
+            exec(example("example: dropout by position"), names)
+        assert not isinstance(names["model"][0], torch.nn.Dropout)
+        return names["noise"]
+
+    one = run_ranks(on, 1, 1)[0]
+    assert (torch.cat(run_ranks(on, 2, 2), 1) - one).norm() < 1e-6 * one.norm()  # float32
 
 
 def test_a_seed_for_the_dropout_of_each_rank():
