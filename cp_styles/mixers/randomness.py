@@ -184,13 +184,12 @@ def replace_dropout(
         options = {"training": training, "layout": layout, "generator": generator, "checks": checks}
         return context_dropout(x, p, seq_dim, mesh, **options)
 
-    found: dict[nn.Module, DropoutByPosition] = {}
     replaced = []
     for path, parent in [*model.named_modules(remove_duplicate=False)]:
         for name, child in [*parent.named_children()]:
             full = f"{path}.{name}" if path else name
             if type(child) is nn.Dropout and (not names or any(matches(full, pattern) for pattern in names)):
-                setattr(parent, name, found.setdefault(child, DropoutByPosition(child.p, drop)))
+                setattr(parent, name, DropoutByPosition(child.p, drop))
                 replaced.append(full)
     if not replaced:
         which = f" with a name in {list(names)}" if names else ""
