@@ -257,10 +257,11 @@ def _draw(
             index = own + torch.arange(outer, device=x.device)[:, None, None] * (cut.layout.length * inner)
             drawn = _uniform(index, derive_seed((seed, 0)))
             if normal:
-                radius = (-2 * torch.log1p(-drawn)).sqrt_()
-                rows[:, start : start + step] = radius * torch.cos(
-                    2 * math.pi * _uniform(index, derive_seed((seed, 1)))
+                radius, angle = (
+                    (-2 * torch.log1p(-drawn)).sqrt_(),
+                    2 * math.pi * _uniform(index, derive_seed((seed, 1))),
                 )
+                rows[:, start : start + step] = radius * angle.cos_()
             else:
                 rows[:, start : start + step] = _round_down(drawn, numbers.dtype)
         return numbers
