@@ -25,6 +25,7 @@ from cp_styles.batch import global_loss, global_token_count, next_token_labels, 
 from cp_styles.layout import SequenceLayout
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace
+from tests.device import DEVICE, there
 from tests.oracle import randn
 from tutorials.llama import Llama, LlamaConfig, parallel_plan, rotary_table
 
@@ -46,14 +47,14 @@ def new_model(dtype: torch.dtype = torch.float64, layers: int = CONFIG.layers) -
     for index, parameter in enumerate(model.parameters()):
         drawn = randn(index, *parameter.shape)
         parameter.data = (drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + drawn / 10).to(dtype)
-    return model
+    return model.to(DEVICE)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     labels = next_token_labels(tokens)
     labels[0, :25] = labels[1, 12:14] = -100
-    return {"tokens": tokens, "labels": labels}
+    return {"tokens": there(tokens), "labels": there(labels)}
 
 
 @dataclass
@@ -110,7 +111,9 @@ def alone(steps: int, layers: int = CONFIG.layers) -> Training:
     model = new_model(layers=layers)
 
     def backward(batch):
-        loss = F.cross_entropy(model(batch["tokens"], torch.arange(LENGTH)).flatten(0, 1), batch["labels"].flatten())
+        loss = F.cross_entropy(
+            model(batch["tokens"], torch.arange(LENGTH, device=DEVICE)).flatten(0, 1), batch["labels"].flatten()
+        )
         loss.backward()
         return loss
 
@@ -128,7 +131,7 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], cp: DeviceMes
     """Summed losses of this rank's part, and its labels."""
     layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
     mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
-    logits = model(mine["tokens"], layout.positions(rank))
+    logits = model(mine["tokens"], layout.positions(rank, DEVICE))
     return F.cross_entropy(logits.flatten(0, 1), mine["labels"].flatten(), reduction="sum"), mine["labels"]
 
 
@@ -177,11 +180,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
 
 def dp_cp() -> DeviceMesh:
     """dp 2 x cp 2."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    return init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "cp"))
 
 
 def one_cp() -> DeviceMesh:
-    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    return init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",))
 
 
 def cp_of(mesh: DeviceMesh) -> DeviceMesh:
@@ -226,7 +229,7 @@ def by_fsdp_over_dp_and_sum_gradients_over_cp() -> Training:
 
 
 def by_fsdp_over_cp_with_tp() -> Training:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     attention = AttentionContextParallel(layout=LAYOUTS[2])
     model = shard(parallelize_module(new_model(), mesh, parallel_plan(attention)), mesh["cp"])
     return training(model, mesh, cp_of, averaged_over=lambda mesh: mesh["cp"].size())
@@ -255,7 +258,7 @@ class Stage(nn.Module):
 
 def by_pipeline() -> Training:
     """Two stages of one layer, each over cp; a micro-batch a row, so that two are under way in every stage."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "cp"))
     pp, index = mesh["pp"], mesh["pp"].get_local_rank()
     model = parallelize_module(new_model(), mesh["cp"], cp_plan(2))
     part = Stage(model, range(index, index + 1), torch.empty(0))
@@ -267,15 +270,15 @@ def by_pipeline() -> Training:
         cp = mesh["cp"]
         layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
         mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
-        part.positions = layout.positions(rank)
-        counts[cp.size()] = global_token_count(mine["labels"], cp) if index else torch.tensor(0)
+        part.positions = layout.positions(rank, DEVICE)
+        counts[cp.size()] = global_token_count(mine["labels"], cp) if index else torch.tensor(0, device=DEVICE)
 
         def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             return global_loss(losses, counts[cp.size()], cp)
 
         if cp.size() not in schedules:
-            stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
+            stage = PipelineStage(part, index, 2, DEVICE, group=pp.get_group())
             # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
             schedules[cp.size()] = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
         schedule = schedules[cp.size()]
@@ -285,7 +288,7 @@ def by_pipeline() -> Training:
         else:
             schedule.step(target=mine["labels"], losses=losses)
         sum_gradients(part, cp)
-        loss = sum(losses, torch.zeros((), dtype=torch.float64)).detach()
+        loss = sum(losses, torch.zeros((), dtype=torch.float64, device=DEVICE)).detach()
         torch.distributed.all_reduce(loss, group=pp.get_group())  # for the comparison: only the last stage knows it
         return loss
 
