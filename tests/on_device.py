@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_styles import Causal, context_attention, contiguous, head_tail
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mixers import context_dropout, context_rand, context_randn, context_select, selected_weights
-from tests.device import DEVICE, here, run_ranks, there
+from tests.device import DEVICE, ON_GPU, here, run_ranks, there
 from tests.oracle import dense_attention, error, randn
 from tests.ranks import composition
 
@@ -66,6 +66,7 @@ def selected() -> float:
     shapes = [(4, LENGTH, 8), (2, LENGTH, 8), (2, LENGTH, 8), (3, LENGTH, 5), (LENGTH, 5), (3, LENGTH), (4, LENGTH, 8)]
     *inputs, cotangent = (randn(at, 2, *shape) for at, shape in enumerate(shapes))
     dims, allowed = (2, 2, 2, 2, 1, 2), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    inputs[3:5] = [x.abs() for x in inputs[3:5]]  # scores of 0 would be equal, and topk may take any of equal ones
     leaves = [x.clone().requires_grad_() for x in inputs]
     q, k, v, index_q, index_k, weights = leaves
     scores = ((index_q @ index_k[:, None].mT * 5**-0.5).relu() * weights[..., None]).sum(1)
@@ -114,6 +115,8 @@ def drawn() -> float:
 
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
     for make in composition.COMPOSITIONS:
+        if ON_GPU and make is composition.by_pipeline:
+            continue  # its stages send tensors of the GPU by messages of their own
         yield make.__name__.removeprefix("by_").replace("_", " "), partial(composed, make)
     yield from {"decode": decoded, "selected keys": selected, "random numbers": drawn}.items()
 

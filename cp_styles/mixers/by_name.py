@@ -370,7 +370,7 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     if calls.unscoped.group.size() == 1:
         return plain(*bound.args, **bound.kwargs)
     raise NotImplementedError(
-        f"{calls.binding.name}: {calls.forward_state.path} carries values from token to token by {plain.__qualname__}, "
+        f"{calls.binding.name}: {calls.forward_state.path} mixes tokens by {plain.__qualname__}, "
         "whose code in this version of the library is not known: use transformers 5.23 or 5.24, or keep the layer out "
         "of the model"
     )

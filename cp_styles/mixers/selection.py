@@ -75,7 +75,8 @@ def context_select(
         k_BLD: keys of the indexer for this rank's tokens, one head.
         weights_BIL: the weight of each head for this rank's tokens.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
-        top_k: the number of keys of a query. A sequence of fewer positions has that many.
+        top_k: the number of keys of a query. A sequence of fewer positions has that many. Of keys with equal scores,
+            ``torch.topk`` may take any.
         mask: which keys a query may select, in addition to the mask of the scope around the call. Default: all.
         scale: factor of the products; default 1/sqrt(D).
         layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
