@@ -103,8 +103,8 @@ def _make_plan(
 ) -> Plan:
     layouts, selection = (q_layout, kv_layout), mask.selection
     if selection is not None:
-        assert selection.rank == rank, "no rank knows which keys another rank has selected"
         parts = [SourcePart(of, *selected_tiles(*layouts, mask, selection, of)) for of in range(q_layout.ranks)]
+        assert selection.rank == rank, "no rank knows which keys another rank has selected"
         sends = {peer: find_ranges(rows) for peer, rows in enumerate(selection.sent) if peer != rank}
     elif mask.grids:
         parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
