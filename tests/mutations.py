@@ -259,6 +259,27 @@ mixing layers: the layer that a mixer calls is refused | ranks/doors/test_guards
 tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/test_tp_refusals.py
     OnMeshAxis._refuse_uneven | % axis.size() ==
     becomes | >
+selection: keys that other queries have selected | ranks/mixers/test_selection.py
+    Selected.bias | sorted_M[place_BLK] == wanted_BLK
+    becomes | place_BLK >= 0
+selection: every key is sent | ranks/mixers/test_selection.py -k travel
+    _share | wait_received(started, peers)
+    becomes | wait_received(started, peers).fill_(1)
+selection: gradients through scores that are cut off | ranks/mixers/test_selection.py
+    _Select.backward | torch.where(product > 0, grad * w_BLI[..., None], 0.0)
+    becomes | (grad * w_BLI[..., None])
+selection: keys that the mask forbids | ranks/mixers/test_selection.py
+    _Select.forward | total.masked_fill_(~allowed(rows), float("-inf"))
+    becomes nothing
+selection: the indexer of a model without its mask | clients/test_transformers.py -k selected_keys
+    _run_indexer | calls.binding.mask & (mask if whole.padding is None else mask & Dense(whole.padding))
+    becomes | calls.binding.mask
+random numbers: a rank draws for the first positions | ranks/mixers/test_randomness.py
+    _draw | cut.layout.positions(cut.peers.rank, x.device)
+    becomes | torch.arange(x.shape[seq_dim], device=x.device)
+random numbers: rows of the batch by the length of a part | ranks/mixers/test_randomness.py
+    _draw | cut.layout.length * inner
+    becomes | len(positions) * inner
 """)
 
 
