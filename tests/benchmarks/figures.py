@@ -15,6 +15,7 @@ Of tests/records; gpus.md has the summary, and README.md there has the rest. See
 
     gpu-summary    times, shares of ideal and peaks
     gpu-exact      errors by dtype
+    gpu-bits       whether Ulysses has the bits of one device
     gpu-programs   random attentions and mixers, programs and models on the GPU
     gpu-shares     times of the device and of the host, and shares of ideal
     gpu-changes    times and launches before constants changed, and now
@@ -107,6 +108,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "published": published,
     "gpu-summary": on_gpu.summary,
     "gpu-exact": on_gpu.exact,
+    "gpu-bits": on_gpu.bits,
     "gpu-shares": on_gpu.shares,
     "gpu-programs": on_gpu.programs,
     "gpu-changes": on_gpu.changes,

@@ -2,7 +2,7 @@
 
 tests/records has a folder for each run, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py. The
 second run has timed six settings twice, with the constants of the package and with OF_RECORD (before_*.jsonl); the
-third run has timed all settings once. Left out are the "note" of a line and predictions, which are made anew here. The
+others have timed all settings once. Left out are the "note" of a line and predictions, which are made anew here. The
 covers of a kernel are one line in the second run, with the largest errors. Errors are relative to the norm of the full
 result in float64.
 """
@@ -50,7 +50,7 @@ class Times(NamedTuple):
 
 
 BEFORE = Times("before", ("h200_second/before_1", "h200_second/before_2"), then=True)
-NOW = Times("now", ("h200_third/time", "h200_second/time_1", "h200_second/time_2"), then=False)
+NOW = Times("now", ("h200_fourth/time", "h200_third/time", "h200_second/time_1", "h200_second/time_2"), then=False)
 
 
 def record(name: str) -> tuple[Line, list[Line]]:
@@ -88,9 +88,10 @@ def exact() -> Iterator[Row]:
     worst: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     counts: dict[str, int] = defaultdict(int)
     lines: list[tuple[str, Line]] = []
-    for folder in "h200", "h200_second", "h200_third":
+    for folder in "h200", "h200_second", "h200_third", "h200_fourth":
         lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record(f"{folder}/replay")[1]]
         lines += [(re.split(" b?float", line["case"])[0], line) for line in record(f"{folder}/gpu")[1]]
+    lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record("h200_fourth/bits")[1]]
     lines += [("two groups of heads in a backward", line) for line in record("h200_third/groups")[1]]
     for what, line in lines:
         assert line["ok"], line
@@ -106,6 +107,18 @@ def exact() -> Iterator[Row]:
     for what, found in worst.items():
         yield what, str(counts[what]), *(f"{found[key]:.1e}" if (key := str(d)[6:]) in found else "-" for d in DTYPES)
     yield "limit of `replay.py`", "", *(f"{tolerance(dtype):.1e}" for dtype in DTYPES)
+
+
+def bits() -> Iterator[Row]:
+    """Whether Ulysses has the bits of torch's attention on one device, and torch its own in a second call."""
+    yield (
+        "8 ranks, 256 rows",
+        *(f"{whose}{name}" for whose in ("", "torch again: ") for name in ("out", "dq", "dk", "dv")),
+    )
+    for line in record("h200_fourth/bits")[1]:
+        if "bits of torch's" in line:
+            found = line["bits of torch's"] + line["torch's bits again"]
+            yield line["case"].replace(" P=8 rows=256", ""), *("equal" if same else "other" for same in found)
 
 
 def shares() -> Iterator[Row]:
@@ -275,5 +288,5 @@ def predicted() -> Iterator[Row]:
 def programs() -> Iterator[Row]:
     """Random attentions and mixers, programs and models on ranks that share the GPU. See tests/device.py."""
     yield "command", "exact", "refused on every rank", "wrong, and noticed", "others"
-    for line in record("h200_third/programs")[1]:
+    for line in record("h200_third/programs")[1] + record("h200_fourth/programs")[1]:
         yield line["case"], *(str(line.get(key, "-")) for key in ("exact", "refused", "noticed", "bad"))

@@ -72,7 +72,7 @@ def test_scale(cpu_build):
         assert shown == row or abs(int(shown[-1].replace(",", "")) - int(row[-1].replace(",", ""))) <= 1
 
 
-_MEASURED = "gpu-exact", "gpu-programs", "gpu-shares", "gpu-changes", "gpu-launches", "gpu-host"
+_MEASURED = "gpu-exact", "gpu-bits", "gpu-programs", "gpu-shares", "gpu-changes", "gpu-launches", "gpu-host"
 
 
 @pytest.mark.parametrize("names", [_MEASURED, ("gpu-summary", "gpu-peaks", "gpu-predicted")])
