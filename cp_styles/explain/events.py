@@ -8,13 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-
-class TensorSpec(NamedTuple):
-    """The properties of a tensor by which kernels decide whether they take it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+from cp_styles.kernels.base import TensorSpec
 
 
 class Shapes(NamedTuple):

@@ -3,6 +3,7 @@
 from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import SdpaKernel, VarlenKernel
 
@@ -10,6 +11,7 @@ __all__ = [
     "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
+    "LatentKernel",
     "ReferenceKernel",
     "SdpaKernel",
     "VarlenKernel",

@@ -98,7 +98,7 @@ class MovingKV(Strategy):
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
-        shape = *q.shape[:3], v_BGME.shape[3]
+        shape = *q.shape[:3], attention.kernel.dims(k_BGMD, v_BGME)[1]
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
             run.attend(step, q, merged)
