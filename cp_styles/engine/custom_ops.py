@@ -420,10 +420,10 @@ def run_forward(
     strategy's.
     """
     strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
-    kernel, _ = attention.kernel.with_learned(learned, backward=False)
-    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     if (listens := attention_listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
+    kernel, _ = attention.kernel.with_learned(learned, backward=False)
+    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         shape, dtype = (0,), torch.uint8
         if filled:
