@@ -459,14 +459,13 @@ def run_backward(
     :class:`~cp_styles.comm.group_state.Operations`. Communication:
     :func:`~cp_styles.comm.agreement.begin_backward`'s, then the strategy's.
     """
-    attention.kernel.check_unchanged()
+    kernel, shares = attention.kernel.with_learned(learned, backward=True)
+    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     strategy, state = binding.strategy, binding.group_state
     if binding.model is not None and binding.group.size() > 1:
         binding.model.backward_begins(state)
     begin_backward(binding.group, forward, binding.checks.agreement)
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
-        kernel, shares = attention.kernel.with_learned(learned, backward=True)
-        attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
         if grad_lse_BHL is not None:
             attention = replace(attention, kernel=LseGradient(attention.kernel))
             grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)

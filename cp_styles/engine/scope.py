@@ -18,7 +18,8 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple, world
 from cp_styles.engine.binding import Binding, LatestBindings, get_bindings
-from cp_styles.kernels import Kernel, LatentKernel
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask

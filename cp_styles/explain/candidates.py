@@ -82,7 +82,8 @@ def rank_candidates(
 ) -> list[Candidate]:
     """All combinations, the fastest first, and at the end the combinations that cannot run. No communication.
 
-    ``shapes``: the ways in which keys and values may travel, as heads or as latents. ``progress`` is called before each combination, with its name.
+    ``shapes``: the ways in which keys and values may travel, as heads or as latents. ``progress`` is called before each
+    combination, with its name.
     """
     candidates = []
     for name, balancer in layouts.items():

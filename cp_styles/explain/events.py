@@ -8,8 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.kernels import Kernel, LatentKernel
+from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import TensorSpec
+from cp_styles.kernels.latent import LatentKernel
 
 
 class Shapes(NamedTuple):

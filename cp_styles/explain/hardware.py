@@ -17,7 +17,8 @@ class Hardware:
     A kernel call takes ``kernel_floor + flops / rate`` seconds. The rate of a tile with n queries is
     ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` times as much. In a causal tile each query
     computes ``masked_keys_per_query`` keys that the mask hides. Other operations take
-    ``op_floor + bytes / copy_bandwidth``, and matrix products, which expand latents, ``flops / (flops cudnn_rate)`` more. A message takes ``latency + bytes / bandwidth`` of its link.
+    ``op_floor + bytes / copy_bandwidth``, and matrix products among them, which expand latents, also
+    ``operations / (flops * cudnn_rate)``. A message takes ``latency + bytes / bandwidth`` of its link.
 
     ``dataclasses.replace(H100, bandwidth=...)`` describes another machine.
 

@@ -10,8 +10,9 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
-from cp_styles.kernels import Kernel, LatentKernel
+from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import cast_for_attention
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
@@ -70,8 +71,8 @@ def context_latent_attention(
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's, where the bytes of keys
     and values are those of one head with R + r numbers. Backward: the strategy's.
 
-    Memory: the strategy's, and expanded keys and values of some heads: :class:`~cp_styles.kernels.LatentKernel`. The
-    backward keeps latents, and no expanded keys.
+    Memory: the strategy's, and expanded keys and values of some heads: see
+    :class:`~cp_styles.kernels.latent.LatentKernel`. The backward keeps latents, and no expanded keys.
 
     Source: DeepSeek-V2 (2024), multi-head latent attention.
 

@@ -3,7 +3,6 @@
 from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
-from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import SdpaKernel, VarlenKernel
 
@@ -11,7 +10,6 @@ __all__ = [
     "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
-    "LatentKernel",
     "ReferenceKernel",
     "SdpaKernel",
     "VarlenKernel",

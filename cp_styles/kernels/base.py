@@ -148,17 +148,13 @@ class Kernel(ABC):
         """This kernel for tiles with this range of the query heads. For kernels with a tensor for each head."""
         return self
 
-    def with_learned(
-        self, learned: torch.Tensor | None, *, backward: bool
-    ) -> tuple[Kernel, Sequence[torch.Tensor]]:
+    def with_learned(self, learned: torch.Tensor | None, *, backward: bool) -> tuple[Kernel, Sequence[torch.Tensor]]:
         """This kernel with the flat tensor that a call passes in addition to query, key and value.
 
-        Returns also the sums of gradients that a ``backward`` fills, together as large as ``learned``.
+        Returns also the sums of gradients that a ``backward`` fills, together as large as ``learned``. With
+        ``backward``, raises RuntimeError if a tensor that the kernel holds has changed since the forward.
         """
         return self, ()
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if a tensor that the kernel holds has changed since the forward."""
 
 
 @dataclass(frozen=True)

@@ -47,17 +47,15 @@ class FlexKernel(Kernel):
     def content(self):
         return fingerprint([describe_code(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
 
-    def check_unchanged(self) -> None:
+    def with_learned(self, learned, *, backward):
+        if not backward:
+            return self, ()
         for tensor, version in self.read:
             if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that the score_mod of flex_attention reads was changed "
                     "in place between forward and backward: change a copy of it, or run the backward first"
                 )
-
-    def with_learned(self, learned, *, backward):
-        if not backward:
-            return self, ()
         shares = tuple(map(torch.zeros_like, self.learned))
         return replace(self, shares=shares), shares
 

@@ -96,7 +96,7 @@ class LatentKernel(Kernel):
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, bias, **options):
         parts = []
         with without_autocast(q_BHLD.device):
-            for heads, weight_hKR, (q,), of_range in self._ranges(k_BGMD, (q_BHLD,), bias, options):
+            for _, weight_hKR, (q,), of_range in self._ranges(k_BGMD, (q_BHLD,), bias, options):
                 k, v = self._expand(weight_hKR, k_BGMD, v_BGME)
                 parts.append(self.tiles.forward(q, k, v, **of_range))
         outs, lses = zip(*parts, strict=True)
@@ -129,22 +129,23 @@ class LatentKernel(Kernel):
         options: dict[str, Any],
     ) -> Iterator[tuple[tuple[int, int], torch.Tensor, list[torch.Tensor], dict[str, Any]]]:
         """For ranges of heads: the range, the weight, the part of ``tensors`` [B, H, ...], and the kernel's options."""
-        assert self.weight_HKR is not None
+        weight_HKR = self.weight_HKR
+        assert weight_HKR is not None
         heads, narrow = tensors[0].shape[1], k_BGMD.dtype
         wide = self.tiles.tile_dtype(narrow)
         step = max(1, self.head_rows // max(k_BGMD.shape[0] * k_BGMD.shape[2], 1))
         for first in range(0, heads, step):
             part = slice(first, first + step)
             own = [x[:, part].to(wide) if x.dtype == narrow else x[:, part] for x in tensors]
-            of_range = options | {"bias": bias[..., part, :, :] if _differs_by_head(bias) else bias}
+            of_range = options | {"bias": _heads_of(bias, part)}
             if "where" in options:
                 of_range["where"] = options["where"]._replace(head=options["where"].head + first)
-            yield (first, min(first + step, heads)), self.weight_HKR[part].to(wide), own, of_range
+            yield (first, min(first + step, heads)), weight_HKR[part].to(wide), own, of_range
 
     def _expand(
         self, weight_hKR: torch.Tensor, latent_B1MR: torch.Tensor, rot_B1Mr: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key [B, h, M, D] and value [B, h, M, E] of some heads, in the dtype of the weight. Rows outermost in memory."""
+        """Key [B, h, M, D] and value [B, h, M, E] of some heads, rows outermost in memory, in the weight's dtype."""
         heads, dtype = len(weight_hKR), weight_hKR.dtype
         flat_BMN = latent_B1MR[:, 0].to(dtype) @ weight_hKR.flatten(0, 1).mT
         nope, v = flat_BMN.unflatten(2, (heads, -1)).split((self.nope_dim, self.value_dim), 3)
@@ -152,8 +153,8 @@ class LatentKernel(Kernel):
         return torch.cat((nope, rot), 3).transpose(1, 2), v.transpose(1, 2)
 
 
-def _differs_by_head(bias: torch.Tensor | None) -> bool:
-    return bias is not None and bias.ndim > 2 and bias.shape[-3] > 1
+def _heads_of(bias: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
+    return bias if bias is None or bias.ndim < 3 or bias.shape[-3] == 1 else bias[..., heads, :, :]
 
 
 def _join_heads(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,466 @@
+"""Multi-head latent attention: latents travel in place of heads, exactly, and in the bytes of latents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AllGather,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    PerRow,
+    Ring,
+    SequenceLayout,
+    SlidingWindow,
+    Ulysses,
+    context_attention,
+    context_latent_attention,
+    contiguous,
+    head_tail,
+)
+from cp_styles.explain import H100, explain, explain_calls
+from cp_styles.explain.events import MemoryOp
+from cp_styles.kernels import FlexKernel, ReferenceKernel
+from cp_styles.kernels.base import TilePositions
+from cp_styles.kernels.latent import LatentKernel
+from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
+from tests.covering import sampled
+from tests.oracle import allowed, dense_attention, error, randn
+from tests.ranks.attention_case import cp_mesh
+from tests.tables import uneven
+
+# float64 sums in another order give 1e-15; a latent that is counted twice gives 1e-1.
+EXACT = 1e-12
+BATCH, HEADS, LENGTH, LATENT, ROTARY, NOPE, VALUE = 2, 4, 23, 10, 4, 6, 5
+DIMS = (2, 1, 1)  # the sequence dims of query, latent and rotary key
+DOCUMENTS = (9, 1, 13)
+
+
+def causal(query: int, key: int) -> bool:
+    return key <= query
+
+
+def in_document(query: int, key: int) -> bool:
+    return causal(query, key) and (query < 9) == (key < 9) and (query < 10) == (key < 10)
+
+
+MASKS: dict[str, tuple[Mask, list[Callable[[int, int], bool]]]] = {
+    "full": (Full(), [lambda query, key: True]),
+    "causal": (Causal(), [causal]),
+    "window": (SlidingWindow(4, 0), [lambda query, key: 0 <= query - key <= 4]),
+    "documents": (Documents(DOCUMENTS) & Causal(), [in_document]),
+    "another in each row": (PerRow((Causal(), Documents(DOCUMENTS) & Causal())), [causal, in_document]),
+}
+
+
+def expand(latent: torch.Tensor, rot: torch.Tensor, weight: torch.Tensor, heads: int = HEADS) -> list[torch.Tensor]:
+    """Keys and values of all heads, as the papers have them."""
+    kv = F.linear(latent, weight).unflatten(-1, (heads, -1)).transpose(1, 2)
+    nope = kv.shape[-1] - VALUE
+    return [torch.cat((kv[..., :nope], rot[:, None].expand(-1, heads, -1, -1)), -1), kv[..., nope:]]
+
+
+@cache
+def inputs(length: int = LENGTH, heads: int = HEADS) -> list[torch.Tensor]:
+    """Query, latent, rotary key and weight of the whole sequence, and the gradient of the output."""
+    rows = heads * (NOPE + VALUE)
+    shapes = (BATCH, heads, length, NOPE + ROTARY), (BATCH, length, LATENT), (BATCH, length, ROTARY), (rows, LATENT)
+    return [randn(seed, *shape) for seed, shape in enumerate((*shapes, (BATCH, heads, length, VALUE)))]
+
+
+@cache
+def expected(mask: str = "causal", length: int = LENGTH, heads: int = HEADS) -> list[torch.Tensor]:
+    """The output and the gradients of all inputs, of one process."""
+    *tensors, cotangent = inputs(length, heads)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    sees = torch.stack([allowed(each, length, length) for each in MASKS[mask][1]])[:, None]
+    out = dense_attention(leaves[0], *expand(*leaves[1:], heads), sees)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def attend(mesh: Any, tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    q, latent, rot, weight = tensors
+    return context_latent_attention(q, latent, rot, weight, mesh, **options)
+
+
+def leaves_of(layout: SequenceLayout, rank: int, heads: int = HEADS) -> list[torch.Tensor]:
+    q, latent, rot, weight, _ = inputs(layout.length, heads)
+    parts = [layout.shard(x, dim, rank) for x, dim in zip((q, latent, rot), DIMS, strict=True)]
+    return [x.clone().requires_grad_() for x in (*parts, weight)]
+
+
+def errors(
+    run: Callable[[Any, list[torch.Tensor], SequenceLayout], torch.Tensor],
+    ranks: int,
+    *,
+    layout: Callable[[int, int], SequenceLayout] = head_tail,
+    mask: str = "causal",
+    length: int = LENGTH,
+    heads: int = HEADS,
+) -> list[float]:
+    """Of the output, and of the gradients of query, latent, rotary key and weight, summed over the ranks."""
+    whole, cut = expected(mask, length, heads), layout(length, ranks)
+
+    def on(rank: int) -> tuple[list[float], torch.Tensor]:
+        leaves = leaves_of(cut, rank, heads)
+        out = run(cp_mesh(ranks), leaves, cut)
+        out.backward(cut.shard(inputs(length, heads)[4], 2, rank))
+        found = [out.detach(), *(leaf.grad for leaf in leaves)]
+        pairs = zip(found[:4], whole[:4], (2, *DIMS), strict=True)
+        assert leaves[3].grad is not None
+        return [error(x, cut.shard(y, dim, rank), whole=y) for x, y, dim in pairs], leaves[3].grad  # pyright: ignore
+
+    found = run_ranks(on, ranks)
+    parts = [max(column) for column in zip(*(part for part, _ in found), strict=True)]
+    return [*parts, error(sum(share for _, share in found), whole[4])]  # pyright: ignore
+
+
+STRATEGIES = [Ring(), Ring(keep=0), AllGather(), AllGather(keep=9), Ulysses(), Ulysses(size=2), Ulysses(inner=Ring(0))]
+
+
+@sampled(
+    2,
+    lambda ranks, strategy, **_: getattr(strategy, "size", None) is None or ranks % 2 == 0,
+    ranks=[1, 2, 3, 4, 8],
+    strategy=STRATEGIES,
+    layout=[head_tail, contiguous, uneven],
+    mask=list(MASKS),
+)
+def test_output_and_gradients_are_exact(ranks: int, strategy: Any, layout: Any, mask: str):
+    """More ranks than heads, and ranks without tokens, included."""
+
+    def run(mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+        return attend(mesh, leaves, layout=cut, mask=MASKS[mask][0], strategy=strategy)
+
+    assert max(errors(run, ranks, layout=layout, mask=mask)) < EXACT
+
+
+def checkpointed(reentrant: bool, mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(mesh, list(tensors), layout=cut, mask=Causal())
+
+    return checkpoint(run, *leaves, use_reentrant=reentrant)  # pyright: ignore
+
+
+def transposed(mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+    """Strides as projections and unusual weights leave them."""
+    q, latent, rot, weight = leaves
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    both = torch.cat((latent, rot), -1)
+    latent, rot = both.split((LATENT, ROTARY), -1)
+    return attend(mesh, [q, latent, rot, weight.mT.contiguous().mT], layout=cut, mask=Causal())
+
+
+@pytest.mark.parametrize("run", [partial(checkpointed, False), partial(checkpointed, True), transposed])
+def test_as_it_is_called_in_a_model(run: Any):
+    assert max(errors(run, 2)) < EXACT
+
+
+@pytest.mark.parametrize("whole_graph", [True, False])
+def test_compiled(whole_graph: bool):
+    """The weight is an input of the op in the graph, so its gradient comes out of it."""
+    torch._dynamo.reset()
+
+    def run(mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+        mask = Causal()
+
+        def call(q: torch.Tensor, latent: torch.Tensor, rot: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return context_latent_attention(q, latent, rot, weight, mesh, mask=mask, layout=cut)
+
+        options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True} if whole_graph else {}
+        return torch.compile(call, **options)(*leaves)
+
+    assert max(errors(run, 2)) < EXACT
+
+
+def test_many_heads_are_expanded_in_ranges():
+    """80 heads of 512 rows in a batch of 2 are 81,920 rows, of which a tile expands 2^16 at once."""
+    calls: list[int] = []
+
+    class Counted(ReferenceKernel):
+        def forward(self, q, k, v, **options):
+            calls.append(k.shape[1])
+            return super().forward(q, k, v, **options)
+
+    def run(mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+        return attend(mesh, leaves, layout=cut, mask=Causal(), kernel=Counted())
+
+    assert max(errors(run, 1, length=512, heads=80)) < EXACT
+    assert calls == [64, 16]
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 3, 8])
+@pytest.mark.parametrize("options", ["causal", "a bias for each head", "one bias", "positions"])
+def test_a_tile(heads_at_once: int, options: str):
+    """The kernel alone, in ranges of heads, against the same kernel for expanded keys."""
+    q, latent, rot, weight, grad = inputs()
+    bias = {"a bias for each head": randn(8, 1, HEADS, LENGTH, LENGTH), "one bias": randn(9, LENGTH, LENGTH)}
+    given: dict[str, Any] = {"causal": options == "causal", "bias": bias.get(options), "scale": 0.3}
+    inner: Any = ReferenceKernel()
+    if options == "positions":
+        inner = FlexKernel(lambda score, b, h, q, k: score + 0.1 * h * (q - k))
+        given["where"] = TilePositions(torch.arange(LENGTH), torch.arange(LENGTH), 0)
+    k, v = (x.requires_grad_() for x in expand(latent, rot, weight))
+    out, lse = inner.forward(q, k.detach(), v.detach(), **given)
+    dq, dk, dv = inner.backward(grad, q, k.detach(), v.detach(), out, lse, **given)
+    leaves = [x.clone().requires_grad_() for x in (latent, rot, weight)]
+    whole = torch.autograd.grad(expand(*leaves), leaves, [dk, dv])
+    kernel = LatentKernel(LATENT, NOPE, VALUE, inner, head_rows=heads_at_once * BATCH * LENGTH)
+    kernel, (share,) = kernel.with_learned(weight.reshape(-1), backward=True)
+    found = kernel.forward(q, latent[:, None], rot[:, None], **given)
+    assert max(error(x, y) for x, y in zip(found, (out, lse), strict=True)) < EXACT
+    found = kernel.backward(grad, q, latent[:, None], rot[:, None], out, lse, **given)
+    grads = zip(found, (dq, whole[0][:, None], whole[1][:, None]), strict=True)
+    assert max(error(x, y) for x, y in grads) < EXACT
+    assert error(share.flatten(0, 1), whole[2]) < EXACT
+
+
+def bytes_sent(ranks: int, strategy: Any, *, latents: bool, dtype: torch.dtype = torch.float32, trains: bool = True):
+    """Of all ranks, forward and backward, without the agreement."""
+    cut = head_tail(24, ranks)
+
+    def on(rank: int) -> tuple[int, int]:
+        q, latent, rot, weight = (x.detach().to(dtype).requires_grad_(trains) for x in leaves_of(cut, rank))
+        sent = []
+        options: dict[str, Any] = {"layout": cut, "mask": Causal(), "strategy": strategy}
+        with CommunicationTrace() as trace:
+            if latents:
+                out = context_latent_attention(q, latent, rot, weight, cp_mesh(ranks), **options)
+            else:
+                out = context_attention(q, *expand(latent, rot, weight), cp_mesh(ranks), **options)
+        sent.append(sum(size for name, size in trace.events if name == "send"))
+        with CommunicationTrace() as trace:
+            if trains:
+                out.sum().backward()
+        sent.append(sum(size for name, size in trace.events if name == "send"))
+        return sent[0], sent[1]
+
+    return tuple(map(sum, zip(*run_ranks(on, ranks), strict=True)))
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()])
+def test_the_bytes_of_latents(strategy: Any):
+    """Of 4 ranks, half of the 12 pairs need all 6 rows of each other and half of them 3: 54 rows. Forward: a row is a
+    latent and a rotary key. Backward: their gradients, in float32, and again the rows that are
+    not kept: kept are 6 rows on rank 0 and 3 on the remaining ranks, 15. Heads travel in the same rows.
+    """
+    row, heads_row = BATCH * (LATENT + ROTARY), BATCH * HEADS * (NOPE + ROTARY + VALUE)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = [54 * dtype.itemsize, 54 * 4 + (54 - 15) * dtype.itemsize]
+        assert bytes_sent(4, strategy, latents=True, dtype=dtype) == tuple(row * number for number in rows)
+        assert bytes_sent(4, strategy, latents=False, dtype=dtype) == tuple(heads_row * number for number in rows)
+    assert bytes_sent(4, strategy, latents=True, trains=False) == (54 * row * 4, 0)
+
+
+def test_what_explain_predicts_is_sent():
+    """And for DeepSeek-V3's dims a row of latents is 71 times smaller than a row of heads."""
+    options: dict[str, Any] = {"heads": HEADS, "head_dim": NOPE + ROTARY, "value_dim": VALUE, "batch": BATCH}
+    options |= {"ranks": 4, "dtype": torch.float32, "device": "cpu"}
+    for strategy in (Ring(), AllGather(keep=0), Ulysses()):
+        for latent in ({"latent_dim": LATENT, "rotary_dim": ROTARY}, {}):
+            runs = explain(24, strategy=strategy, **options, **latent).runs.values()
+            predicted = tuple(
+                sum(sum(getattr(run, phase).sent.values()) for run in runs) for phase in ("forward", "backward")
+            )
+            assert predicted == bytes_sent(4, strategy, latents=bool(latent))
+    large: dict[str, Any] = {"ranks": 8, "heads": 128, "head_dim": 192, "value_dim": 128, "hardware": H100, "rank": 0}
+    latents, heads = (explain(2**14, **large, **given) for given in ({"latent_dim": 512, "rotary_dim": 64}, {}))
+    assert heads.sent() * 576 == latents.sent() * 40960
+    assert heads.kept_memory > 2 * latents.kept_memory
+    assert "latents of 512 + 64 numbers travel: 1.1 KiB a row, 80.0 KiB as heads" in str(latents)
+    assert "latents" not in str(heads)
+    # The receiver expands every row once: rank 0, which has the last positions, all of them.
+    operations = [event for event in latents.runs[0].forward.events if isinstance(event, MemoryOp)]
+    assert sum(operation.flops for operation in operations) == 2**14 * 2 * 512 * 128 * (128 + 128)
+    with pytest.raises(ValueError, match="latents are expanded to all query heads"):
+        explain(64, ranks=2, heads=4, kv_heads=2, head_dim=8, latent_dim=16)
+
+
+def test_a_call_is_explained():
+    def on(rank: int) -> Any:
+        cut = head_tail(24, 2)
+        with explain_calls() as calls:
+            attend(cp_mesh(2), leaves_of(cut, rank), layout=cut, mask=Causal())
+        (call,) = calls
+        return call.shapes.latent, call.sent()
+
+    shapes = {"ranks": 2, "heads": HEADS, "head_dim": NOPE + ROTARY, "value_dim": VALUE, "batch": BATCH}
+    same = explain(24, **shapes, dtype=torch.float64, device="cpu", latent_dim=LATENT, rotary_dim=ROTARY)
+    assert run_ranks(on, 2) == [((LATENT, ROTARY), same.sent())] * 2
+
+
+def test_a_backward_keeps_latents_and_no_heads():
+    cut = contiguous(256, 2)
+
+    def on(rank: int) -> int:
+        leaves = leaves_of(cut, rank, 16)
+        options: dict[str, Any] = {"layout": cut, "mask": Causal(), "kernel": ReferenceKernel()}
+        attend(cp_mesh(2), leaves, **options)  # tables of plans
+        with MemoryTrace() as trace:
+            out = attend(cp_mesh(2), leaves, **options)
+        return trace.live - out.nbytes
+
+    # The logsumexp, and on rank 1 the latents of rank 0: keys of one head are as large.
+    for rank, size in enumerate(run_ranks(on, 2)):
+        assert abs(size - 8 * BATCH * 128 * (16 + rank * (LATENT + ROTARY))) < 1024
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_as_good_as_one_device(strategy: Any, autocast: bool):
+    """At most 1.1 times the error of torch's attention for expanded keys, of the output and of each gradient."""
+    length, ranks, heads = 256, 4, 8
+    cut, whole = head_tail(length, ranks), expected("causal", length, heads)
+    cotangent = inputs(length, heads)[4].bfloat16()
+
+    def as_parameters(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().bfloat16().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+
+    def ratio_of(found: list[torch.Tensor], alone: list[torch.Tensor]) -> float:
+        pairs = zip(found, alone, whole, strict=True)
+        return max(error(x.double(), z) / error(y.double(), z) for x, y, z in pairs)
+
+    leaves = [as_parameters(x) for x in inputs(length, heads)[:4]]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = F.scaled_dot_product_attention(leaves[0], *expand(*leaves[1:], heads), is_causal=True)
+    out.backward(cotangent)
+    alone = [out.detach(), *(x.grad for x in leaves)]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        own = [as_parameters(x) for x in leaves_of(cut, rank, heads)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = attend(cp_mesh(ranks), own, layout=cut, mask=Causal(), strategy=strategy)
+        assert out.dtype == torch.bfloat16
+        out.backward(cut.shard(cotangent, 2, rank))
+        return [out.detach(), *(x.grad for x in own)]  # pyright: ignore
+
+    parts = list(zip(*run_ranks(on, ranks), strict=True))
+    found = [cut.unshard(column, dim) for column, dim in zip(parts[:4], (2, *DIMS), strict=True)]
+    assert ratio_of([*found, sum(x.float() for x in parts[4])], alone) <= 1.1  # pyright: ignore
+
+
+class LatentModule(nn.Module):
+    """A user's attention with latents, in plain torch; with a mesh, over its ranks."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, HEADS * (NOPE + ROTARY), bias=False)
+        self.down = nn.Linear(width, LATENT + ROTARY, bias=False)
+        self.norm = nn.RMSNorm(LATENT)
+        self.up = nn.Linear(LATENT, HEADS * (NOPE + VALUE), bias=False)
+        self.out = nn.Linear(HEADS * VALUE, width, bias=False)
+        self.double()
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data = randn(40 + seed, *parameter.shape) * parameter.shape[-1] ** -0.5
+
+    def forward(self, x: torch.Tensor, mesh: Any = None, layout: SequenceLayout | None = None) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        latent, rot = self.down(x).split((LATENT, ROTARY), -1)
+        latent = self.norm(latent)
+        if mesh is None:
+            out = F.scaled_dot_product_attention(q, *expand(latent, rot, self.up.weight), is_causal=True)
+        else:
+            out = context_latent_attention(q, latent, rot, self.up.weight, mesh, mask=Causal(), layout=layout)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("wrap", ["FSDP2", "DDP", "compiled"])
+def test_in_a_module_of_ones_own(wrap: str):
+    """The gradient of the expansion's weight is reduced with the gradients of the remaining parameters."""
+    torch._dynamo.reset()
+    x, cotangent = randn(1, BATCH, LENGTH, 12), randn(2, BATCH, LENGTH, 12)
+    alone = LatentModule()
+    out = alone(x)
+    out.backward(cotangent)
+    cut = head_tail(LENGTH, 2)
+
+    def on(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model: Any = LatentModule()
+        wrapped = model
+        if wrap == "FSDP2":
+            fully_shard(model, mesh=mesh)
+        elif wrap == "DDP":
+            wrapped = DistributedDataParallel(model, process_group=mesh.get_group())
+        else:
+            wrapped = torch.compile(model)
+        found = wrapped(cut.shard(x, 1, rank), mesh, cut)
+        found.backward(cut.shard(cotangent, 1, rank))
+        errors = [error(found.detach(), cut.shard(out.detach(), 1, rank), whole=out.detach())]
+        for own, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+            factor = 1 if wrap == "compiled" else 2  # FSDP2 and DDP average
+            if wrap == "compiled":
+                torch.distributed.all_reduce(grad)
+            errors.append(error(grad * factor, whole.grad))
+        return errors
+
+    assert max(map(max, run_ranks(on, 2))) < EXACT
+
+
+def other(which: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments of the rank that makes a mistake."""
+    q, latent, rot, weight = tensors
+    changed: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "rows of the weight": lambda: [q, latent, rot, weight[:-1]],
+        "columns of the weight": lambda: [q, latent, rot, weight[:, :-1]],
+        "tokens of the rotary key": lambda: [q, latent, rot[:, 1:], weight],
+        "dims of the latent": lambda: [q, latent[:, None], rot, weight],
+        "a dtype": lambda: [q, latent, rot, weight.float()],
+        "a DTensor": lambda: [q, latent, rot, DTensor.from_local(weight, cp_mesh(1), [Replicate()])],
+        "no values": lambda: [q, latent, rot, weight[: HEADS * NOPE]],
+        "another dim of values": lambda: [q, latent, rot, weight[: HEADS * (NOPE + 1)]],
+        "an object": lambda: [q, latent, rot, None],  # pyright: ignore
+    }
+    return changed[which]()
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    {
+        "rows of the weight": r"weight of shape \(43, 10\) does not expand latents of 10 numbers to 4 heads",
+        "columns of the weight": r"weight of shape \(44, 9\) does not expand latents of 10 numbers",
+        "tokens of the rotary key": "latent and rot are of different tokens",
+        "dims of the latent": r"latent must have 3 dims, got",
+        "a dtype": "pass weight.to\\(latent.dtype\\)",
+        "a DTensor": "weight is a DTensor",
+        "no values": "does not expand latents",
+        "another dim of values": "kernel",
+        "an object": "weight must be a tensor, got NoneType",
+    }.items(),
+)
+@pytest.mark.parametrize("wrong", [{0}, {0, 1}])
+def test_a_mistake_on_one_rank_is_an_error_on_both(which: str, words: str, wrong: set[int]):
+    cut = head_tail(LENGTH, 2)
+    if which == "another dim of values" and len(wrong) == 2:
+        return  # it is an attention
+
+    def on(rank: int) -> None:
+        tensors = [x.detach() for x in leaves_of(cut, rank)]
+        tensors = other(which, tensors) if rank in wrong and which != "a DTensor" else tensors
+        if which == "a DTensor" and rank in wrong:
+            mesh = cp_mesh(2)
+            tensors[3] = DTensor.from_local(tensors[3], mesh, [Replicate()], run_check=False)
+        attend(cp_mesh(2), tensors, layout=cut)
+
+    with pytest.raises(RankError) as found:
+        run_ranks(on, 2, timeout_seconds=20)
+    assert found.value.errors.keys() == {0, 1}
+    for problem in found.value.errors.values():
+        assert "context_latent_attention" in str(problem)
+    assert re.search(words, str(found.value.errors[0]))
