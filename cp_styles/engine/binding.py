@@ -177,6 +177,10 @@ class Binding:
         key = heads, mask_shape
         return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, mask_shape=mask_shape))
 
+    def with_kernel(self, kernel: Kernel) -> Binding:
+        """This binding with another kernel. Cached."""
+        return self._variants.get(kernel) or self._variants.put(kernel, replace(self, kernel=kernel))
+
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
         """This binding with an additional mask, ``source`` or ``mask_of(source)``. Cached, so that layers share it."""
         if isinstance(source, Full):

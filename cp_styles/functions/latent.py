@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from cp_styles._compat import is_traced
@@ -11,13 +13,12 @@ from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.autocast import cast_for_attention
+from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 
-_NAME = "context_latent_attention"
 # Created once, because torch.compile cannot create objects of these classes while it traces.
 _RING, _FULL = Ring(), Full()
 
@@ -87,71 +88,76 @@ def context_latent_attention(
         weight = torch.randn(8 * (16 + 16), 32)  # 16 dims without positions and 16 dims of values for each head
         out = context_latent_attention(q, latent, rot, weight, mesh, mask=Causal(), layout=layout)  # [1, 8, 500, 16]
     """
-    strategy, mask = strategy or _RING, mask or _FULL
-    problem = _find_problem(q_BHLD, latent_BMR, rot_BMr, weight_NR)
-    latent_kernel = kernel if problem is not None else _make_kernel(q_BHLD, latent_BMR, rot_BMr, weight_NR, kernel)
+    name, strategy, mask = "context_latent_attention", strategy or _RING, mask or _FULL
+    call = LatentCall(q_BHLD, latent_BMR, rot_BMr, weight_NR)
+    problem = call.find_problem(name)
+    latent_kernel = kernel if problem is not None else call.make_kernel(kernel)
     if is_traced():
-        axis, group = axis_and_group(_NAME, mesh)
+        axis, group = axis_and_group(name, mesh)
         if problem is not None:
             raise problem
         if checks.local:
             raise NotImplementedError(
-                f"{_NAME}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside "
-                "of the compiled code"
+                f"{name}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside of "
+                "the compiled code"
             )
         how = strategy, head_tail if layout is None else layout, mask, latent_kernel
-        source = config_in_graph(_NAME, axis, group.group_name, *how, checks=checks, has_layout=layout is not None)
+        source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=layout is not None)
     else:
-        source = binding_of_call(_NAME, mesh, strategy, layout, mask, latent_kernel, checks=checks)
+        source = binding_of_call(name, mesh, strategy, layout, mask, latent_kernel, checks=checks)
         if problem is not None:
             source.refuse(problem)
-    q, latent, rot, weight = cast_for_attention((q_BHLD, latent_BMR, rot_BMr, weight_NR))
-    tensors = q, latent.unsqueeze(1), rot.unsqueeze(1)
-    return attend(source, tensors, scale=scale, learned=weight.reshape(-1))[0]
+    tensors, learned = call.arguments()
+    return attend(source, tensors, scale=scale, learned=learned)[0]
 
 
-def _make_kernel(
-    q_BHLD: torch.Tensor,
-    latent_BMR: torch.Tensor,
-    rot_BMr: torch.Tensor,
-    weight_NR: torch.Tensor,
-    kernel: Kernel | None,
-) -> LatentKernel:
-    nope_dim = q_BHLD.shape[3] - rot_BMr.shape[2]
-    return LatentKernel(latent_BMR.shape[2], nope_dim, weight_NR.shape[0] // q_BHLD.shape[1] - nope_dim, kernel)
+class LatentCall(NamedTuple):
+    """The tensors of a call, as in :func:`context_latent_attention`."""
 
+    q_BHLD: torch.Tensor
+    latent_BMR: torch.Tensor
+    rot_BMr: torch.Tensor
+    weight_NR: torch.Tensor
 
-def _find_problem(
-    q_BHLD: torch.Tensor, latent_BMR: torch.Tensor, rot_BMr: torch.Tensor, weight_NR: torch.Tensor
-) -> Exception | None:
-    """The error that shapes or dtypes of this rank's tensors are, or None."""
-    tensors = {"q": (q_BHLD, 4), "latent": (latent_BMR, 3), "rot": (rot_BMr, 3), "weight": (weight_NR, 2)}
-    try:
-        check_plain(_NAME, tuple(x for x, _ in tensors.values()), tuple(tensors))
-    except (TypeError, NotImplementedError) as error:
-        return error
-    for label, (tensor, dims) in tensors.items():
-        if tensor.ndim != dims:
+    def make_kernel(self, kernel: Kernel | None) -> LatentKernel:
+        """The kernel that expands these latents, for tiles of ``kernel``."""
+        latent_dim, nope_dim = self.latent_BMR.shape[2], self.q_BHLD.shape[3] - self.rot_BMr.shape[2]
+        return LatentKernel(latent_dim, nope_dim, self.weight_NR.shape[0] // self.q_BHLD.shape[1] - nope_dim, kernel)
+
+    def arguments(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The tensors, and the tensor that the kernel learns, for :func:`~cp_styles.engine.custom_ops.attend`."""
+        q, latent, rot, weight = cast_for_attention(self)
+        return (q, latent.unsqueeze(1), rot.unsqueeze(1)), weight.reshape(-1)
+
+    def find_problem(self, name: str) -> Exception | None:
+        """The error of a call with these tensors, or None."""
+        try:
+            check_plain(name, self, ("query", "latent", "rotary key", "weight"))
+        except (TypeError, NotImplementedError) as error:
+            return error
+        q, latent, rot, weight = self
+        if (q.ndim, latent.ndim, rot.ndim, weight.ndim) != (4, 3, 3, 2):
             return ValueError(
-                f"{_NAME}: {label} must have {dims} dims, got {tuple(tensor.shape)}: pass q [B, H, L, D], latent "
-                "[B, M, R], rot [B, M, r] and weight [H (D - r + E), R]"
+                f"{name}: pass q [B, H, L, D], latent [B, M, R], rot [B, M, r] and weight [H (D - r + E), R], got "
+                f"{[tuple(x.shape) for x in self]}"
             )
-    (_, heads, _, dim), (rows, latent_dim), rotary_dim = q_BHLD.shape, weight_NR.shape, rot_BMr.shape[2]
-    value_dim = rows // max(heads, 1) - (dim - rotary_dim)
-    if latent_BMR.shape[:2] != rot_BMr.shape[:2]:
-        return ValueError(
-            f"{_NAME}: latent and rot are of different tokens, {tuple(latent_BMR.shape)} and {tuple(rot_BMr.shape)}: "
-            "cut both with the layout of the attention"
-        )
-    if latent_BMR.shape[2] != latent_dim or not heads or rows % heads or value_dim < 1 or rotary_dim > dim:
-        return ValueError(
-            f"{_NAME}: a weight of shape {tuple(weight_NR.shape)} does not expand latents of {latent_BMR.shape[2]} "
-            f"numbers to {heads} heads whose queries have {dim} dims, {rotary_dim} of them rotary: it needs "
-            f"{heads} x ({dim} - {rotary_dim} + E) rows, for E dims of values, and {latent_BMR.shape[2]} columns"
-        )
-    if weight_NR.dtype != latent_BMR.dtype and weight_NR.dtype == cast_for_attention((weight_NR,))[0].dtype:
-        return ValueError(
-            f"{_NAME}: the weight has {weight_NR.dtype} and the latents have {latent_BMR.dtype}: pass "
-            "weight.to(latent.dtype), or call it under torch.autocast"
-        )
-    return None
+        if latent.shape[:2] != rot.shape[:2]:
+            return ValueError(
+                f"{name}: latent and rot are of different tokens, {tuple(latent.shape)} and {tuple(rot.shape)}: cut "
+                "both with the layout of the attention"
+            )
+        (heads, _, dim), (rows, columns), rotary_dim = q.shape[1:], weight.shape, rot.shape[2]
+        value_dim = rows // max(heads, 1) - (dim - rotary_dim)
+        if latent.shape[2] != columns or not heads or rows % heads or value_dim < 1 or rotary_dim > dim:
+            return ValueError(
+                f"{name}: a weight of shape {tuple(weight.shape)} does not expand latents of {latent.shape[2]} numbers "
+                f"to {heads} heads whose queries have {dim} dims, {rotary_dim} of them rotary: it needs {heads} x "
+                f"({dim} - {rotary_dim} + E) rows, for E dims of values, and {latent.shape[2]} columns"
+            )
+        dtypes = attention_dtypes((weight, latent))
+        if dtypes[0] != dtypes[1]:
+            return ValueError(
+                f"{name}: the weight has {weight.dtype} and the latents have {latent.dtype}: pass "
+                "weight.to(latent.dtype), or call it under torch.autocast"
+            )
+        return None

@@ -34,6 +34,7 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.integrations.latents import take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
@@ -91,6 +92,12 @@ def _attend(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
+        if problem is not None:
+            raise problem
+        if latents is not None and (softcap is not None or position_bias is not None):
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} changes its logits, which send_latents does not support: leave it out"
+            )
         if attention_mask is None and is_causal and calls.forward_state.layer_mask is not None:
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends without a mask, but the model made "
@@ -117,6 +124,7 @@ def _attend(
         dense = attention_mask
     elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
         mask = Causal()
+    latents, problem = take_latents(module, query, key, value)
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
     score_mod = None if softcap is None else _cap_logits(softcap)
     if biases_DH is not None:
@@ -128,7 +136,7 @@ def _attend(
     if past is not None and past.prefilled:
         out_BHLE = _decode(calls, past, module, (query, key, value), options)
     else:
-        out_BHLE = calls.attend_with((query, key, value), **options)
+        out_BHLE = calls.attend_with((query, key, value), latents=latents, **options)
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
