@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
+from cp_styles import AllGather, BatchSharder, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
 from cp_styles.integrations.latents import send_latents
 from cp_styles.integrations.transformers import prefill
 from cp_styles.testing import CommunicationTrace, RankError
+from cp_styles.verify import verify
 from tests.clients.hugging_face import (
+    BATCH,
     CACHE,
     NAME,
     StayDouble,
@@ -208,3 +212,34 @@ def test_models_without_plain_latents_are_refused():
         model.model.layers[1].self_attn.kv_b_proj = other
         with pytest.raises(NotImplementedError, match=r"model\.layers\.1\.self_attn\.kv_b_proj is"):
             send_latents(model)
+
+
+def test_the_example_of_the_page_and_its_proof():
+    """The lines of the page, and a step that verify compares with one rank."""
+    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
+    (code,) = re.findall(r"<!-- example: send latents -->\n```python\n(.*?)```", page, re.DOTALL)
+    model, tokens = model_of("deepseek_v3").float(), tokens_of(40)
+
+    def on(rank: int) -> tuple[float, int]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine: Any = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        exec(code, {"model": mine, "mesh": mesh})
+
+        def step(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+            sharder = BatchSharder(mesh)
+            batch = sharder(tokens)
+            loss = batch.loss(model(**batch.inputs).logits)
+            loss.backward()
+            sharder.sum_gradients(model)
+            return loss
+
+        verify(mine, mesh, tokens, step)
+        with CommunicationTrace() as trace:
+            loss = step(mine, tokens, mesh)
+        return float(loss), sum(size for name, size in trace.events if name == "send")
+
+    (loss, sent), (other, sent_back) = run_ranks(on, 2, timeout_seconds=120)
+    assert loss == other
+    # Of two parts of 20 tokens, one rank needs the first chunk of the other, and one both. Two layers, gradients too.
+    assert sent + sent_back == 2 * 2 * BATCH * (10 + 20) * LATENTS * 4
