@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -188,6 +189,39 @@ def test_compiled(whole_graph: bool):
     assert max(errors(run, 2)) < EXACT
 
 
+def test_compiled_in_bfloat16():
+    """A graph reads the gradient of the weight, which is summed in float32, in the dtype that it declares."""
+    torch._dynamo.reset()
+    cut = head_tail(LENGTH, 2)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        found = []
+        for how in (lambda call: call, torch.compile):
+            leaves = [x.detach().bfloat16().requires_grad_() for x in leaves_of(cut, rank)]
+            mesh, mask = cp_mesh(2), Causal()
+            out = how(lambda *tensors: attend(mesh, list(tensors), layout=cut, mask=mask))(*leaves)  # noqa: B023
+            found.append(torch.autograd.grad(out.square().sum() + leaves[3].sum(), leaves))
+        return [error(x.double(), y.double()) for x, y in zip(*found, strict=True)]  # pyright: ignore
+
+    assert max(map(max, run_ranks(on, 2))) == 0
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_only_one_input_requires_grad(which: int):
+    """As with a frozen model: the query, the latent, the rotary key, or the weight alone."""
+    cut, whole = head_tail(LENGTH, 2), expected()[1 + which]
+
+    def on(rank: int) -> torch.Tensor:
+        leaves = [x.requires_grad_(index == which) for index, x in enumerate(leaves_of(cut, rank))]
+        out = attend(cp_mesh(2), leaves, layout=cut, mask=Causal())
+        out.backward(cut.shard(inputs()[4], 2, rank))
+        assert [leaf.grad is not None for leaf in leaves] == [index == which for index in range(4)]
+        return leaves[which].grad  # pyright: ignore
+
+    parts = run_ranks(on, 2)
+    assert error(sum(parts) if which == 3 else cut.unshard(parts, DIMS[which]), whole) < EXACT  # pyright: ignore
+
+
 def test_many_heads_are_expanded_in_ranges():
     """80 heads of 512 rows in a batch of 2 are 81,920 rows, of which a tile expands 2^16 at once."""
     calls: list[int] = []
@@ -286,7 +320,11 @@ def test_what_explain_predicts_is_sent():
     assert "latents" not in str(heads)
     # The receiver expands every row once: rank 0, which has the last positions, all of them.
     operations = [event for event in latents.runs[0].forward.events if isinstance(event, MemoryOp)]
-    assert sum(operation.flops for operation in operations) == 2**14 * 2 * 512 * 128 * (128 + 128)
+    products = sum(operation.flops for operation in operations)
+    assert products == 2**14 * 2 * 512 * 128 * (128 + 128)
+    hardware = replace(H100, op_floor=0.0, copy_bandwidth=1e30)
+    forward, _ = explain(2**14, **large | {"hardware": hardware, "latent_dim": 512, "rotary_dim": 64}).seconds
+    assert forward.copies == pytest.approx(products / (H100.flops * H100.cudnn_rate))
     with pytest.raises(ValueError, match="latents are expanded to all query heads"):
         explain(64, ranks=2, heads=4, kv_heads=2, head_dim=8, latent_dim=16)
 
