@@ -63,10 +63,9 @@ def dry_run(
     group = DryRunGroup(recorder, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
     options: dict[str, Any] = {"scale": 1.0 / math.sqrt(shapes.head_dim), "split": split_dry_run}
     unfilled = _UnfilledMask(mask, shapes.dtype)
-    kernel = _wrap_kernel(kernel, recorder)
-    attention = Attention(
-        group, q_layout, kv_layout, unfilled, kernel.with_learned(shapes.learned, backward=False)[0], **options
-    )
+    kernel, learned = _wrap_kernel(kernel, recorder), shapes.learned
+    forward_kernel, _ = kernel.with_learned(learned, backward=False)
+    attention = Attention(group, q_layout, kv_layout, unfilled, forward_kernel, **options)
     q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if has_sink else None
     size, dtype = strategy.residual_places(attention, q, k, v).spec
@@ -77,7 +76,7 @@ def dry_run(
         out = strategy.forward(attention, q, k, v, sink_H, residual)
         recorder.label("output", out)
         forward = recorder.end_phase()
-        learning, shares = kernel.with_learned(shapes.learned, backward=True)
+        learning, shares = kernel.with_learned(learned, backward=True)
         recorder.label("gradients", *shares)
         attention = replace(attention, kernel=learning) if shares else attention
         grads = strategy.backward(attention, grad, q, k, v, out, residual, sink_H)

@@ -13,7 +13,7 @@ from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
+from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -154,8 +154,7 @@ class LatentCall(NamedTuple):
                 f"to {heads} heads whose queries have {dim} dims, {rotary_dim} of them rotary: it needs {heads} x "
                 f"({dim} - {rotary_dim} + E) rows, for E dims of values, and {latent.shape[2]} columns"
             )
-        dtypes = attention_dtypes((weight, latent))
-        if dtypes[0] != dtypes[1]:
+        if weight.dtype != latent.dtype and len({x.dtype for x in cast_for_attention((weight, latent))}) > 1:
             return ValueError(
                 f"{name}: the weight has {weight.dtype} and the latents have {latent.dtype}: pass "
                 "weight.to(latent.dtype), or call it under torch.autocast"

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from cp_styles import AllGather, BatchSharder, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
 from cp_styles.integrations.latents import send_latents
@@ -136,6 +137,30 @@ def test_a_model_as_people_train_it(prepare: Any):
     # A repeated forward sends again what the first sent.
     assert (sum(sent) > sum(latents)) == (prepare in (with_hooks_removed, with_checkpoints))
     assert (sent == heads) == (prepare is with_hooks_removed)
+
+
+def test_a_tensor_parallel_plan_of_the_library():
+    """The plan of DeepSeek-V3 cuts its MLPs and experts, and leaves its attention whole."""
+    model: Any = model_of("deepseek_v3")
+    tokens = tokens_of()
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
+    layout = head_tail(tokens.shape[1], 2)
+
+    def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        mine, at = copy.deepcopy(model), mesh["cp"].get_local_rank()
+        mine.set_attn_implementation(NAME)
+        apply_tensor_parallelism(mine, mesh["tp"], mine._expand_parallel_plan(dict(mine.tp_plan)))
+        parallelize_module(mine, mesh["cp"], ModuleContextParallel(layout=layout))
+        send_latents(mine)
+        loss = step(mine, {name: layout.shard(x, 1, at) for name, x in inputs.items()}, layout.shard(labels, 1, at))
+        sum_gradients(mine, mesh["cp"])
+        grads = gradients(mine).items()
+        return loss, {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads}
+
+    found, wanted = run_ranks(on, 4), expected(model, inputs, labels)
+    for tp in range(2):
+        assert largest_error((found[tp][0] + found[2 + tp][0], found[tp][1]), wanted) < EXACT
 
 
 def test_decoding_does_not_change():

@@ -189,6 +189,29 @@ def test_compiled(whole_graph: bool):
     assert max(errors(run, 2)) < EXACT
 
 
+def test_compiled_once_for_all_lengths():
+    torch._dynamo.reset()
+    lengths = (23, 40, 17)
+
+    def on(rank: int) -> list[float]:
+        mesh, mask, found = cp_mesh(2), Causal(), []
+
+        def call(q: torch.Tensor, latent: torch.Tensor, rot: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return context_latent_attention(q, latent, rot, weight, mesh, mask=mask, layout=head_tail)
+
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        for length in lengths:
+            cut, whole = head_tail(length, 2), expected("causal", length)
+            leaves = leaves_of(cut, rank)
+            out = compiled(*leaves)
+            out.backward(cut.shard(inputs(length)[4], 2, rank))
+            pairs = zip([out.detach(), *(x.grad for x in leaves[:3])], whole, (2, *DIMS), strict=False)
+            found += [error(x, cut.shard(y, dim, rank), whole=y) for x, y, dim in pairs]  # pyright: ignore
+        return found
+
+    assert max(map(max, run_ranks(on, 2, timeout_seconds=120))) < EXACT
+
+
 def test_compiled_in_bfloat16():
     """A graph reads the gradient of the weight, which is summed in float32, in the dtype that it declares."""
     torch._dynamo.reset()
@@ -342,20 +365,44 @@ def test_a_call_is_explained():
     assert run_ranks(on, 2) == [((LATENT, ROTARY), same.sent())] * 2
 
 
-def test_a_backward_keeps_latents_and_no_heads():
-    cut = contiguous(256, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()])
+def test_the_memory_is_as_explained(strategy: Any, dtype: torch.dtype):
+    """Latents are kept, and no heads. The peaks include expanded heads, their gradients and the weight's."""
+    heads, latent_dim, rotary_dim, dim, rows = 8, 64, 16, 64, 128
+    cut = head_tail(4 * rows, 4)
+    shapes = (1, rows, heads, dim), (1, rows, latent_dim), (1, rows, rotary_dim), (heads * (48 + dim), latent_dim)
 
-    def on(rank: int) -> int:
-        leaves = leaves_of(cut, rank, 16)
-        options: dict[str, Any] = {"layout": cut, "mask": Causal(), "kernel": ReferenceKernel()}
-        attend(cp_mesh(2), leaves, **options)  # tables of plans
+    def on(rank: int) -> tuple[int, ...]:
+        q, *others = (randn(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
+        leaves = [x.requires_grad_() for x in (q.transpose(1, 2), *others)]
+        grad, mesh = torch.ones(1, rows, heads, dim, dtype=dtype).transpose(1, 2), cp_mesh(4)
+        options: dict[str, Any] = {"layout": cut, "mask": Causal(), "strategy": strategy}
+        attend(mesh, leaves, **options).backward(grad)  # tables of plans
+        for leaf in leaves:
+            leaf.grad = None
         with MemoryTrace() as trace:
-            out = attend(cp_mesh(2), leaves, **options)
-        return trace.live - out.nbytes
+            out = attend(mesh, leaves, **options)
+            kept, forward = trace.live, trace.peak
+            trace.reset()
+            out.backward(grad)
+        return kept, forward, trace.peak
 
-    # The logsumexp, and on rank 1 the latents of rank 0: keys of one head are as large.
-    for rank, size in enumerate(run_ranks(on, 2)):
-        assert abs(size - 8 * BATCH * 128 * (16 + rank * (LATENT + ROTARY))) < 1024
+    explained = explain(
+        4 * rows,
+        ranks=4,
+        heads=heads,
+        head_dim=dim,
+        latent_dim=latent_dim,
+        rotary_dim=rotary_dim,
+        dtype=dtype,
+        device="cpu",
+        strategy=strategy,
+    )
+    for rank, measured in enumerate(run_ranks(on, 4)):
+        run = explained.runs[rank]
+        predicted = sum(run.forward.live_at_end.values()), run.forward.peak, run.backward.peak
+        assert max(abs(x - y) for x, y in zip(measured, predicted, strict=True)) < 1024  # the agreement of the ranks
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses()])
@@ -451,6 +498,30 @@ def test_in_a_module_of_ones_own(wrap: str):
     assert max(map(max, run_ranks(on, 2))) < EXACT
 
 
+def test_heads_that_are_cut_over_another_axis():
+    """Each rank of tp expands its heads. The gradients of latents, which are whole there, are added over tp."""
+    whole, cut = expected(), head_tail(LENGTH, 2)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        cp, tp = mesh["cp"].get_local_rank(), mesh["tp"].get_local_rank()
+        q, latent, rot, weight = leaves_of(cut, cp)
+        heads, rows = (slice(tp * size // 2, (tp + 1) * size // 2) for size in (HEADS, len(weight)))
+        out = attend(mesh["cp"], [q[:, heads], latent, rot, weight[rows]], layout=cut, mask=Causal())
+        out.backward(cut.shard(inputs()[4], 2, cp)[:, heads])
+        found = [out.detach(), q.grad, latent.grad, rot.grad, weight.grad]
+        for grad in found[1:]:
+            torch.distributed.all_reduce(grad, group=mesh["tp"].get_group())
+        return found  # pyright: ignore
+
+    parts = list(zip(*run_ranks(on, 4), strict=True))  # by quantity, then by rank: (cp, tp) = 00, 01, 10, 11
+    outs = [torch.cat(parts[0][first : first + 2], 1) for first in (0, 2)]
+    assert error(cut.unshard(outs, 2), whole[0]) < EXACT
+    for found, dim, wanted in zip(parts[1:4], DIMS, whole[1:4], strict=True):
+        assert error(cut.unshard(list(found[::2]), dim), wanted) < EXACT
+    assert error(sum(parts[4][::2]), whole[4]) < EXACT  # pyright: ignore
+
+
 def other(which: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments of the rank that makes a mistake."""
     q, latent, rot, weight = tensors
@@ -474,7 +545,7 @@ def other(which: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         "rows of the weight": r"weight of shape \(43, 10\) does not expand latents of 10 numbers to 4 heads",
         "columns of the weight": r"weight of shape \(44, 9\) does not expand latents of 10 numbers",
         "tokens of the rotary key": "latent and rot are of different tokens",
-        "dims of the latent": r"latent must have 3 dims, got",
+        "dims of the latent": r"pass q \[B, H, L, D\], latent \[B, M, R\]",
         "a dtype": "pass weight.to\\(latent.dtype\\)",
         "a DTensor": "weight is a DTensor",
         "no values": "does not expand latents",
