@@ -91,24 +91,27 @@ def context_latent_attention(
     name, strategy, mask = "context_latent_attention", strategy or _RING, mask or _FULL
     call = LatentCall(q_BHLD, latent_BMR, rot_BMr, weight_NR)
     problem = call.find_problem(name)
+    traced = is_traced()
+    if traced and checks.local:
+        problem = problem or NotImplementedError(
+            f"{name}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside of the "
+            "compiled code"
+        )
     latent_kernel = kernel if problem is not None else call.make_kernel(kernel)
-    if is_traced():
+    if traced:
         axis, group = axis_and_group(name, mesh)
-        if problem is not None:
-            raise problem
-        if checks.local:
-            raise NotImplementedError(
-                f"{name}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside of "
-                "the compiled code"
-            )
         how = strategy, head_tail if layout is None else layout, mask, latent_kernel
         source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=layout is not None)
     else:
         source = binding_of_call(name, mesh, strategy, layout, mask, latent_kernel, checks=checks)
+
+    def refuse() -> None:
         if problem is not None:
-            source.refuse(problem)
-    tensors, learned = call.arguments()
-    return attend(source, tensors, scale=scale, learned=learned)[0]
+            raise problem
+
+    # A call with a problem only reports it, to all ranks.
+    tensors, learned = ((q_BHLD,) * 3, None) if problem is not None else call.arguments()
+    return attend(source, tensors, scale=scale, learned=learned, refuse=refuse)[0]
 
 
 class LatentCall(NamedTuple):

@@ -40,7 +40,7 @@ from cp_styles.kernels import FlexKernel, ReferenceKernel
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import allowed, dense_attention, error, randn
 from tests.ranks.attention_case import cp_mesh
 from tests.tables import uneven
@@ -522,54 +522,46 @@ def test_heads_that_are_cut_over_another_axis():
     assert error(sum(parts[4][::2]), whole[4]) < EXACT  # pyright: ignore
 
 
-def other(which: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The arguments of the rank that makes a mistake."""
-    q, latent, rot, weight = tensors
-    changed: dict[str, Callable[[], list[torch.Tensor]]] = {
-        "rows of the weight": lambda: [q, latent, rot, weight[:-1]],
-        "columns of the weight": lambda: [q, latent, rot, weight[:, :-1]],
-        "tokens of the rotary key": lambda: [q, latent, rot[:, 1:], weight],
-        "dims of the latent": lambda: [q, latent[:, None], rot, weight],
-        "a dtype": lambda: [q, latent, rot, weight.float()],
-        "a DTensor": lambda: [q, latent, rot, DTensor.from_local(weight, cp_mesh(1), [Replicate()])],
-        "no values": lambda: [q, latent, rot, weight[: HEADS * NOPE]],
-        "another dim of values": lambda: [q, latent, rot, weight[: HEADS * (NOPE + 1)]],
-        "an object": lambda: [q, latent, rot, None],  # pyright: ignore
-    }
-    return changed[which]()
+Wrong = Callable[[list[torch.Tensor]], list[Any]]
+MISTAKES: dict[str, tuple[Wrong, str]] = {
+    "rows of the weight": (
+        lambda x: [*x[:3], x[3][:-1]],
+        r"weight of shape \(43, 10\) does not expand latents of 10 numbers to 4 heads",
+    ),
+    "columns of the weight": (
+        lambda x: [*x[:3], x[3][:, :-1]],
+        r"weight of shape \(44, 9\) does not expand latents of 10 numbers",
+    ),
+    "tokens of the rotary key": (lambda x: [*x[:2], x[2][:, 1:], x[3]], "latent and rot are of different tokens"),
+    "dims of the latent": (lambda x: [x[0], x[1][:, None], *x[2:]], r"pass q \[B, H, L, D\], latent \[B, M, R\]"),
+    "a dtype": (lambda x: [*x[:3], x[3].float()], r"pass weight.to\(latent.dtype\)"),
+    "a DTensor": (
+        lambda x: [*x[:3], DTensor.from_local(x[3], cp_mesh(2), [Replicate()], run_check=False)],
+        "weight is a DTensor",
+    ),
+    "no values": (lambda x: [*x[:3], x[3][: HEADS * NOPE]], "does not expand latents"),
+    "an object": (lambda x: [*x[:3], None], "weight must be a tensor, got NoneType"),
+}
 
 
-@pytest.mark.parametrize(
-    ("which", "words"),
-    {
-        "rows of the weight": r"weight of shape \(43, 10\) does not expand latents of 10 numbers to 4 heads",
-        "columns of the weight": r"weight of shape \(44, 9\) does not expand latents of 10 numbers",
-        "tokens of the rotary key": "latent and rot are of different tokens",
-        "dims of the latent": r"pass q \[B, H, L, D\], latent \[B, M, R\]",
-        "a dtype": "pass weight.to\\(latent.dtype\\)",
-        "a DTensor": "weight is a DTensor",
-        "no values": "does not expand latents",
-        "another dim of values": "kernel",
-        "an object": "weight must be a tensor, got NoneType",
-    }.items(),
-)
-@pytest.mark.parametrize("wrong", [{0}, {0, 1}])
-def test_a_mistake_on_one_rank_is_an_error_on_both(which: str, words: str, wrong: set[int]):
+@pytest.mark.parametrize("which", [*MISTAKES, "another dim of values"])
+@pytest.mark.parametrize("compiled", [False, *at_night(True)])
+def test_a_mistake_on_one_rank_is_an_error_on_both(which: str, compiled: bool):
+    """Another dim of values alone makes sense, and not together with the remaining ranks."""
     cut = head_tail(LENGTH, 2)
-    if which == "another dim of values" and len(wrong) == 2:
-        return  # it is an attention
+    torch._dynamo.reset()
+    make, words = MISTAKES.get(which) or (lambda x: [*x[:3], x[3][: HEADS * (NOPE + 1)]], "value_dim=1")
 
     def on(rank: int) -> None:
-        tensors = [x.detach() for x in leaves_of(cut, rank)]
-        tensors = other(which, tensors) if rank in wrong and which != "a DTensor" else tensors
-        if which == "a DTensor" and rank in wrong:
-            mesh = cp_mesh(2)
-            tensors[3] = DTensor.from_local(tensors[3], mesh, [Replicate()], run_check=False)
-        attend(cp_mesh(2), tensors, layout=cut)
+        mesh, tensors = cp_mesh(2), [x.detach() for x in leaves_of(cut, rank)]
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            return attend(mesh, list(tensors), layout=cut)
+
+        (torch.compile(call, backend="eager") if compiled else call)(*(make(tensors) if rank == 0 else tensors))
 
     with pytest.raises(RankError) as found:
-        run_ranks(on, 2, timeout_seconds=20)
+        run_ranks(on, 2, timeout_seconds=30)
     assert found.value.errors.keys() == {0, 1}
-    for problem in found.value.errors.values():
-        assert "context_latent_attention" in str(problem)
+    assert all("context_latent_attention" in str(problem) for problem in found.value.errors.values())
     assert re.search(words, str(found.value.errors[0]))
