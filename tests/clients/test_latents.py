@@ -38,18 +38,23 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import sampled
 from tests.device import run_ranks
 
 EXACT = 1e-10  # float64 sums in another order give 1e-15 a layer
 SIZES: dict[str, Any] = {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
-TYPES = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "axk1", "longcat_flash", "glm4_moe_lite"]
+PLAIN = ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "axk1", "longcat_flash", "glm4_moe_lite")
+HYBRIDS = ("kimi_linear", "bailing_hybrid")  # their remaining layers have states
+LATENT_LAYERS = {"layer_types": ["full_attention"] * 2}
+TYPES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN}
+TYPES |= {name: MIXERS[name] | LATENT_LAYERS for name in HYBRIDS}
 # A row of heads: 4 x (8 + 4 + 8) numbers. A row of latents: 8 + 4.
 HEADS, LATENTS = 80, 12
 
 
 def model_of(model_type: str) -> nn.Module:
-    return tiny(causal_lm, config_of(model_type, **SIZES))
+    return tiny(causal_lm, config_of(model_type, **SIZES | TYPES[model_type]))
 
 
 def under_style(model: nn.Module, mesh: Any, **style: Any) -> Any:
@@ -92,7 +97,7 @@ def with_latents(model: Any, mesh: Any) -> Any:
     return model
 
 
-@sampled(1, model_type=TYPES, ranks=[2, 3], strategy=[Ring(), AllGather(keep=0), Ulysses()])
+@sampled(1, model_type=list(TYPES), ranks=[2, 3], strategy=[Ring(), AllGather(keep=0), Ulysses()])
 def test_models_are_exact(model_type: str, ranks: int, strategy: Any):
     error, sent = trained(model_of(model_type), with_latents, ranks, strategy=strategy)
     assert error < EXACT
