@@ -349,8 +349,8 @@ class _PlanRun:
         """The index of the rows of a block. None for at most _MAX_RANGES ranges."""
         if len(block.rows) <= _MAX_RANGES:
             return None
-        key, known = (block, self.q.device), self.attention.known
-        return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
+        key, tables = (block, self.q.device), self.attention.tables
+        return tables[key] if key in tables else tables.setdefault(key, row_index(block.rows, self.q.device))
 
     def _receive_buffer(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: a part of the residual for a kept message, otherwise new memory."""
@@ -400,8 +400,8 @@ class _PlanRun:
         """The documents of a pack, and the indices of its rows of queries and of keys. None for a single tile."""
         if isinstance(call, Tile):
             return None, None, None
-        key, known = (call, self.q.shape[0], self.q.device), self.attention.known
-        return known.get(key) or known.setdefault(key, call.on(*key[1:]))
+        key, tables = (call, self.q.shape[0], self.q.device), self.attention.tables
+        return tables.get(key) or tables.setdefault(key, call.on(*key[1:]))
 
     def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""

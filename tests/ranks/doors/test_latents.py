@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -39,11 +41,13 @@ from cp_styles.explain.events import MemoryOp
 from cp_styles.kernels import FlexKernel, ReferenceKernel
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.latent import LatentKernel
+from cp_styles.strategies.packs import PackedTiles
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
 from tests.covering import at_night, sampled
 from tests.oracle import allowed, dense_attention, error, randn
 from tests.ranks.attention_case import cp_mesh
 from tests.tables import uneven
+from tests.varlen_op import STAND_IN, varlen_ops_on_cpu
 
 # float64 sums in another order give 1e-15; a latent that is counted twice gives 1e-1.
 EXACT = 1e-12
@@ -285,6 +289,42 @@ def test_a_tile(heads_at_once: int, options: str):
     grads = zip(found, (dq, whole[0][:, None], whole[1][:, None]), strict=True)
     assert max(error(x, y) for x, y in grads) < EXACT
     assert error(share.flatten(0, 1), whole[2]) < EXACT
+
+
+PACKED = (40, 3, 70, 1, 35, 5, 33, 64)  # on both sides of the plan's shortest run, 32 rows
+
+
+def packed(query: int, key: int) -> bool:
+    ends = list(accumulate(PACKED))
+    return causal(query, key) and bisect_right(ends, query) == bisect_right(ends, key)
+
+
+MASKS["packed documents"] = Documents(PACKED) & Causal(), [packed]
+MASKS["a wide window"] = SlidingWindow(40, 0), [lambda query, key: 0 <= query - key <= 40]
+
+
+@pytest.mark.parametrize("mask", ["packed documents", "a wide window"])
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()])
+def test_documents_and_windows_in_one_call_of_a_kernel(strategy: Any, mask: str, monkeypatch: pytest.MonkeyPatch):
+    """By a stand-in for CUDA's kernel. Each call has a kernel with its own weight. Indices of documents stay."""
+    made: list[PackedTiles] = []
+    make = PackedTiles.on
+
+    def counted(self: PackedTiles, *where: Any) -> Any:
+        made.append(self)
+        return make(self, *where)
+
+    monkeypatch.setattr(PackedTiles, "on", counted)
+
+    def run(mesh: Any, leaves: list[torch.Tensor], cut: SequenceLayout) -> torch.Tensor:
+        options: dict[str, Any] = {"layout": cut, "mask": MASKS[mask][0], "kernel": STAND_IN, "strategy": strategy}
+        attend(mesh, leaves, **options)
+        return attend(mesh, leaves, **options)
+
+    with varlen_ops_on_cpu():
+        assert max(errors(run, 2, mask=mask, length=sum(PACKED), layout=contiguous)) < EXACT
+    if strategy == Ring():
+        assert len(made) == len({*made}) == (2 if mask == "packed documents" else 0)  # one a rank
 
 
 def bytes_sent(ranks: int, strategy: Any, *, latents: bool, dtype: torch.dtype = torch.float32, trains: bool = True):
