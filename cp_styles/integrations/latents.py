@@ -1,19 +1,19 @@
 """Models of transformers with multi-head latent attention (MLA): their latents travel in place of their heads.
 
 Such a model expands the latents of its own tokens by a linear layer, ``kv_b_proj``, and calls its attention function
-with keys and values of all heads. A hook notes the latents in front of this layer, and the attention function of
-:mod:`~cp_styles.integrations.transformers` sends them.
+with keys and values of all heads. A hook on this layer notes its latents for the attention function of
+:mod:`~cp_styles.integrations.transformers`: see :func:`~cp_styles.integrations.transformers.send_latents`.
 
 Written for transformers 5.24. Shapes: B batch, H heads, S tokens of this rank, R dim of a latent, r rotary dims.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import facts_about
@@ -21,65 +21,25 @@ from cp_styles.functions.latent import LatentCall
 from cp_styles.intercept.function_mode import AttentionCalls
 
 
-def send_latents(model: nn.Module) -> list[RemovableHandle]:
-    """Let the latents of ``model`` travel between ranks, in place of the keys and values of all heads.
-
-    ::
-
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
-        parallelize_module(model, mesh, ModuleContextParallel())
-        send_latents(model)  # on every rank, after adapters and before FSDP2
-
-    For models with multi-head latent attention, such as DeepSeek-V3: layers with ``expand_kv`` and ``kv_b_proj``. The
-    results are the same, in the bytes of :func:`~cp_styles.context_latent_attention`. Its docstring names the price:
-    each rank expands the latents that it receives. The model expands the latents of its own tokens too, for their
-    rotary part alone. Decoding after ``prefill`` does not change.
-
-    No communication.
-
-    Args:
-        model: the model, or a part of it.
-
-    Returns:
-        The handles of the hooks on ``kv_b_proj``, to remove them. Then heads travel again.
-
-    Raises:
-        ValueError: no layer of ``model`` has latents.
-        NotImplementedError: a ``kv_b_proj`` is not a plain linear layer without a bias, such as a layer with an
-            adapter. In the forward, on every rank: its weight is a DTensor, or the model computes its keys in another
-            way.
-    """
-    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "expand_kv")]
-    if not layers:
-        raise ValueError(
-            f"send_latents: {type(model).__name__} has no layer that expands latents (expand_kv, kv_b_proj): leave "
-            "send_latents out, or call context_latent_attention in the attention of your own model"
-        )
-    for name, layer in layers:
-        up: Any = layer.kv_b_proj
-        if not isinstance(up, nn.Linear) or type(up).forward is not nn.Linear.forward or up.bias is not None:
-            raise NotImplementedError(
-                f"send_latents: {name}.kv_b_proj is {up}, and latents are expanded by the weight of a plain nn.Linear "
-                "without a bias alone: leave send_latents out, or leave kv_b_proj out of the adapters"
-            )
-    return [layer.kv_b_proj.register_forward_hook(_note) for _, layer in layers]  # pyright: ignore
-
-
 @uncompiled
-def _note(up: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    # The arguments of a hook behind the forward are the final arguments, after all hooks in front of it. The attention
-    # that follows takes the entry.
+def note_latent(check: Callable[[], None], up: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """A forward hook for ``kv_b_proj``: the next attention takes the latent in ``args``, and ``output``.
+
+    ``check`` raises if the next attention takes no latents.
+    """
+    # The arguments of a hook behind the forward are the final arguments, after all hooks in front of it.
     if AttentionCalls.current() is not None:
-        facts_about(up)[_note] = args[0], output
+        check()
+        facts_about(up)[note_latent] = args[0], output
 
 
 def take_latents(
     layer: nn.Module, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSE: torch.Tensor
 ) -> tuple[LatentCall | None, Exception | None]:
     """The latents from which ``layer`` has computed its key and value, or the reason why they are not known. Neither
-    without :func:`send_latents`. No communication."""
+    without :func:`note_latent`. No communication."""
     up = getattr(layer, "kv_b_proj", None)
-    noted = None if up is None else facts_about(up).pop(_note, None)
+    noted = None if up is None else facts_about(up).pop(note_latent, None)
     if up is None or noted is None:
         return None, None
     with without_function_modes():

@@ -27,7 +27,7 @@ class LatentKernel(Kernel):
     for a range of heads, calls ``inner``, and continues with the next range: forward, and again in the backward.
 
     Memory of a tile, in addition to the kernel ``inner``: keys and values of ``head_rows`` rows, counted over heads, or
-    of one head; in a backward also their gradients.
+    of one head; in a backward also their gradients, and the gradient of the weight in float32 or wider.
 
     Source: DeepSeek-V2 (2024), multi-head latent attention.
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from cp_styles import AllGather, BatchSharder, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
-from cp_styles.integrations.latents import send_latents
-from cp_styles.integrations.transformers import prefill
+from cp_styles.integrations.transformers import prefill, send_latents
 from cp_styles.testing import CommunicationTrace, RankError
 from cp_styles.verify import verify
 from tests.clients.hugging_face import (
@@ -219,9 +218,16 @@ def sharded_alone(model: Any, mesh: Any) -> Any:
     return model
 
 
+def with_another_attention(model: Any, mesh: Any) -> Any:
+    send_latents(model)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "prepare", "words"),
     [
+        (lambda model: model, with_another_attention, "attends by 'sdpa', which sends its heads"),
         (with_scaled_keys, with_latents, "computes its keys and values in another way"),
         (lambda model: model, sharded_alone, "needs plain tensors, got"),
     ],
@@ -230,13 +236,17 @@ def test_other_keys_are_refused_in_the_forward(change: Any, prepare: Any, words:
     with pytest.raises(RankError, match=words) as found:
         trained(change(model_of("deepseek_v3")), prepare)
     assert found.value.errors.keys() == {0, 1}
-    assert all(isinstance(problem, NotImplementedError) for problem in found.value.errors.values())
+    assert all(isinstance(problem, ValueError | NotImplementedError) for problem in found.value.errors.values())
 
 
 def test_models_without_plain_latents_are_refused():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no layer that expands latents"):
         send_latents(tiny(causal_lm, config_of("llama")))
     model: Any = model_of("deepseek_v3")
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn attends by 'sdpa', which sends its heads"):
+        send_latents(model)
+    model.set_attn_implementation(NAME)  # the remedy
+    send_latents(model)
     up = model.model.layers[1].self_attn.kv_b_proj
     for other in (Adapted(up.in_features, up.out_features, bias=False), nn.Linear(up.in_features, up.out_features)):
         model.model.layers[1].self_attn.kv_b_proj = other

@@ -31,7 +31,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 # The modules whose names are not all exported from cp_styles, with a page for each.
 MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan", "mixers")
 MODULES += ("batch", "decoding", "joint_layout", "strategies")
-MODULES += ("integrations.transformers", "integrations.latents", "integrations.trainers")
+MODULES += ("integrations.transformers", "integrations.trainers")
 TITLES = {
     "batch": "Batches, loss, gradients",
     "batch_sharder": "Training step",
@@ -46,7 +46,6 @@ TITLES = {
     "strategies": "Strategies",
     "torch_api": "torch's context_parallel",
     "integrations.transformers": "transformers",
-    "integrations.latents": "Latents of transformers",
     "integrations.trainers": "Trainers",
 }
 # What the docstrings take from reStructuredText, where docstrings.py has left it.
