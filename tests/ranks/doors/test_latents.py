@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,6 +391,22 @@ def test_what_explain_predicts_is_sent():
     assert forward.copies == pytest.approx(products / (H100.flops * H100.cudnn_rate))
     with pytest.raises(ValueError, match="latents are expanded to all query heads"):
         explain(64, ranks=2, heads=4, kv_heads=2, head_dim=8, latent_dim=16)
+
+
+@pytest.mark.nightly
+def test_the_table_of_the_page():
+    page = (Path(__file__).parents[3] / "tutorials/performance.md").read_text()
+    rows = re.findall(r"^\| `(.+)` \| (heads|latents) \| (.+) \| (\d+) ms \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    large: dict[str, Any] = {"ranks": 64, "heads": 128, "head_dim": 192, "value_dim": 128, "hardware": H100, "rank": 0}
+    for strategy, kind, sent, time, peak in rows:
+        given = {"latent_dim": 512, "rotary_dim": 64} if kind == "latents" else {}
+        found = explain(2**17, strategy=eval(strategy), **large, **given)
+        sizes = found.sent() + found.sent("backward"), found.peak_memory
+        for size, shown in zip(sizes, (sent, peak), strict=True):
+            number, unit = shown.split()
+            assert float(number) == pytest.approx(size / {"MiB": 2**20, "GiB": 2**30}[unit], rel=0.01, abs=0.05)
+        assert int(time) == round(1e3 * sum(phase.total for phase in found.seconds))
 
 
 def test_a_call_is_explained():
