@@ -24,6 +24,7 @@ from cp_styles import (
     SequenceScope,
     context_attention,
     context_flex_attention,
+    context_latent_attention,
     context_varlen_attention,
     contiguous,
     flex_attention,
@@ -120,6 +121,23 @@ def by_function(mesh, *, causal, mask, length, lse=False, seq_dim=2, **options) 
     return columns
 
 
+def by_latents(mesh, *, causal, mask, length, **options) -> Attend:
+    """Keys and values of all heads as one latent, which an identity for each head expands. One key head has rotary dims
+    too, as they are shared by all query heads."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        (groups, dim), (*_, value_dim) = (k.shape[1], k.shape[3]), v.shape
+        rotary_dim = dim // 2 if groups == 1 else 0
+        nope, rot = k[..., : dim - rotary_dim], k[:, 0, :, dim - rotary_dim :]
+        rows = dim - rotary_dim + value_dim
+        weight = torch.eye(groups * rows, dtype=q.dtype, device=q.device).unflatten(0, (groups, rows))
+        weight = weight.repeat_interleave(q.shape[1] // groups, 0).flatten(0, 1)
+        latent = torch.cat((nope, v), -1).transpose(1, 2).flatten(2)
+        return context_latent_attention(q, latent, rot, weight, mesh, mask=combined(causal, mask), **options)
+
+    return attend
+
+
 def by_flex(mesh, *, causal, mask, length, lse=False, **options) -> Attend:
     """A ``block_mask`` takes the place of the mask, ``score_mod`` is added to it."""
     if "block_mask" not in options:
@@ -201,6 +219,7 @@ DOORS: dict[str, Door] = {
     "style": _door(partial(in_module, AttentionContextParallel), *_OF_SDPA, "scope"),
     "module": _door(partial(in_module, ModuleContextParallel), *_OF_SDPA, "scope", "sink"),
     "function": _door(by_function, "sink", "lse", "kernel", "autocast", "keys"),
+    "latents": _door(by_latents, "kernel", "autocast", "keys"),
     "flex": _door(by_flex, "lse", "scores", "keys"),
     "score_mod": _door(by_scores),
     "varlen": _door(by_varlen, "lse", "packs"),

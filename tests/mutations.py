@@ -177,6 +177,21 @@ agreement: ranks at different places go on | ranks/engine/test_disagreement.py
 scope: not there in a recomputation | ranks/doors/test_scope.py
     SequenceScope.for_checkpoint | ), self
     becomes | ), contextlib.nullcontext()
+latents: gradients of the weight of the first heads | ranks/doors/test_latents.py -k exact
+    LatentKernel.with_heads | self.share_HKR[slice(*heads)]
+    becomes | self.share_HKR[: heads[1] - heads[0]]
+latents: heads of the first rank's weight | ranks/doors/test_latents.py -k exact
+    LatentKernel.with_heads | self.weight_HKR[slice(*heads)]
+    becomes | self.weight_HKR[: heads[1] - heads[0]]
+latents: the rotary gradient of one head | ranks/doors/test_latents.py -k exact
+    LatentKernel.backward | .sum(1, dtype=wide)
+    becomes | [:, 0]
+latents: the weight's gradient of the last tile | ranks/doors/test_latents.py -k exact
+    LatentKernel.backward | self.share_HKR[slice(*heads)] +=
+    becomes | self.share_HKR[slice(*heads)] =
+latents: the gradient of the last range of heads | ranks/doors/test_latents.py -k a_tile
+    LatentKernel.backward | dlatent_BMR += dkv_BMN
+    becomes | dlatent_BMR = dkv_BMN
 """)
 
 # What they do not call: kernels of CUDA, other libraries, collectives, decoding, verify, guards, and what a rank does
@@ -280,6 +295,27 @@ random numbers: a rank draws for the first positions | ranks/mixers/test_randomn
 random numbers: rows of the batch by the length of a part | ranks/mixers/test_randomness.py
     _draw | cut.layout.length * inner
     becomes | len(positions) * inner
+latents: positions of the first heads | ranks/doors/test_latents.py -k a_tile
+    LatentKernel._ranges | head=options["where"].head + first
+    becomes | head=options["where"].head
+latents: the bias of the first heads | ranks/doors/test_latents.py -k a_tile
+    _heads_of | [..., heads, :, :]
+    becomes | [..., : heads.stop - heads.start, :, :]
+latents: the weight's gradient in a dtype that no graph declares | ranks/doors/test_latents.py -k compiled
+    _attention_backward | .to(learned.dtype)
+    becomes nothing
+latents: a weight that trains alone has no backward | ranks/doors/test_latents.py -k only_one
+    attend | or (learned is not None and learned.requires_grad)
+    becomes nothing
+latents: no expanded row is compared | clients/test_latents.py -k other_keys
+    _is_expanded | known[_is_expanded] = torch.equal(
+    becomes | known[_is_expanded] = True or torch.equal(
+latents: a weight that is cut is taken | clients/test_latents.py -k other_keys
+    take_latents | not {*kinds} <= {torch.Tensor, nn.Parameter}
+    becomes | kinds is None
+latents: products are no work | ranks/doors/test_latents.py -k explain
+    seconds_of | spent += event.flops / (hardware.flops * hardware.cudnn_rate)
+    becomes nothing
 """)
 
 

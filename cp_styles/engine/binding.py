@@ -177,6 +177,10 @@ class Binding:
         key = heads, mask_shape
         return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, mask_shape=mask_shape))
 
+    def with_kernel(self, kernel: Kernel) -> Binding:
+        """This binding with another kernel. Cached."""
+        return self._variants.get(kernel) or self._variants.put(kernel, replace(self, kernel=kernel))
+
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
         """This binding with an additional mask, ``source`` or ``mask_of(source)``. Cached, so that layers share it."""
         if isinstance(source, Full):
@@ -374,7 +378,7 @@ class ResolvedCall:
         mask = binding.mask & Causal() if is_causal else binding.mask
         try:
             mask = mask if attn_mask is None else mask & Dense(attn_mask)
-            _check_shapes(q, k, v)
+            _check_shapes(q, k, v, k.shape[3] if binding.kernel is None else binding.kernel.dims(k, v)[0])
             mask.check((*(binding.mask_shape or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{binding.name}: {error}") from None
@@ -570,8 +574,8 @@ def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> No
         raise ValueError(f"{name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ValueError unless the shapes [B, H, S, D] fit without broadcasting."""
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> None:
+    """Raise ValueError unless the shapes [B, H, S, D] fit without broadcasting. ``dim``: D of the keys."""
     # An empty shard would broadcast silently.
     batches, heads = ([x.shape[dim] for x in (q, k, v)] for dim in (0, 1))
     if len(set(batches)) > 1:
@@ -582,8 +586,8 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(
             f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads{see('Heads that do not fit')}"
         )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
+    if q.shape[3] != dim:
+        raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {dim}")
 
 
 def _describe_mask(mask: torch.Tensor) -> Any:

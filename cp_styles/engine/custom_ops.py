@@ -38,7 +38,6 @@ from cp_styles.engine.checkpoint import results_are_kept
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph, rebuild, take_apart
 from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
-from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import SequenceLayout, is_deterministic
@@ -147,9 +146,9 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
         )
 
 
-def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
+def check_plain(name: str, tensors: tuple[torch.Tensor, ...], labels: Sequence[str] = _LABELS) -> None:
     """Raise unless the inputs are dense local tensors, outside of forward-mode AD and of torch.func."""
-    for label, tensor in zip(_LABELS, tensors, strict=True):
+    for label, tensor in zip(labels, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if mesh_of(tensor) is not None:
@@ -183,6 +182,7 @@ def attend(
     wants_lse: bool = False,
     refuse: Callable[[], None] | None = None,
     bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
+    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run one attention. Every function and style of the package calls this function.
 
@@ -194,10 +194,11 @@ def attend(
         refuse: raises errors that only this rank may see.
         bind: returns the binding of this call and the tensors that its kernel learns, or raises such errors. For
             functions that autocast does not handle.
+        learned: the flat tensor that the kernel learns, without ``bind``.
 
     Returns the output, the logsumexp (empty unless ``wants_lse``), and the argument of :func:`resolved_call`.
     """
-    problem, learned = "", None
+    problem = ""
     try:
         # In compiled code the op checks shapes: only there can it report an error to all ranks.
         (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
@@ -219,7 +220,7 @@ def attend(
         problem = error.args[0]  # the op raises it on every rank. torch.compile cannot trace str(error)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
-    trained = trained or learned is not None
+    trained = trained or (learned is not None and learned.requires_grad)
     in_graph = isinstance(source, ConfigInGraph)
     config, dense = (source.config, source.dense) if in_graph else (source, None)
     lean = not in_graph and dispatch_modes_entered() and results_are_kept()
@@ -253,7 +254,7 @@ def _attention(
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem, learned=None, wants_lse=False, lean=False
 ):
     """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty.
-    ``learned``: the flat tensors of a score_mod, for autograd alone. ``lean``: no received keys are kept."""
+    ``learned``: the flat tensors that the kernel learns. ``lean``: no received keys are kept."""
     in_graph = isinstance(config, AttentionConfig)
     if in_graph:
         for mode in modes_entered.get():  # modes do not intercept calls in compiled code
@@ -282,10 +283,10 @@ def _attention(
     call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
     resolved = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse)
+    out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse, learned=learned)
     data = bytearray()
     if in_graph:
-        out = _copy_to_strides(out, _empty_like_query(q.to("meta"), v.shape[3]))
+        out = _copy_to_strides(out, _empty_like_query(q.to("meta"), out.shape[3]))
         layout = binding.layout
         if scope is None and not isinstance(layout, SequenceLayout) and not is_deterministic(layout):
             cut = pickle.dumps((resolved.cuts, Full()))  # the balancer may return other layouts in the backward
@@ -304,7 +305,9 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
     sizes = [new_size(torch.library.get_ctx()) if keep else 0 for _ in range(2)]
     residual = q.new_empty(sizes[0], dtype=torch.uint8)
     call = torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
-    return _empty_like_query(q, v.shape[-1]), residual, call, q.new_empty(0)
+    kernel = rebuild(config.parts[4]) if isinstance(config, AttentionConfig) and config.parts else None
+    dim = v.shape[-1] if kernel is None else kernel.dims(k, v)[1]
+    return _empty_like_query(q, dim), residual, call, q.new_empty(0)
 
 
 @never_compiled
@@ -346,7 +349,7 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
         # number, and whose binding may be gone.
         config, call = ctx.resolved, ctx.call
     dq, dk, dv, dsink, shares = torch.ops.cp_styles.attention_backward.default(
-        grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse
+        grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale, grad_lse, learned
     )
     dsink, shares = None if sink is None else dsink, None if learned is None else shares
     return dq, dk, dv, dsink, *(None,) * 7, shares, None, None
@@ -359,7 +362,8 @@ torch.library.register_autograd("cp_styles::attention", _differentiate, setup_co
 torch.library.define(
     "cp_styles::attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor residual, Tensor? sink, Tensor? attn_mask, "
-    f"Tensor? dense, Tensor call, {_CONFIG} config, bool is_causal, float? scale, Tensor? grad_lse=None) "
+    f"Tensor? dense, Tensor call, {_CONFIG} config, bool is_causal, float? scale, Tensor? grad_lse=None, "
+    "Tensor? learned=None) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -368,7 +372,7 @@ torch.library.define(
 @torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
 @never_compiled
 def _attention_backward(
-    grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None
+    grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None, learned=None
 ):
     in_graph = isinstance(config, AttentionConfig)
     resolved = _resolve_call_in_graph(config, dense, call) if in_graph else config
@@ -377,19 +381,22 @@ def _attention_backward(
             check.backward_in_graph(resolved.binding.group)
     attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_read_bytes(call)[:_NUMBER], "little")
-    after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse}
+    after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse, "learned": learned}
     *grads, dsink, shares = run_backward(resolved.binding, attention, grad, q, k, v, *after, **options)
     if in_graph:
         pairs = zip(grads, (q, k, v), strict=True)
         grads = [_copy_to_strides(grad, _empty_rows_first(x.to("meta"))) for grad, x in pairs]
     empty = q.new_empty(0)
-    return *grads, empty if dsink is None else dsink, flatten(shares, q.device) if shares else empty.clone()
+    share = flatten(shares, q.device).to(learned.dtype) if shares and learned is not None else empty.clone()
+    return *grads, empty if dsink is None else dsink, share
 
 
 @torch.library.register_fake("cp_styles::attention_backward")
-def _attention_backward_fake(grad, q, k, v, out, residual, sink, *_):
-    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return *(_empty_rows_first(x) for x in (q, k, v)), dsink, q.new_empty(0)
+def _attention_backward_fake(
+    grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None, learned=None
+):
+    shares = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (sink, learned))
+    return *(_empty_rows_first(x) for x in (q, k, v)), *shares
 
 
 # -- the only calls of Strategy.forward and backward --
@@ -405,6 +412,7 @@ def run_forward(
     *,
     keep: bool,
     wants_lse: bool = False,
+    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(out_BHLE, lse_BHL, residual)`` of an attention after the agreement of the ranks.
 
@@ -414,6 +422,8 @@ def run_forward(
     strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
     if (listens := attention_listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
+    kernel, _ = attention.kernel.with_learned(learned, backward=False)
+    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         shape, dtype = (0,), torch.uint8
         if filled:
@@ -441,24 +451,21 @@ def run_backward(
     *,
     forward: int,
     grad_lse_BHL: torch.Tensor | None = None,
+    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]]:
-    """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of the tensors that a score_mod learns.
+    """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of the tensors that the kernel learns.
 
     dsink and ``shares`` are this rank's share of a sum over the group. ``forward`` is the number of the forward: see
     :class:`~cp_styles.comm.group_state.Operations`. Communication:
     :func:`~cp_styles.comm.agreement.begin_backward`'s, then the strategy's.
     """
-    if isinstance(attention.kernel, FlexKernel):
-        attention.kernel.check_unchanged()
+    kernel, shares = attention.kernel.with_learned(learned, backward=True)
+    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     strategy, state = binding.strategy, binding.group_state
     if binding.model is not None and binding.group.size() > 1:
         binding.model.backward_begins(state)
     begin_backward(binding.group, forward, binding.checks.agreement)
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
-        shares: Sequence[torch.Tensor] = ()
-        if isinstance(attention.kernel, FlexKernel):
-            shares = tuple(map(torch.zeros_like, attention.kernel.learned))
-            attention = replace(attention, kernel=replace(attention.kernel, shares=shares))
         if grad_lse_BHL is not None:
             attention = replace(attention, kernel=LseGradient(attention.kernel))
             grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)

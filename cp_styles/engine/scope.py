@@ -19,6 +19,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple, world
 from cp_styles.engine.binding import Binding, LatestBindings, get_bindings
 from cp_styles.kernels import Kernel
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
@@ -373,6 +374,7 @@ def binding_of_call(
         report_failure(name, group)
         raise
     # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
-    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
+    inner = kernel.inner if isinstance(kernel, LatentKernel) else kernel
+    if mask.pattern == mask and isinstance(inner, SdpaKernel | None) and not checks.local:
         get_bindings(group).put(key, binding)
     return binding

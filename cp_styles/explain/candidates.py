@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from cp_styles.explain.dry_run import kernel_of
@@ -75,25 +76,26 @@ def rank_candidates(
     length: int,
     ranks: int,
     mask: Mask,
-    shapes: Shapes,
+    shapes: Sequence[Shapes],
     hardware: Hardware,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Candidate]:
     """All combinations, the fastest first, and at the end the combinations that cannot run. No communication.
 
-    ``progress`` is called before each combination, with its name.
+    ``shapes``: the ways in which keys and values may travel, as heads or as latents. ``progress`` is called before each
+    combination, with its name.
     """
-    candidates, kernel = [], kernel_of(shapes)
+    candidates = []
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
         rank = busiest_rank(layout, mask)  # one rank, so that bytes, memory and time belong together
-        for strategy in strategies:
+        for strategy, each in product(strategies, shapes):
             progress(f"{strategy}, {name}")
-            explanation, problem = None, find_problem(strategy, ranks, shapes)
+            explanation, problem = None, find_problem(strategy, ranks, each)
             if not problem:
-                call = strategy, (layout, layout), mask, kernel, shapes
+                call = strategy, (layout, layout), mask, kernel_of(each), each
                 explanation = explained(*call, hardware=hardware, rank=rank)
-                memory = explanation.peak_memory + layout.lengths[rank] * (2 * shapes.query_row + shapes.kv_row)
+                memory = explanation.peak_memory + layout.lengths[rank] * (2 * each.query_row + each.kv_row)
                 if memory > hardware.memory:
                     has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
                     problem = f"needs {memory / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"

@@ -83,6 +83,14 @@ def parse_heads(text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
+def parse_latent(text: str) -> tuple[int, int]:
+    """The dims of a latent and of a rotary key: 512:64."""
+    if not re.fullmatch(r"[1-9]\d*:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give the dims of a latent and the rotary dims, such as 512:64")
+    latent_dim, rotary_dim = text.split(":")
+    return int(latent_dim), int(rotary_dim)
+
+
 def parse_strategy(text: str) -> Strategy:
     """ring, ring:0 (keep=0), allgather, ulysses, ulysses:8 (size=8)."""
     name, _, number = text.lower().partition(":")
@@ -123,6 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks", type=parse_count, required=True, help="ranks that share the sequence")
     add("--heads", type=parse_heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
     add("--head-dim", type=parse_count, required=True)
+    add("--value-dim", type=parse_count, help="head dim of values; default: --head-dim")
+    latents = "multi-head latent attention: dims of a latent : rotary dims. Latents that travel, and heads that travel"
+    add("--latent", type=parse_latent, metavar="R:r", help=f"{latents}, are compared")
     add("--batch", type=parse_count, default=1)
     add("--dtype", type=str.lower, choices=_DTYPES, default="bf16")
     add("--mask", choices=("causal", "full"), default="causal")
@@ -157,6 +168,8 @@ def main(arguments: Sequence[str]) -> None:
         refuse("--rank", f"there is no rank {args.rank} among {args.ranks}")
     if args.window and args.mask == "full":
         refuse("--window", "a window is causal here; leave --mask full out")
+    if args.latent and (args.latent[1] > args.head_dim or args.heads[0] != args.heads[1]):
+        refuse("--latent", "rotary dims are a part of --head-dim, and latents are expanded to all query heads")
     hardware = MACHINES[args.hardware]
     if args.node_ranks:
         hardware = replace(hardware, node_ranks=args.node_ranks)
@@ -171,7 +184,9 @@ def main(arguments: Sequence[str]) -> None:
             refuse("--layout", f"{name} needs --documents")
     length, device = args.seq_len or sum(args.documents or ()), torch.device(hardware.device)
     heads, kv_heads = args.heads
-    shapes = Shapes(heads, kv_heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], device, args.batch)
+    dims = args.head_dim, args.value_dim or args.head_dim
+    shapes = [Shapes(heads, kv_heads, *dims, _DTYPES[args.dtype], device, args.batch)]
+    shapes += [shapes[0]._replace(latent=args.latent)] if args.latent else []
     strategies = args.strategy or suggest_strategies(args.ranks, hardware)
     candidates = rank_candidates(
         strategies,
@@ -181,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
         mask=mask,
         shapes=shapes,
         hardware=hardware,
-        progress=_RankingProgress(len(names) * len(strategies)),
+        progress=_RankingProgress(len(names) * len(strategies) * len(shapes)),
     )
     if args.json:
         rows = [
@@ -200,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
         print("no candidate fits: see the reasons above", file=sys.stderr)
         raise SystemExit(1)
     if not args.json:
-        call = best.strategy, (best.layout, best.kv_layout), mask, best.kernel, shapes
+        call = best.strategy, (best.layout, best.kv_layout), mask, best.kernel, best.shapes
         print(f"\n{explained(*call, hardware=hardware, rank=args.rank)}")
         print(textwrap.fill(f"figures of {hardware.name}: {hardware.source}", _WIDTH))
 
@@ -208,6 +223,7 @@ def main(arguments: Sequence[str]) -> None:
 def format_ranking(candidates: Sequence[Candidate]) -> list[str]:
     """A table of the candidates, and below it the problems of candidates that cannot run."""
     rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance"]]
+    latents = any(each.explanation is not None and each.explanation.shapes.latent for each in candidates)
     for candidate in candidates:
         explanation = candidate.explanation
         if explanation is None or candidate.problem:
@@ -217,6 +233,8 @@ def format_ranking(candidates: Sequence[Candidate]) -> list[str]:
         sizes = explanation.sent("forward") + explanation.sent("backward"), explanation.peak_memory
         imbalance = f"{max(explanation.imbalance, explanation.layout_imbalance or 1.0):.3f}"
         names = format_strategy(candidate.strategy), candidate.layout_name
+        if latents:
+            names = (f"{names[0]}, {'latents' if explanation.shapes.latent else 'heads'}", names[1])
         rows.append([*names, *map(format_seconds, times), *map(format_bytes, sizes), imbalance])
     problems = dict.fromkeys((format_strategy(each.strategy), each.problem) for each in candidates if each.problem)
     return [*format_table(rows), *wrap_entries(problems)]

@@ -33,6 +33,7 @@ from cp_styles.explain.events import (
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel
 from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
 from cp_styles.layout import SequenceLayout
@@ -43,7 +44,7 @@ from cp_styles.strategies import Attention, Strategy, strategy_on
 
 def kernel_of(shapes: Shapes, named: Kernel | None = None) -> Kernel:
     """The kernel for tiles of tensors with these shapes; see :func:`kernel_for_tiles`."""
-    return kernel_for_tiles(shapes.specs(), named=named)  # pyright: ignore[reportArgumentType]
+    return kernel_for_tiles(shapes.specs(), named=shapes.named_kernel(named))  # pyright: ignore[reportArgumentType]
 
 
 def dry_run(
@@ -62,7 +63,9 @@ def dry_run(
     group = DryRunGroup(recorder, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
     options: dict[str, Any] = {"scale": 1.0 / math.sqrt(shapes.head_dim), "split": split_dry_run}
     unfilled = _UnfilledMask(mask, shapes.dtype)
-    attention = Attention(group, q_layout, kv_layout, unfilled, _wrap_kernel(kernel, recorder), **options)
+    kernel, learned = _wrap_kernel(kernel, recorder), shapes.learned
+    forward_kernel, _ = kernel.with_learned(learned, backward=False)
+    attention = Attention(group, q_layout, kv_layout, unfilled, forward_kernel, **options)
     q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if has_sink else None
     size, dtype = strategy.residual_places(attention, q, k, v).spec
@@ -73,6 +76,9 @@ def dry_run(
         out = strategy.forward(attention, q, k, v, sink_H, residual)
         recorder.label("output", out)
         forward = recorder.end_phase()
+        learning, shares = kernel.with_learned(learned, backward=True)
+        recorder.label("gradients", *shares)
+        attention = replace(attention, kernel=learning) if shares else attention
         grads = strategy.backward(attention, grad, q, k, v, out, residual, sink_H)
         recorder.label("gradients", *(x for x in grads if x is not None))
         backward = recorder.end_phase()
@@ -134,6 +140,7 @@ class _StartedTransfer:
 _KEPT, _OTHER = "kept for the backward", "sums and copies"
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy, _aten.clone)
+_PRODUCTS = (_aten.mm, _aten.bmm)
 _POINTWISE = (_aten.sigmoid, _aten.sub, _aten.add, _aten.mul)
 _WITHOUT_DATA = (_aten.empty, _aten.new_empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty_strided)
 
@@ -146,6 +153,7 @@ class _Recorder(TorchDispatchMode):
         events: the events of the phase.
         transfers: the number of transfers of the phase.
         pack: the tiles of the running kernel call, if it is a pack or a band.
+        in_kernel: whether the reference kernel runs, whose products are counted as its call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,6 +162,7 @@ class _Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.transfers = 0
         self.pack: tuple[Any, ...] | None = None
+        self.in_kernel = False
 
     def end_phase(self) -> Phase:
         """Return the events and the memory of the phase, and begin the next phase."""
@@ -192,7 +201,9 @@ class _Recorder(TorchDispatchMode):
         created = [x for x in outputs if x.untyped_storage()._cdata not in existing]
         self._storages.add((x.untyped_storage() for x in created), _OTHER)
         if kind is _Kind.DATA and (fresh := sum(x.nbytes for x in created)):
-            self.events.append(MemoryOp(fresh + sum(x.nbytes for x in inputs)))
+            is_product = func.overloadpacket in _PRODUCTS and not self.in_kernel
+            flops = 2 * inputs[0].numel() * inputs[1].shape[-1] if is_product else 0
+            self.events.append(MemoryOp(fresh + sum(x.nbytes for x in inputs), flops))
         return result
 
     def _kernel(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -267,6 +278,8 @@ def _wrap_kernel(kernel: Kernel, recorder: _Recorder) -> Kernel:
     if isinstance(kernel, ByTile):
         plain, masked = (tuple(_wrap_kernel(x, recorder) for x in line) for line in (kernel.plain, kernel.masked))
         return ByTile(plain, masked)
+    if isinstance(kernel, LatentKernel):
+        return replace(kernel, inner=_wrap_kernel(kernel.tiles, recorder))
     if isinstance(kernel, FewShapesKernel):  # its choice depends on the shapes that this process has computed before
         kernel = SdpaKernel(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
     return _RecordingKernel(kernel, recorder)
@@ -305,8 +318,9 @@ class _RecordingKernel(OtherBackward):
         # Like torch's kernels above, the reference runs, so that the memory of its copies is counted.
         cover = "causal" if options["causal"] else "full" if options["bias"] is None else "partial"
         recorder.record_call(type(self.inner).__name__, backward, cover, q, k, v)
-        runs = isinstance(self.inner, ReferenceKernel)
-        results = run(*tensors, **options) if runs else _empty_results(q, k, v, backward)
+        recorder.in_kernel = isinstance(self.inner, ReferenceKernel)
+        results = run(*tensors, **options) if recorder.in_kernel else _empty_results(q, k, v, backward)
+        recorder.in_kernel = False
         recorder.label("tiles", *results)
         return results
 

@@ -8,13 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-
-class TensorSpec(NamedTuple):
-    """The properties of a tensor by which kernels decide whether they take it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.base import TensorSpec
+from cp_styles.kernels.latent import LatentKernel
 
 
 class Shapes(NamedTuple):
@@ -26,6 +22,8 @@ class Shapes(NamedTuple):
         dtype: dtype of query, key and value.
         device: device of query, key and value; it decides which kernels compute.
         batch: number of rows of the batch.
+        latent: the dims of a latent and of a rotary key, if these travel in place of heads: see
+            :func:`~cp_styles.context_latent_attention`.
     """
 
     heads: int
@@ -35,6 +33,27 @@ class Shapes(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     batch: int = 1
+    latent: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+        """The shapes of a call of ``kernel`` with these local tensors."""
+        (batch, heads, _, dim), latent = q.shape, (k.shape[3], v.shape[3]) if isinstance(kernel, LatentKernel) else None
+        return cls(heads, k.shape[1], dim, kernel.dims(k, v)[1], q.dtype, q.device, batch, latent)
+
+    def named_kernel(self, named: Kernel | None) -> Kernel | None:
+        """The kernel that a call names if its user names ``named``."""
+        if self.latent is None:
+            return named
+        return LatentKernel(self.latent[0], self.head_dim - self.latent[1], self.value_dim, named)
+
+    @property
+    def learned(self) -> torch.Tensor | None:
+        """The flat weight that expands latents, without data."""
+        if self.latent is None:
+            return None
+        rows = self.heads * (self.head_dim - self.latent[1] + self.value_dim)
+        return torch.empty(rows * self.latent[0], dtype=self.dtype, device="meta")
 
     def row_bytes(self, heads: int, dim: int) -> int:
         """Bytes of one position of a tensor with ``heads`` heads of ``dim`` dims."""
@@ -47,8 +66,16 @@ class Shapes(NamedTuple):
 
     @property
     def kv_row(self) -> int:
-        """Bytes of one position's key and value."""
-        return self.row_bytes(self.kv_heads, self.head_dim) + self.row_bytes(self.kv_heads, self.value_dim)
+        """Bytes of one position's key and value, or of its latent and rotary key."""
+        return sum(self.row_bytes(self._kv_heads, dim) for dim in self._kv_dims)
+
+    @property
+    def _kv_heads(self) -> int:
+        return self.kv_heads if self.latent is None else 1
+
+    @property
+    def _kv_dims(self) -> tuple[int, int]:
+        return self.latent or (self.head_dim, self.value_dim)
 
     def tensors(self, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value without data, of ``queries`` and ``keys`` rows. [B, rows, heads, dim] in memory."""
@@ -56,8 +83,7 @@ class Shapes(NamedTuple):
             torch.empty(self.batch, rows, heads, dim, dtype=self.dtype, device="meta").transpose(1, 2)
             for rows, heads, dim in (
                 (queries, self.heads, self.head_dim),
-                (keys, self.kv_heads, self.head_dim),
-                (keys, self.kv_heads, self.value_dim),
+                *((keys, self._kv_heads, dim) for dim in self._kv_dims),
             )
         )
         return q, k, v
@@ -126,9 +152,15 @@ class KernelCall(NamedTuple):
 
 
 class MemoryOp(NamedTuple):
-    """An operation outside of the kernels (packing, adding, merging, masking): the bytes that it reads and writes."""
+    """An operation outside of the kernels (packing, adding, merging, masking, expanding latents).
+
+    Attributes:
+        nbytes: the bytes that it reads and writes.
+        flops: multiplications and additions of a matrix product.
+    """
 
     nbytes: int
+    flops: int = 0
 
 
 Event: TypeAlias = Transfer | WaitEvent | KernelCall | MemoryOp

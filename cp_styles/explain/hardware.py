@@ -17,7 +17,8 @@ class Hardware:
     A kernel call takes ``kernel_floor + flops / rate`` seconds. The rate of a tile with n queries is
     ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` times as much. In a causal tile each query
     computes ``masked_keys_per_query`` keys that the mask hides. Other operations take
-    ``op_floor + bytes / copy_bandwidth``. A message takes ``latency + bytes / bandwidth`` of its link.
+    ``op_floor + bytes / copy_bandwidth``, and matrix products among them, which expand latents, also
+    ``operations / (flops * cudnn_rate)``. A message takes ``latency + bytes / bandwidth`` of its link.
 
     ``dataclasses.replace(H100, bandwidth=...)`` describes another machine.
 
@@ -220,6 +221,7 @@ def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
             now, kernels = now + spent, kernels + spent
         elif isinstance(event, MemoryOp):
             spent = hardware.op_floor + event.nbytes / hardware.copy_bandwidth
+            spent += event.flops / (hardware.flops * hardware.cudnn_rate)
             now, copies = now + spent, copies + spent
         elif isinstance(event, Transfer):
             link, bandwidth, latency = hardware.link(rank, event.peer)

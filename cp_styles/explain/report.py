@@ -136,6 +136,7 @@ class Explanation:
         facts: dict[str, Any] = {
             "strategy": str(self.strategy),
             "mask": str(self.mask)[:200],
+            "latent": self.shapes.latent,
             "ranks": self.ranks,
             "length": self.layout.length,
             "imbalance": self.imbalance,
@@ -188,6 +189,8 @@ def explain(
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     has_sink: bool = False,
+    latent_dim: int | None = None,
+    rotary_dim: int = 0,
     hardware: Hardware | None = None,
     rank: int | None = None,
 ) -> Explanation:
@@ -210,6 +213,8 @@ def explain(
         strategy: how keys and values get to the queries; default ``Ring()``.
         kernel: as in :func:`~cp_styles.context_attention`.
         has_sink: whether there are attention sinks.
+        latent_dim, rotary_dim: explain :func:`~cp_styles.context_latent_attention`, where a latent of ``latent_dim``
+            numbers and ``rotary_dim`` of the dims of a key travel. Without them the heads travel.
         hardware: the machine for which times are predicted. Its device replaces ``device``.
         rank: simulate only this rank. Default: all of up to 16 ranks, else a sample with the busiest rank.
 
@@ -231,7 +236,13 @@ def explain(
     if rank is not None and not 0 <= rank < ranks:
         raise ValueError(f"explain: rank={rank} must be one of the {ranks} ranks, 0 to {ranks - 1}")
     device = device if hardware is None else hardware.device
-    shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch)
+    if not 0 <= rotary_dim <= (head_dim if latent_dim else 0) or (latent_dim and kv_heads != heads):
+        raise ValueError(
+            f"explain: latent_dim={latent_dim} and rotary_dim={rotary_dim} with {heads} heads of {head_dim} and "
+            f"{kv_heads} key heads: latents are expanded to all query heads, and rotary dims are a part of head_dim"
+        )
+    latent = (latent_dim, rotary_dim) if latent_dim else None
+    shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch, latent)
     cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]
     mask.check((batch, heads, length, cuts[1].length))
     return explained(
@@ -282,7 +293,7 @@ class explain_calls:
             self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
 
     def _record(self, strategy: Any, attention: Any, q: Any, k: Any, v: Any, sink: Any) -> None:
-        shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
+        shapes = Shapes.of(attention.kernel, q, k, v)
         key = strategy, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
         self._calls.setdefault(key, (strategy, attention, shapes, sink is not None))
 

@@ -66,6 +66,7 @@ def _format_sections(explanation: Any) -> Iterator[list[str]]:
         f"{explanation.strategy}: {lengths} positions on {explanation.ranks} ranks, {str(explanation.mask)[:50]}",
         f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.head_dim} and "
         f"{shapes.value_dim}, {str(shapes.dtype).removeprefix('torch.')} on {shapes.device.type}",
+        *_format_latent(shapes),
     ]
     over_all = explanation.layout_imbalance
     all_ranks = "" if over_all is None else f"; of all ranks, by the layout: {over_all:.3f}"
@@ -81,6 +82,13 @@ def _format_sections(explanation: Any) -> Iterator[list[str]]:
     yield _format_peers(explanation)
     yield _format_memory(explanation)
     yield ["kernels", *wrap_entries(_format_kernels(explanation))]
+
+
+def _format_latent(shapes: Any) -> Iterator[str]:
+    if shapes.latent is not None:
+        latent, heads = shapes.kv_row, shapes._replace(latent=None).kv_row
+        names = " + ".join(map(str, shapes.latent))
+        yield f"  latents of {names} numbers travel: {format_bytes(latent)} a row, {format_bytes(heads)} as heads"
 
 
 def _format_ranks(explanation: Any) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +35,7 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
@@ -55,6 +57,65 @@ def register_attention(name: str = "context_parallel") -> str:
     import_module("transformers").AttentionInterface.register(name, _attend)
     import_module("transformers.masking_utils").AttentionMaskInterface.register(name, _make_mask)
     return name
+
+
+def send_latents(model: nn.Module) -> list[RemovableHandle]:
+    """Let the latents of ``model`` travel between ranks, in place of the keys and values of all heads.
+
+    ::
+
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
+        parallelize_module(model, mesh, ModuleContextParallel())
+        send_latents(model)  # on every rank, after adapters and before FSDP2
+
+    For models with multi-head latent attention, such as DeepSeek-V3: layers with ``expand_kv`` and ``kv_b_proj``. The
+    results are the same, in the bytes of :func:`~cp_styles.context_latent_attention`. Its docstring names the price:
+    each rank expands the latents that it receives. The model expands the latents of its own tokens too, for their
+    rotary part alone. Decoding after ``prefill`` does not change.
+
+    No communication.
+
+    Args:
+        model: the model, or a part of it.
+
+    Returns:
+        The handles of the hooks on ``kv_b_proj``, to remove them. Then heads travel again.
+
+    Raises:
+        ValueError: no layer of ``model`` has latents, or its attention is not the function of
+            :func:`register_attention`.
+        NotImplementedError: a ``kv_b_proj`` is not a plain linear layer without a bias, such as a layer with an
+            adapter. In the forward, on every rank: its weight is a DTensor, or the model computes its keys in another
+            way.
+    """
+    layers: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in model.named_modules() if hasattr(layer, "expand_kv")
+    ]
+    if not layers:
+        raise ValueError(
+            f"send_latents: {type(model).__name__} has no layer that expands latents (expand_kv, kv_b_proj): leave "
+            "send_latents out, or call context_latent_attention in the attention of your own model"
+        )
+    for name, layer in layers:
+        _refuse_other_attention(name, layer.config)
+        up = layer.kv_b_proj
+        if not isinstance(up, nn.Linear) or type(up).forward is not nn.Linear.forward or up.bias is not None:
+            raise NotImplementedError(
+                f"send_latents: {name}.kv_b_proj is {up}, and latents are expanded by the weight of a plain nn.Linear "
+                "without a bias alone: leave send_latents out, or leave kv_b_proj out of the adapters"
+            )
+    hooks = [partial(note_latent, partial(_refuse_other_attention, name, layer.config)) for name, layer in layers]
+    return [layer.kv_b_proj.register_forward_hook(hook) for (_, layer), hook in zip(layers, hooks, strict=True)]
+
+
+def _refuse_other_attention(name: str, config: Any) -> None:
+    """Raise unless the attention of the layer ``name`` is :func:`_attend`, which takes the latents."""
+    implementation = config._attn_implementation
+    if import_module("transformers").AttentionInterface().get(implementation) is not _attend:
+        raise ValueError(
+            f"send_latents: {name} attends by {implementation!r}, which sends its heads: make the model with "
+            "attn_implementation=register_attention(), or call model.set_attn_implementation(register_attention())"
+        )
 
 
 @uncompiled
@@ -94,6 +155,12 @@ def _attend(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
+        if problem is not None:
+            raise problem
+        if latents is not None and (softcap is not None or position_bias is not None):
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} changes its logits, which send_latents does not support: leave it out"
+            )
         if attention_mask is None and is_causal and calls.forward_state.layer_mask is not None:
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends without a mask, but the model made "
@@ -128,6 +195,7 @@ def _attend(
         mask = Causal()
     selected = None if indices is None else mask_of_layer(indices)
     mask = mask if selected is None else mask & selected
+    latents, problem = take_latents(module, query, key, value)
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
     score_mod = None if softcap is None else _cap_logits(softcap)
     if biases_DH is not None:
@@ -139,7 +207,7 @@ def _attend(
     if past is not None and past.prefilled:
         out_BHLE = _decode(calls, past, module, (query, key, value), options)
     else:
-        out_BHLE = calls.attend_with((query, key, value), **options)
+        out_BHLE = calls.attend_with((query, key, value), latents=latents, **options)
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None

@@ -38,6 +38,7 @@ from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refu
 from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
+from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
@@ -281,13 +282,14 @@ class AttentionCalls(TorchFunctionMode):
         sink_H: torch.Tensor | None = None,
         score_mod: ScoreMod | None = None,
         refuse: Callable[[], None] | None = None,
+        latents: LatentCall | None = None,
     ) -> torch.Tensor:
         """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
         as flex_attention; with a PerRow mask, one row of the batch after the other. ``refuse`` raises for errors that
-        only this rank may see. Communication and errors: see
-        :func:`~cp_styles.functions.attention.context_attention`.
+        only this rank may see. ``latents`` travel in place of the key and value in ``tensors``. Communication and
+        errors: see :func:`~cp_styles.functions.attention.context_attention`.
         """
         self.forward_state.calls += 1
 
@@ -301,8 +303,14 @@ class AttentionCalls(TorchFunctionMode):
         binding = self._scoped.resolve()[0]
         if score_mod is None:
             binding = binding.with_mask(mask)
-            out, *_ = attend(binding, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
-            return out
+            learned = None
+            if latents is not None:
+                if (problem := latents.find_problem(binding.name)) is not None:
+                    binding.refuse(problem)
+                binding = binding.with_kernel(latents.make_kernel(binding.kernel))
+                tensors, learned = latents.arguments()
+            options = {"attn_mask": attn_mask, "scale": scale, "sink_H": sink_H, "learned": learned}
+            return attend(binding, tensors, refuse=check, **options)[0]
         binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         calls = [(binding, tensors)]

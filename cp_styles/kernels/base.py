@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
@@ -14,6 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from cp_styles.kernels.merge import FUSED_MERGE, Merge
+
+
+class TensorSpec(NamedTuple):
+    """The properties of a tensor by which kernels decide whether they take it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class TilePositions(NamedTuple):
@@ -130,6 +139,22 @@ class Kernel(ABC):
         """The dtype in which to compute tiles of inputs of ``dtype``, if several tiles are merged."""
         # Each result in low precision adds a rounding. A kernel that is as fast in float32 can avoid it.
         return dtype
+
+    def dims(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[int, int]:
+        """The head dims of queries and of the output, for tensors that travel as key and value."""
+        return k_BGMD.shape[3], v_BGME.shape[3]
+
+    def with_heads(self, heads: tuple[int, int]) -> Kernel:
+        """This kernel for tiles with this range of the query heads. For kernels with a tensor for each head."""
+        return self
+
+    def with_learned(self, learned: torch.Tensor | None, *, backward: bool) -> tuple[Kernel, Sequence[torch.Tensor]]:
+        """This kernel with the flat tensor that a call passes in addition to query, key and value.
+
+        Returns also the sums of gradients that a ``backward`` fills, together as large as ``learned``. With
+        ``backward``, raises RuntimeError if a tensor that the kernel holds has changed since the forward.
+        """
+        return self, ()
 
 
 @dataclass(frozen=True)

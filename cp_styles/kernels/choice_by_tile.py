@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import SDPA_KERNELS
@@ -21,12 +22,15 @@ def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = 
     Tiles without an explicit mask go to the kernel that the user ``named``, else to the first of SDPA_KERNELS that
     takes them, else to the reference. Tiles with an explicit mask go to the same kernel if it takes masks, else to the
     first of the remaining kernels that does. A tile that a kernel does not take goes to the next one. The choice
-    depends on head dims, dtype and device. Ranks may choose differently.
+    depends on head dims, dtype and device. Ranks may choose differently. A LatentKernel stays, and gets the kernel for
+    the tiles that it expands.
 
     Raises:
         NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional, so that
             no other kernel can replace it.
     """
+    if isinstance(named, LatentKernel):
+        return replace(named, inner=kernel_for_tiles(named.expanded_specs(tensors), named=named.inner))  # pyright: ignore
     order = (*SDPA_KERNELS, ReferenceKernel())
 
     def takes(kernel: Kernel, *, biased: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -47,14 +47,17 @@ class FlexKernel(Kernel):
     def content(self):
         return fingerprint([describe_code(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
 
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if a tensor that score_mod reads has changed since the call."""
+    def with_learned(self, learned, *, backward):
+        if not backward:
+            return self, ()
         for tensor, version in self.read:
             if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that the score_mod of flex_attention reads was changed "
                     "in place between forward and backward: change a copy of it, or run the backward first"
                 )
+        shares = tuple(map(torch.zeros_like, self.learned))
+        return replace(self, shares=shares), shares
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: TilePositions):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)

@@ -41,6 +41,8 @@ class Attention:
             :func:`~cp_styles.comm.point_to_point.split_group`.
         known: a cache of strategies, for results that depend on the configuration and on shapes. It holds no tensor of
             a call.
+        tables: a cache of indices of rows, by the object that they belong to. ``replace`` passes it on, for example for
+            the same attention with the weight of a call in its kernel.
     """
 
     group: dist.ProcessGroup | None
@@ -51,6 +53,7 @@ class Attention:
     scale: float
     heads: tuple[int, int] | None = None
     split: Split = field(default=split_group, compare=False, repr=False)
+    tables: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property

@@ -98,7 +98,7 @@ class MovingKV(Strategy):
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
-        shape = *q.shape[:3], v_BGME.shape[3]
+        shape = *q.shape[:3], attention.kernel.dims(k_BGMD, v_BGME)[1]
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
             run.attend(step, q, merged)
@@ -349,8 +349,8 @@ class _PlanRun:
         """The index of the rows of a block. None for at most _MAX_RANGES ranges."""
         if len(block.rows) <= _MAX_RANGES:
             return None
-        key, known = (block, self.q.device), self.attention.known
-        return known[key] if key in known else known.setdefault(key, row_index(block.rows, self.q.device))
+        key, tables = (block, self.q.device), self.attention.tables
+        return tables[key] if key in tables else tables.setdefault(key, row_index(block.rows, self.q.device))
 
     def _receive_buffer(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: a part of the residual for a kept message, otherwise new memory."""
@@ -400,8 +400,8 @@ class _PlanRun:
         """The documents of a pack, and the indices of its rows of queries and of keys. None for a single tile."""
         if isinstance(call, Tile):
             return None, None, None
-        key, known = (call, self.q.shape[0], self.q.device), self.attention.known
-        return known.get(key) or known.setdefault(key, call.on(*key[1:]))
+        key, tables = (call, self.q.shape[0], self.q.device), self.attention.tables
+        return tables.get(key) or tables.setdefault(key, call.on(*key[1:]))
 
     def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""

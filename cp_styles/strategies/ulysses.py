@@ -94,7 +94,7 @@ class Ulysses(Strategy):
         # The output in the residual is sent, so that the memory of ``out`` is free for the result.
         heads = [out if kept_out is None else kept_out]
         del out
-        _, to_sequence = levels.exchange_like_queries(v_BGME.shape[3])
+        _, to_sequence = levels.exchange_like_queries(levels.out_dim)
         return levels.exchange("output", to_sequence, heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
@@ -199,6 +199,7 @@ class _Levels:
         ways: the exchange of query, key and value; two in cross-attention.
         ways_back: the exchange of their gradients.
         residual: the received q, k and v of this rank's heads, their output, and the inner residual.
+        out_dim: the head dim of the output.
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -234,11 +235,13 @@ class _Levels:
             q_layout=geometry.layouts[0],
             kv_layout=geometry.layouts[1],
             heads=(before + start, before + stop),
+            kernel=attention.kernel.with_heads((start, stop)),
         )
+        self.out_dim = attention.kernel.dims(k, v)[1]
         self._local_heads = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
-        self.residual = ResidualPlaces(self._residual_specs(strategy.inner, q, v))
+        self.residual = ResidualPlaces(self._residual_specs(strategy.inner, q, k, v))
 
     def exchange_like_queries(self, dim: int) -> tuple[Blocks, Blocks]:
         """The exchanges, to heads and back, of tensors with the shape of queries but for the last dim ``dim``.
@@ -257,17 +260,16 @@ class _Levels:
         *buffers, out, inner = self.residual.views(residual)
         return buffers, out.transpose(1, 2), inner
 
-    def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
+    def _residual_specs(self, inner: Strategy, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
         kv_heads = self._kv_heads if self._pairs is None else self._heads
         batch, _, _, dim, dtype = *q.shape, q.dtype
-        dim_v = v.shape[3]
         tensors = (
             torch.empty(batch, *shape, dtype=dtype, device="meta")
-            for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
+            for shape in ((self._heads, queries, dim), (kv_heads, keys, k.shape[3]), (kv_heads, keys, v.shape[3]))
         )
         kept = inner.residual_places(self.inner, *tensors).spec
-        out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
+        out: Spec = ((batch, queries, self._heads, self.out_dim), dtype)  # in the memory order of kernel outputs
         return [*(((sum(way.received),), dtype) for way in self.ways), out, kept]
 
     def exchange_heads(self, buffers: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -187,7 +187,7 @@ def test_the_strategy_that_a_loop_chooses_is_exact():
         chosen.append(best)
         # The command has the same order.
         machine = {"length": 512, "ranks": 4, "mask": Causal(), "hardware": hardware}
-        shapes = Shapes(4, 4, 16, 16, torch.float32, torch.device("cpu"))
+        shapes = [Shapes(4, 4, 16, 16, torch.float32, torch.device("cpu"))]
         first, *_ = rank_candidates(candidates, {"head_tail": head_tail}, shapes=shapes, **machine)
         assert first.strategy.on(4) == best
     assert chosen[0] != chosen[1]

@@ -84,6 +84,7 @@ def test_examples_on_ranks(name: str):
         return None if "out" not in found else tuple(found["out"].shape)
 
     shapes = {"context_varlen_attention": (8, 64), "context_decode": (1, 8, 1, 64)}
+    shapes["context_latent_attention"] = (500, 16)
     for shape in run_ranks(on, 2):
         if shape is not None:
             assert shape[-2:] == shapes.get(name, (500, 64))[-2:]

@@ -449,6 +449,36 @@ def test_lines_of_code_are_as_wide_as_the_site_shows_them():
     assert wide == []
 
 
+def test_latents_that_travel():
+    """The shares of the weight's gradient add up."""
+
+    def on(rank):
+        scope = {}
+        exec(example("example"), scope)
+        exec(example("example: latents"), scope)
+        up = scope["up"].weight
+        return [scope[name].detach() for name in ("queries", "latent", "rot", "out")], up.detach(), up.grad
+
+    (*first, share), (*second, other) = run_ranks(on, 2)
+    assert torch.equal(first[1], second[1])
+    pairs = zip(zip(first[0], second[0], strict=True), (2, 1, 1, 2), strict=True)
+    q, latent, rot, out = (head_tail(1000, 2).unshard(list(parts), dim).double() for parts, dim in pairs)
+    weight = first[1].double().requires_grad_()
+    k, v = (latent @ weight.mT).unflatten(-1, (8, 64)).transpose(1, 2).split((32, 32), -1)
+    k = torch.cat((k, rot[:, None].expand(-1, 8, -1, -1)), -1)
+    whole = dense_attention(q, k, v, CAUSAL)
+    whole.sum().backward()
+    assert error(out, whole.detach()) < 1e-5
+    assert error(share + other, weight.grad) < 1e-5
+
+
+def test_the_example_of_latents_or_heads():
+    names = {}
+    exec(example("example: choosing"), names)
+    exec(example("example: latents or heads"), names)
+    assert names["as_heads"].sent() * 576 == names["as_latents"].sent() * 40960
+
+
 def test_text_beside_an_image():
     def on(rank):
         scope = {}
