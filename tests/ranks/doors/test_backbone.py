@@ -680,8 +680,9 @@ def test_the_example_of_the_page(ranks: int):
         assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
 
 
-def test_dropout_of_a_head_gives_the_mean_of_the_losses():
-    """Ranks that drop other features: the gradients are those of the mean of their losses."""
+@pytest.mark.parametrize("inside", [True, False])
+def test_dropout_of_a_head_gives_the_mean_of_the_losses(inside: bool):
+    """Ranks that drop other features: the gradients of the mean of their losses, which the model or a user takes."""
     model = encoder()
     masks = (torch.rand(2, 2, CLASSES, generator=torch.Generator().manual_seed(0)) < 0.5).double() * 2
 
@@ -689,13 +690,14 @@ def test_dropout_of_a_head_gives_the_mean_of_the_losses():
         mesh, mine = cp_mesh(2), copy.deepcopy(model)
         mine.head.register_forward_hook(lambda module, args, x: x * masks[rank])
         parallelize_module(mine, mesh, BackboneContextParallel())
-        loss = mine(PICTURES, TARGETS)["loss"]
+        out = mine(PICTURES, TARGETS)
+        loss = out["loss"] if inside else F.cross_entropy(out["logits"], TARGETS)
         loss.backward()
         sum_gradients(mine, mesh)
         return result(loss.detach(), mine)
 
     one = copy.deepcopy(model)
     plain = one(PICTURES)["logits"]
-    sum(F.cross_entropy(plain * mask, TARGETS) / 2 for mask in masks).backward()  # pyright: ignore
+    (F.cross_entropy(plain * masks[0], TARGETS) / 2 + F.cross_entropy(plain * masks[1], TARGETS) / 2).backward()
     for _, grads in run_ranks(on, 2):
         assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
