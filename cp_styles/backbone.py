@@ -14,9 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import graph_task_id, hooks_in_order, module_of_plan, tree_leaves, tree_map_only, uncompiled
+from cp_styles._compat import (
+    graph_task_id,
+    hooks_in_order,
+    module_of_plan,
+    replaces_mean_of_fsdp,
+    tree_leaves,
+    tree_map_only,
+    uncompiled,
+)
 from cp_styles.batch import find_average
 from cp_styles.batch_sharder import describe_content
 from cp_styles.checks import observers_of, proof_of, running_ddp
@@ -271,10 +280,11 @@ class Backbone:
             observer.forward_ends(calls, module, output)
         if whole_parts:  # hidden states of single layers
             output = tree_map_only(torch.Tensor, lambda x: whole_parts[id(x)]() if id(x) in whole_parts else x, output)
+        if graph_task_id() < 0 and (module.training or torch.is_grad_enabled()):
+            # Not in a recomputation, which runs outside of the DDP module. Its first run may have no gradients.
+            self._averaged = self._count_averaged(module, group)
         if not torch.is_grad_enabled():
             return output
-        if graph_task_id() < 0:  # a checkpoint recomputes, outside of the DDP module
-            self._averaged = self._count_averaged(module, group)
         share = partial(self._share, group=group, factor=self._averaged / group.size())
         return tree_map_only(torch.Tensor, share, output)
 
@@ -283,12 +293,15 @@ class Backbone:
         ranks = set(dist.get_process_group_ranks(group))
         reducer, over, averaged = find_average(self._proof.model() or module, running_ddp(), ranks)
         missing = [name for name, x in module.named_parameters() if x.requires_grad and id(x) not in averaged]
-        if over > 1 and missing:
+        replaced = any(isinstance(x, FSDPModule) and replaces_mean_of_fsdp(x) for x in module.modules())
+        if over > 1 and (missing or replaced):
             report_failure(self.name, group)
-            raise ValueError(
-                f"{self.name}: {reducer} averages gradients over {over} ranks of a sequence, but not the gradients of "
-                f"{missing[:3]}: give the whole model to it, fully_shard(model, mesh=mesh)"
+            problem = (
+                f"but not the gradients of {missing[:3]}: give the whole model to it, fully_shard(model, mesh=mesh)"
             )
+            if replaced:
+                problem = "and set_gradient_divide_factor replaces the mean: leave it out"
+            raise ValueError(f"{self.name}: {reducer} averages gradients over {over} ranks of a sequence, {problem}")
         return max(over, 1)
 
     def _share(self, x: torch.Tensor, group: dist.ProcessGroup, factor: float) -> torch.Tensor:

@@ -759,7 +759,7 @@ def _make_whole_mask(
         edges = torch.nn.functional.pad(pieces.documents.cpu().diff(dim=1) != 0, (1, 1), value=True)
         documents = [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
     mask, padding = _build_mask(pieces, documents, attention_mask, length)
-    if attention_mask is not None:
+    if attention_mask is not None and padding is None:
         mask = mask & Documents((length,))  # ranges of keys name no length
     return _WholeMask(mask, padding, batch, length)
 

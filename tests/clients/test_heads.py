@@ -140,6 +140,17 @@ def test_packed_documents_and_hidden_states():
         assert largest_error(found, wanted) < EXACT
 
 
+@pytest.mark.parametrize("model_type", ["bart", *at_night("t5")])
+def test_a_decoder_of_another_length(model_type: str):
+    """Each layer of the decoder attends to the encoder's tokens, which are cut by a layout of their own."""
+    model, batch = case("bodies", "bart")[0], KINDS["bodies"].batch()
+    if model_type == "t5":
+        model = tiny(transformers.AutoModel.from_config, config_of("t5")).eval()
+    batch["decoder_input_ids"] = tokens_of(13, seed=4)
+    wanted = alone(model, batch)
+    assert max(largest_error(found, wanted) for found in on_ranks(model, batch, 3)) < EXACT
+
+
 class Embedder(nn.Module):
     """Embeddings of sentences: the mean over tokens that are no padding, in code of a user."""
 

@@ -490,20 +490,24 @@ def of_pairs(name: str) -> Training:
     if not rewards:
         texts = [{name.removesuffix("_ids"): " ".join(map(str, x)) for name, x in each.items()} for each in pairs]
         pairs = [{"prompt": " ".join(each["chosen"].split()[:4]) + " ", **each} for each in texts]
-    model.set_attn_implementation("dense")
-    more = {} if rewards else {"ref_model": copy.deepcopy(model)}
+    model.set_attn_implementation(NAME if ranks() > 1 else "dense")
+    names = {"model": model, "arguments": arguments(getattr(trl, f"{name}Config"), gradient_checkpointing=False)}
+    names |= {"dataset": Dataset.from_list(pairs), "tokenizer": tokenizer()}
     if ranks() > 1:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        for each in (model, *more.values()):
-            each.set_attn_implementation(NAME)
-            parallelize_module(each, mesh, BackboneContextParallel())
+        names["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
         kind = type(f"Long{name}", (ContextParallelTrainer, kind), {})
-    args = arguments(getattr(trl, f"{name}Config"), gradient_checkpointing=False, bf16=False)
-    data = Dataset.from_list(pairs)
-    trainer = kind(
-        model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=tokenizer(), **more
-    )
-    return train(trainer)
+    more: dict[str, Any] = {"train_dataset": names["dataset"], "eval_dataset": names["dataset"].select(range(4))}
+    more["processing_class"] = names["tokenizer"]
+    if not rewards:
+        more["ref_model"] = copy.deepcopy(model)
+        if ranks() > 1:
+            for each in (model, more["ref_model"]):
+                parallelize_module(each, names["mesh"]["cp"], BackboneContextParallel())
+    elif ranks() > 1:  # by the lines of the page
+        exec(on_the_page("RewardTrainer").replace("trainer.train()", ""), names)
+        names["trainer"].eval_dataset = more["eval_dataset"]
+        return train(names["trainer"])
+    return train(kind(model, args=names["arguments"], **more))
 
 
 def by_two(items: list[Any]) -> list[tuple[Any, Any]]:

@@ -301,6 +301,43 @@ def test_low_precision(dtype: torch.dtype):
             assert (grads[name].double() - x.grad).norm() < 2 * (alone.double() - x.grad).norm() + floor
 
 
+class Reentrant(nn.Module):
+    """A whole model in a checkpoint whose first run has no gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.model(x)["logits"], pictures, use_reentrant=True)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_reentrant_checkpoint_around_the_model(reduced: bool):
+    """The recomputation runs in a backward, outside of the DDP module."""
+    model = encoder()
+
+    def run(called: Any) -> torch.Tensor:
+        loss = F.cross_entropy(called(PICTURES.clone().requires_grad_()), TARGETS)
+        loss.backward()
+        return loss.detach()
+
+    def on(rank: int) -> Result:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        parallelize_module(mine, mesh, BackboneContextParallel())
+        called = Reentrant(mine)
+        loss = run(DistributedDataParallel(called, process_group=mesh.get_group()) if reduced else called)
+        if not reduced:
+            sum_gradients(mine, mesh)
+        return result(loss, mine)
+
+    one = copy.deepcopy(model)
+    loss = run(lambda x: one(x)["logits"])
+    for found, grads in run_ranks(on, 2):
+        assert error(found, loss) < EXACT
+        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+
+
 def test_gradients_of_inputs_are_shares():
     model, inputs = encoder(), PICTURES.clone().requires_grad_()
     step(copy.deepcopy(model), inputs)
@@ -521,6 +558,11 @@ def with_a_part_of_fsdp(model: Any, rank: int) -> None:
     step(model)
 
 
+def with_a_factor_of_fsdp(model: Any, rank: int) -> None:
+    fully_shard(model, mesh=cp_mesh(2)).set_gradient_divide_factor(1.0)
+    step(model)
+
+
 def with_two_tokens(model: Any, rank: int) -> None:
     model.embed = lambda pictures: model.patch(pictures).flatten(2).mT[:, :1]
     step(model)
@@ -537,6 +579,7 @@ REFUSED = {
     with_a_head_that_fails: "refused the attention inside",
     with_an_embedding_that_fails: "refused the attention inside",
     with_a_part_of_fsdp: "FSDP2 averages gradients over 2 ranks of a sequence, but not the gradients of",
+    with_a_factor_of_fsdp: "set_gradient_divide_factor replaces the mean",
     with_two_tokens: "1 tokens are too few for 2 ranks",
 }
 
