@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from cp_styles.backbone import BackboneContextParallel
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
 from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
@@ -36,6 +37,7 @@ from cp_styles.styles import (
 __all__ = [
     "AllGather",
     "AttentionContextParallel",
+    "BackboneContextParallel",
     "BatchSharder",
     "Causal",
     "Checks",

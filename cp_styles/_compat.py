@@ -248,13 +248,21 @@ def call_when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> 
 
 
 def meshes_of_fsdp(module: FSDPModule) -> list[DeviceMesh]:
-    """The meshes over which FSDP2 averages the gradients of the parameters that ``module`` manages.
-
-    Seen: 2.11 (one group of parameters), 2.13 (a list)."""
+    """The meshes over which FSDP2 averages the gradients of the parameters that ``module`` manages."""
     # Not from the parameters: after a forward the parameters of a root are whole tensors without a mesh.
+    return [group.mesh_info.mesh for group in _groups_of_fsdp(module)]
+
+
+def replaces_mean_of_fsdp(module: FSDPModule) -> bool:
+    """Whether ``set_gradient_divide_factor`` was called for ``module``. Seen: 2.11 to 2.15."""
+    return any(group.gradient_divide_factor is not None for group in _groups_of_fsdp(module))
+
+
+def _groups_of_fsdp(module: FSDPModule) -> list[Any]:
+    """Seen: 2.11 (one group of parameters), 2.13 (a list)."""
     state: Any = module._get_fsdp_state()
     groups = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
-    return [group.mesh_info.mesh for group in groups if group is not None]
+    return [group for group in groups if group is not None]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

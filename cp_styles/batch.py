@@ -34,7 +34,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -45,6 +45,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles._compat import meshes_of_fsdp
@@ -415,31 +416,44 @@ class Losses:
 
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     ranks = set(dist.get_process_group_ranks(group))
-    models: list[nn.Module] = []
-    reducers: list[tuple[str, int]] = []  # reducers that average, with the number of these ranks
+    averaging: list[Average] = []
     for other, state in states():
         if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
-                if not proof.losses & (proof.losses - 1):  # a power of 2
-                    models += filter(None, [proof.model()])
-                    ddp = proof.reducer and proof.reducer()
-                    if ddp is not None:
-                        both = ranks.intersection(dist.get_process_group_ranks(ddp.process_group))
-                        reducers.append((type(ddp).__name__, len(both)))
+                model = proof.model()
+                if averaged_over is None and model is not None and not proof.losses & (proof.losses - 1):  # power of 2
+                    averaging.append(find_average(model, proof.reducer and proof.reducer(), ranks))
             state.training.clear()
-    if averaged_over is not None or not models:
-        return
-    trained = [module for model in models for module in model.modules() if any(map(_NEEDS_GRAD, module.parameters()))]
-    meshes = [mesh for module in trained if isinstance(module, FSDPModule) for mesh in meshes_of_fsdp(module)]
-    averaging = [("", 0), *reducers, *(("FSDP2", _count_common_ranks(mesh, ranks)) for mesh in meshes)]
-    reducer, over = max(averaging, key=itemgetter(1))
+    reducer, over, _ = max(averaging, key=attrgetter("ranks"), default=Average("", 0, set()))
     if over > 1:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
             f"{over} times too small. Give averaged_over={over} to global_loss, or to BatchSharder. If it sums them "
             f"(set_gradient_divide_factor(1.0)), give averaged_over=1{see('Gradients that are averaged')}"
         )
+
+
+class Average(NamedTuple):
+    reducer: str  # "FSDP2", or the class of the DDP module
+    ranks: int  # the number of ranks of a sequence over which it averages gradients
+    parameters: set[int]  # the ids of the parameters
+
+
+def find_average(model: nn.Module, ddp: nn.Module | None, ranks: set[int]) -> Average:
+    """The reducer that averages gradients of ``model`` over most of ``ranks``. ``ddp`` is the DDP module around it."""
+    averaging = [Average("", 0, set())]
+    if isinstance(ddp, DistributedDataParallel):
+        both = ranks.intersection(dist.get_process_group_ranks(ddp.process_group))
+        reduced = {id(x) for name, x in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+        averaging.append(Average(type(ddp).__name__, len(both), reduced))
+    reduced = set[int]()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and any(map(_NEEDS_GRAD, module.parameters())):
+            over = max([_count_common_ranks(mesh, ranks) for mesh in meshes_of_fsdp(module)], default=0)
+            reduced |= set(map(id, module.parameters())) if over > 1 else set()
+            averaging.append(Average("FSDP2", over, reduced))
+    return max(averaging, key=attrgetter("ranks"))
 
 
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -663,8 +677,8 @@ def _refuse_equal_gradients(parameters: list[torch.Tensor], in_front: set[int], 
         raise ValueError(
             f"sum_gradients: the gradients of {len(whole)} parameters, of shapes {[tuple(p.shape) for p in whole[:4]]}"
             ", are the same on all ranks: behind a gather with reduce_gradients=False each rank computes the whole "
-            f"gradient, and a sum would multiply it by {group.size()}. Gather with reduce_gradients=True, and divide "
-            "the loss by the number of ranks before its backward"
+            f"gradient, which is not summed. Gather with reduce_gradients=True, and divide the loss by {group.size()} "
+            "ranks before its backward. A head behind a BackboneContextParallel belongs into the model with the style"
             f"{see('Gradients behind a gather')}"
         )
 

@@ -283,7 +283,7 @@ class BatchSharder:
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
             whole = self._complete_batch(batch)
-            facts = {f"the samples ({name})": _describe_content(x) for name, x in whole.items()}
+            facts = {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
             ids = whole.pop("document_ids", None)  # models do not take it; the scope reads the whole one
             cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
             unknown = [name for name in cut if name not in self._seq_dims]
@@ -396,8 +396,8 @@ class BatchSharder:
             raise ValueError(
                 f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. The two "
                 "sequences of an encoder and a decoder are a batch each: give decoder_input_ids as input_ids, with the "
-                f"labels, to {self._name}(mesh, shift=False). For one label a sequence, gather the hidden states "
-                "(cp_styles.collectives.gather), and pool them over all ranks"
+                f"labels, to {self._name}(mesh, shift=False). For one label a sequence, apply "
+                "BackboneContextParallel to the model, and give it the whole batch"
             )
         will_shift = self._shifted and batch.get("shift_labels") is None
         if labels is not None and will_shift and tokens.ndim == labels.ndim == 2:
@@ -496,19 +496,19 @@ class BatchSharder:
         return whole.narrow(1, 0, length)
 
 
-def _describe_content(value: Any) -> Any:
+def describe_content(value: Any) -> Any:
     """Describe an entry for comparison: contents of tensors, numbers and texts, nested too; types of other objects."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype), checksum(value)
     if isinstance(value, Mapping):
-        return sorted(((str(key), _describe_content(item)) for key, item in value.items()), key=itemgetter(0))
+        return sorted(((str(key), describe_content(item)) for key, item in value.items()), key=itemgetter(0))
     if isinstance(value, (list, tuple)):
-        return [_describe_content(item) for item in value]
+        return [describe_content(item) for item in value]
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return value
     if hasattr(value, "__array_interface__"):  # NumPy
         with contextlib.suppress(TypeError, ValueError):  # torch refuses arrays of objects
-            return _describe_content(torch.as_tensor(value, device="cpu"))
+            return describe_content(torch.as_tensor(value, device="cpu"))
     return type(value).__qualname__
 
 

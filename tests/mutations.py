@@ -236,7 +236,7 @@ CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
-    BatchSharder.__call__ | {f"the samples ({name})": _describe_content(x) for name, x in whole.items()}
+    BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
     becomes | {}
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
     _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
@@ -247,6 +247,54 @@ agreement: messages leave before the rows of the others are read | ranks/engine/
 agreement: an interrupted rank leaves messages out | ranks/engine/test_mailbox.py
     Mailbox.start | self._post(number - 1, previous)
     becomes | pass
+backbone: outputs have whole gradients | ranks/doors/test_backbone.py -k each_way
+    Backbone.end | factor=self._averaged / group.size()
+    becomes | factor=1.0
+backbone: a reducer that averages is not found | ranks/doors/test_backbone.py -k each_way
+    Backbone._count_averaged | return max(over, 1)
+    becomes | return 1
+backbone: the DDP module of the attention is taken | ranks/doors/test_backbone.py -k frozen
+    Backbone._count_averaged | running_ddp()
+    becomes | self._proof.reducer and self._proof.reducer()
+backbone: a recomputation looks for the reducer | ranks/doors/test_backbone.py -k reentrant
+    Backbone.end | if graph_task_id() < 0 and (
+    becomes | if (
+backbone: gradients of the ranks are not summed behind the blocks | ranks/doors/test_backbone.py -k each_way
+    _Region._gather | reduce_gradients=True
+    becomes | reduce_gradients=False
+backbone: inputs are not compared | ranks/doors/test_backbone.py -k refused
+    Backbone.begin | describe_content(x)
+    becomes | None
+backbone: gradients of outputs are not compared | ranks/doors/test_backbone.py -k refused
+    Backbone._compare | len(set(columns.q_length)) == 1
+    becomes | False
+backbone: gradients are compared behind outputs that differ | ranks/doors/test_backbone.py -k dropout
+    Backbone._compare | len(set(columns.q_length)) == 1
+    becomes | True
+backbone: a failure outside of the blocks is not reported | ranks/doors/test_backbone.py -k fails
+    Backbone.end | report_failure(self.name, group) return None
+    becomes | return None
+backbone: a head outside may be summed | ranks/doors/test_backbone.py -k outside
+    Backbone._share | reduced=factor == 1
+    becomes | reduced=True
+backbone: an output may be an input | ranks/doors/test_backbone.py -k refused
+    Backbone.begin | "_ShareBackward"
+    becomes | "None"
+backbone: an encoder of another length is cut as the tokens | clients/test_heads.py -k another_length
+    _Region._cut.cut | own = layout if size == length else binding.layout_for(x.shape[dim])
+    becomes | own = layout
+backbone: hidden states between the blocks stay parts | ranks/doors/test_backbone.py -k between
+    _Region.end | for part, dim in alive
+    becomes | for part, dim in alive[:0]
+backbone: a mask in front of the blocks has no documents | clients/test_heads.py -k packed
+    _make_whole_mask | pieces.documents is not None and attention_mask is None
+    becomes | False
+backbone: a mask in front of the blocks has no padding | clients/test_heads.py -k exact
+    _make_whole_mask | bool(attention_mask.all())
+    becomes | True
+backbone: a Trainer counts the tokens of each rank | clients/test_trainers.py -k accelerate
+    ContextParallelTrainer.get_tp_size | if self._is_whole else 1
+    becomes | if False else 1
 batch: some gradients are sums, and others are not | ranks/engine/test_half_way.py -k no_optimizer
     sum_gradients | parameter.grad = None
     becomes | pass

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
+    BackboneContextParallel,
     Causal,
     Documents,
     ModuleContextParallel,
@@ -1883,6 +1884,59 @@ STEPS = (
         right("the first position", **turned_from(lambda view: int(view.positions[0]))),
     ),
 )
+
+
+def with_backbone(model: Any, mesh: DeviceMesh) -> Any:
+    return parallelize_module(model, mesh, BackboneContextParallel(blocks="attention"))
+
+
+def whole_and_sharded(model: Any, mesh: DeviceMesh) -> Any:
+    return fully_shard(with_backbone(model, mesh), mesh=mesh)
+
+
+def whole_and_replicated(model: Any, mesh: DeviceMesh) -> Any:
+    wrapped = with_backbone(model, mesh)
+    return nn.parallel.DistributedDataParallel(wrapped, process_group=mesh.get_group(), find_unused_parameters=True)
+
+
+def of_all(out: torch.Tensor, view: RankView) -> torch.Tensor:
+    """The loss of results that every rank has as a whole, without a factor."""
+    return distance(out, randn(5, *out.shape))
+
+
+def mean_over_tokens(m, x):
+    return x.mean(1)
+
+
+def whole(**fields: Any) -> dict[str, Any]:
+    """Fields of a program with whole inputs: nothing is cut or divided by hand."""
+    defaults = {"apply": with_backbone, "cut": lambda view: view.x, "loss": of_all, "no_block": NO_STYLE}
+    return defaults | {"returns": lambda loss, view: loss} | fields
+
+
+def averaged_in_a_part(core, q, k, v):
+    return core.attend(q, k, v + v.mean(2, keepdim=True))
+
+
+WHOLE = kind(
+    "whole inputs",
+    right("a mean over tokens, behind", **whole(model=lambda: Model(give=mean_over_tokens))),
+    right("tokens that are mixed in front", lambda m, x: x.roll(1, 1) - x.mean(1, keepdim=True), **whole()),
+    right("counted tokens", counted, **whole()),
+    right("sharded by FSDP2", **whole(apply=whole_and_sharded, after=nobody)),
+    right("averaged by DDP", **whole(apply=whole_and_replicated, after=nobody)),
+    wrong("a loss that is divided", **whole(loss=by_sequence)),
+    wrong(
+        "a loss of a row for each rank",
+        **whole(loss=lambda out, view: of_all(out[view.rank :][: 2 // view.size], view)),
+    ),
+    wrong("gradients that are not summed", **whole(after=nobody)),
+    wrong("gradients that are summed behind DDP", **whole(apply=whole_and_replicated)),
+    wrong("random numbers of a rank in front", lambda m, x: x * (1 + torch.rand(())), **whole()),
+    wrong("another function in front", lambda m, x: x * (1 + 0.25 * m.view.rank), **whole()),
+    wrong("a mean over a part in the blocks", **whole(model=lambda: Model(inside=averaged_in_a_part))),
+    wrong("cut before", **whole(cut=lambda view: view.cut(view.x))),
+)
 PROGRAMS: tuple[Program, ...] = (
     *AROUND,
     *BACKWARDS,
@@ -1896,6 +1950,7 @@ PROGRAMS: tuple[Program, ...] = (
     *ATTENTION,
     *RESULTS,
     *STEPS,
+    *WHOLE,
 )
 """All programs. No two have the same kind and name."""
 

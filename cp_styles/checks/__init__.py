@@ -17,13 +17,13 @@ from cp_styles.checks.layers import (
     refuse_uneven_sequence_parallelism,
 )
 from cp_styles.checks.positions import PositionCheck
-from cp_styles.checks.proof import Proof, proof_of
+from cp_styles.checks.proof import Proof, proof_of, running_ddp
 from cp_styles.checks.transformers_models import TransformersCheck
 from cp_styles.checks.uncut_batch import UncutBatchCheck
 from cp_styles.engine.observers import RANK_CHECKS
 from cp_styles.intercept.function_mode import ForwardObserver
 
-__all__ = ["Proof", "check_layers", "observers_of", "proof_of"]
+__all__ = ["Proof", "check_layers", "observers_of", "proof_of", "running_ddp"]
 
 RANK_CHECKS += [ParameterWatch, UncutBatchCheck]
 _LAYER_CHECKS: tuple[Callable[[nn.Module, str, Iterable[nn.Module]], None], ...] = (

@@ -46,11 +46,11 @@ class Proof:
         state.trained.add(self)
         if graph_task_id() >= 0:  # a checkpoint recomputes, outside of the DDP module
             return
-        self.reducer, self.reduces = None, False
-        for frame in calling_frames():  # the module that DDP wraps has no reference to it
-            if frame.f_code is DistributedDataParallel.forward.__code__:
-                module = frame.f_locals["self"]
-                self.reducer, self.reduces = ref(module), module.require_backward_grad_sync
+        ddp = running_ddp()
+        self.reducer, self.reduces = (
+            None if ddp is None else ref(ddp),
+            ddp is not None and ddp.require_backward_grad_sync,
+        )
 
     def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
@@ -72,6 +72,14 @@ class Proof:
                     UnverifiedModelWarning,
                     stacklevel=2,
                 )
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward runs."""
+    for frame in calling_frames():  # the module that DDP wraps has no reference to it
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            return frame.f_locals["self"]
+    return None
 
 
 def proof_of(model: nn.Module) -> Proof:

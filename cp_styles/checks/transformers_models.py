@@ -66,8 +66,8 @@ class TransformersCheck(ForwardObserver):
             raise NotImplementedError(
                 f"{who} makes tokens of {pictures[0]} inside, where its vision tower would attend as if each rank had "
                 "a part of the picture. Apply the style to the language model alone, with "
-                "cut_inputs_of(model.model.language_model) of cp_styles.integrations.transformers, or to the blocks of "
-                "the tower alone, between two hooks"
+                "cut_inputs_of(model.model.language_model) of cp_styles.integrations.transformers. To an encoder "
+                "without a language model apply BackboneContextParallel"
                 f"{see('Pictures among the tokens')}"
             )
         if self._makes_loss:
@@ -160,7 +160,7 @@ def _refuse_labels(who: str, inputs: dict[str, Any]) -> None:
     if has >= {"start_positions", "end_positions"}:
         raise ValueError(
             f"{who} makes the loss of start_positions= and end_positions= by itself, over this rank's tokens as "
-            "classes: leave them out, gather the logits of all tokens, and take their loss"
+            "classes: apply BackboneContextParallel in place of ModuleContextParallel, and give it the whole batch"
             f"{see('A loss over tokens as classes')}"
         )
     if "labels" in has and "shift_labels" not in has:

@@ -124,7 +124,7 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
 
 def _list_leaves(node: Any) -> list[torch.Tensor] | None:
     """The leaves from which a tensor was computed on this rank; None if reentrant checkpoints hide some."""
-    nodes = list(_walk_graph(node))
+    nodes = list(walk_graph(node))
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         return None
     return [leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), torch.Tensor)]
@@ -140,12 +140,12 @@ def _note_once(leaf: torch.Tensor, note: Summed) -> None:
 
 def _find_local_leaves(node: Any) -> Iterator[torch.Tensor]:
     """The leaves from which a tensor was computed without communication."""
-    for reached in _walk_graph(node, _COMM_NODES):
+    for reached in walk_graph(node, _COMM_NODES):
         if isinstance(leaf := getattr(reached, "variable", None), torch.Tensor):
             yield leaf
 
 
-def _walk_graph(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
+def walk_graph(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
     """``node`` and all nodes to which its backward leads, up to nodes whose names contain an entry of ``last``."""
     waiting, visited = [node], {node}
     while waiting:

@@ -123,6 +123,25 @@ def gather(
     Raises:
         ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
     """
+    whole, part, peers = gather_parts(
+        x, dim, mesh, reduce_gradients=reduce_gradients, layout=layout, grad_scale=grad_scale, checks=checks
+    )
+    # With another scale equal gradients on all ranks may be right: UP is for a loss that is divided by P.
+    note_gather(whole, part, peers, reduced=reduce_gradients or grad_scale is not GradScale.NONE)
+    return whole
+
+
+def gather_parts(
+    x: torch.Tensor,
+    dim: int,
+    mesh: Group,
+    *,
+    reduce_gradients: bool,
+    layout: Layout = None,
+    grad_scale: GradScale = GradScale.NONE,
+    checks: Checks = CHECKS,
+) -> tuple[torch.Tensor, torch.Tensor, Peers]:
+    """:func:`gather` without a note for sum_gradients: the whole tensor, the part without padding, and the peers."""
     peers = get_peers(mesh)
 
     def describe() -> CallSignature:
@@ -135,10 +154,7 @@ def gather(
     rows = make_rows(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
-    whole = _apply(exchange if reduce_gradients else Replicated(exchange), part, checks)
-    # With another scale equal gradients on all ranks may be right: UP is for a loss that is divided by P.
-    note_gather(whole, part, peers, reduced=reduce_gradients or grad_scale is not GradScale.NONE)
-    return whole
+    return _apply(exchange if reduce_gradients else Replicated(exchange), part, checks), part, peers
 
 
 def reduce_scatter(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles.backbone import backbone_of
 from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.checks.positions import find_padding_position
@@ -82,6 +83,9 @@ class ContextParallelTrainer:
 
     Refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's shard of the labels;
     ``neftune_noise_alpha``, whose noise depends on the length of a shard; predictions for batches without labels.
+
+    A model with a :class:`~cp_styles.BackboneContextParallel` takes whole batches. Then the Trainer's loss, evaluation
+    and predictions are unchanged, and nothing is refused: classifiers, RewardTrainer and DPOTrainer of TRL.
     """
 
     verify = True
@@ -112,6 +116,11 @@ class ContextParallelTrainer:
     @cached_property
     def _sharder(self) -> BatchSharder:
         return self.context_parallel_collator()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the model takes whole batches and returns whole outputs."""
+        return backbone_of(self._trainer.model) is not None
 
     @property
     def _trainer(self) -> Any:
@@ -152,7 +161,11 @@ class ContextParallelTrainer:
 
     def get_cp_size(self) -> int:
         """The number of ranks of a sequence, each of which counts all its tokens. The Trainer divides by it."""
-        return self._sharder._group.size()
+        return 1 if self._is_whole else self._sharder._group.size()
+
+    def get_tp_size(self) -> int:
+        """The number of ranks whose losses are equal. The Trainer divides the number of tokens and its factor by it."""
+        return self._parent.get_tp_size() * (self._sharder._group.size() if self._is_whole else 1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The Trainer's (batches, number of labels), for ``epoch_iterator``, ``num_batches`` and ``device`` as in the
@@ -171,7 +184,9 @@ class ContextParallelTrainer:
         return samples
 
     def _prove(self, batch: Any) -> None:
-        trainer, metrics = self._trainer, copy.deepcopy(getattr(self, "_metrics", None))
+        trainer = self._trainer
+        # TRL adds to these at each loss.
+        before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTS if name in vars(self)}
         group = self._sharder._group
 
         def step(model: Any, batch: Any, mesh: DeviceMesh) -> None:
@@ -189,8 +204,7 @@ class ContextParallelTrainer:
         try:
             verify(trainer.model_wrapped, cp, _take_first_tokens(batch), step)
         finally:
-            if metrics is not None:  # TRL adds to its metrics at each loss
-                self._metrics = metrics
+            vars(self).update(before)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -205,12 +219,18 @@ class ContextParallelTrainer:
                 the batch has no labels.
         """
         trainer = self._trainer
+        if self._is_whole:
+            if num_items_in_batch is not None and not trainer.args.average_tokens_across_devices:
+                num_items_in_batch = num_items_in_batch * self._sharder._group.size()  # counted by this rank alone
+            return self._parent.compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
         if self._sharder._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
                 "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO, GRPO), "
-                "and here they would be a part's. Their loss in a loop of your own is exact: DPO, GRPO, rewards on the "
-                f"page tutorials/hugging_face.md{see('A loss of whole sequences')}"
+                "and here they would be a part's. Apply BackboneContextParallel in place of ModuleContextParallel; or "
+                f"take the loss in a loop of your own: tutorials/hugging_face.md{see('A loss of whole sequences')}"
             )
         smoothed = getattr(trainer, "label_smoother", None) is not None
         if smoothed or getattr(trainer, "compute_loss_func", None) is not None:
@@ -259,6 +279,8 @@ class ContextParallelTrainer:
         Raises:
             NotImplementedError: ``inputs`` have no labels.
         """
+        if self._is_whole:
+            return self._parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if not all(inputs.get(name) is not None for name in self._trainer.label_names or ["labels"]):
             raise NotImplementedError(
                 f"{type(self).__name__}: a batch without labels is given to the model as it is, whole: predict without "
@@ -287,6 +309,7 @@ class ContextParallelTrainer:
 
 
 _TOKENS_TO_PROVE = 2048
+_COUNTS = "_metrics", "_total_train_tokens"
 
 
 def _take_first_tokens(batch: Any) -> Any:
@@ -300,5 +323,7 @@ def _take_first_tokens(batch: Any) -> Any:
     if tokens.shape[1] <= length or not known:
         return batch
     part = {name: x[:, :length] if isinstance(x, torch.Tensor) and x.ndim == 2 else x for name, x in batch.items()}
-    labels = part.get("labels")
-    return batch if labels is None or not bool((labels[:, 1:] != IGNORE_INDEX).any()) else part
+    labels, mask = part.get("labels"), part.get("attention_mask")
+    if labels is None or labels.ndim < 2:  # a head pools the tokens
+        return batch if mask is None or not bool(mask.any(1).all()) else part
+    return part if bool((labels[:, 1:] != IGNORE_INDEX).any()) else batch

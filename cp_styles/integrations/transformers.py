@@ -307,7 +307,9 @@ def _make_mask(
     Communication: one all-gather of some integers; and one of position ids, if any rank's position ids are not the
     positions of one sequence.
     """
-    calls = _require_active_calls("a mask", config)
+    calls = AttentionCalls.current()
+    if calls is None:  # in front of the blocks, where a BackboneContextParallel leaves the sequence whole
+        return _make_whole_mask(batch_size, q_length, int(q_offset), mask_function, attention_mask, config)
     past, encoder = past_of(calls.inputs)
     with without_function_modes():
         if past is not None and past.prefilled:
@@ -377,8 +379,7 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
         raise NotImplementedError(
             f"{calls.binding.name}: {type(language_model).__name__} takes no inputs_embeds, so it is no language model "
             "among whose tokens pictures are put. A text tower pools its tokens, and would pool this rank's tokens "
-            "alone: apply the style to its blocks alone, and let two hooks cut in front of the first block and gather "
-            f"behind the last{see('Pictures among the tokens')}"
+            f"alone: apply BackboneContextParallel to the whole model{see('Pictures among the tokens')}"
         )
 
     def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -651,12 +652,16 @@ class _MaskPieces:
     Attributes:
         masks: masks that do not depend on rows or documents.
         chunk: size of chunks, counted from each row's first token that is not left padding, or in each document.
-        packed: transformers has found more than one document in this rank's positions.
+        documents: the number of the document of each token [B, L], if transformers has found more than one.
     """
 
     masks: list[Mask]
     chunk: int | None = None
-    packed: bool = False
+    documents: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.documents is not None
 
     @property
     def causal(self) -> bool:
@@ -711,7 +716,7 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
         elif what == "chunked_overlay":
             pieces.chunk = closure["chunk_size"]
         elif what == "packed_sequence_mask_function":
-            pieces.packed = True
+            pieces.documents = closure["packed_sequence_mask"]
         else:
             raise NotImplementedError(
                 f"{name}: the mask of this model has a piece {function.__module__}.{function.__qualname__} that is not "
@@ -811,6 +816,33 @@ def _make_prompt_mask(
         documents = _find_documents(name, positions_BS, alone, packed, jumps)
     state.phase = GroupPhase.IDLE
     return *_build_mask(pieces, documents, attention_mask, whole), whole
+
+
+def _make_whole_mask(
+    batch: int,
+    length: int,
+    offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    config: Any,
+) -> _WholeMask:
+    """The mask of a whole sequence, outside of modules with a style. No communication. If the sequence was a part, the
+    attention raises."""
+    name = "a mask outside of context-parallel modules"
+    if offset:
+        raise NotImplementedError(
+            f"{name}: the model goes on after {offset} tokens of a cache: decode without the style"
+        )
+    pieces, documents = _parse_mask_function(mask_function, name, config), None
+    if attention_mask is not None and bool(attention_mask.all()):
+        attention_mask = None
+    if pieces.documents is not None and attention_mask is None:
+        edges = torch.nn.functional.pad(pieces.documents.cpu().diff(dim=1) != 0, (1, 1), value=True)
+        documents = [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
+    mask, padding = _build_mask(pieces, documents, attention_mask, length)
+    if attention_mask is not None and padding is None:
+        mask = mask & Documents((length,))  # ranges of keys name no length
+    return _WholeMask(mask, padding, batch, length)
 
 
 def _make_mask_of_new(

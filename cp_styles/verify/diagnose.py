@@ -301,8 +301,9 @@ class _WrongCall:
             )
         return (
             f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
-            "rank's part (a mean, a sum, a maximum, the first or the last token). Gather the tokens before: "
-            "cp_styles.collectives.gather(x, 1, mesh, layout=layout), on the page Training"
+            "rank's part (a mean, a sum, a maximum, the first or the last token). Give the model whole inputs, and "
+            "BackboneContextParallel in place of ModuleContextParallel; or gather the tokens before, by "
+            "cp_styles.collectives.gather: both on the page Training"
         )
 
     def _wrong_tensors_have_rows(self) -> list[bool]:

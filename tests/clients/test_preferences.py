@@ -90,25 +90,29 @@ def test_dpo():
 
 
 def test_a_reward_model():
-    """Against the model's own reward, of the last token that is no padding."""
+    """Pairs of two lengths, with padding at the end."""
     config = config_of("llama", num_hidden_layers=2, num_labels=1, pad_token_id=0)
     model, pairs = tiny(transformers.LlamaForSequenceClassification, config), []
-    for seed, length in ((0, 21), (1, 17)):  # of two lengths
+    for seed, length in ((0, 21), (1, 17)):
         tokens = tokens_of(length, seed).clamp_min(1)
         tokens[1, -3:] = 0
         pairs.append({"input_ids": tokens, "attention_mask": (tokens != 0).long()})
-    ends = [pair["attention_mask"].sum(1) - 1 for pair in pairs]
     one = copy.deepcopy(model)
     with StayDouble():
-        good, bad = (one(**pair).logits[:, 0] for pair in pairs)
+        good, bad = (one(**pair).logits for pair in pairs)
     loss = -logsigmoid(good - bad).mean()
     loss.backward()
-    names = {"model": model, "chosen": pairs[0], "rejected": pairs[1]}
-    names |= {"chosen_ends": ends[0], "rejected_ends": ends[1]}
-    for found in on_ranks(names, on_the_page("reward")):
-        assert (
-            largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
-        )
+
+    def on(rank: int) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        names: dict[str, Any] = {"model": mine, "mesh": mesh, "chosen": pairs[0], "rejected": pairs[1]}
+        with StayDouble():
+            exec(on_the_page("reward"), names)
+        return names["loss"].detach(), gradients(mine)
+
+    for found in run_ranks(on, 2):
+        assert largest_error(found, (loss.detach(), gradients(one))) < EXACT
 
 
 def grpo_alone(
@@ -189,7 +193,7 @@ def test_trainers_of_such_losses_are_refused(other: str):
         Long(mine).compute_loss(mine, {"input_ids": tokens_of(), other: tokens_of()})
 
     with pytest.raises(
-        RankError, match=rf"no labels but \['input_ids', '{other}'\]: .* DPO, GRPO, rewards on the page"
+        RankError, match=rf"no labels but \['input_ids', '{other}'\]: .* Apply BackboneContextParallel in place"
     ) as found:
         run_ranks(on, 2)
     assert found.value.errors.keys() == {0, 1}

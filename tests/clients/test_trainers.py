@@ -34,14 +34,15 @@ MORE = [
     "a token shift that nobody proves",
 ]
 
+HEADS = ["labels of tokens", "labels of tokens, each rank's mean", "classifier, data parallel"]
 SHARDED = ["accelerate's sharding", "accelerate's sharding, a block"]
 TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "datasets", "einops"]
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
-    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", *REFUSED], id="accelerate"),
-    pytest.param(["accelerate"], ["data parallel", *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
-    pytest.param(["accelerate", "trl", "peft"], ["sft"], id="trl", marks=pytest.mark.nightly),
+    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", "classifier", *REFUSED], id="accelerate"),
+    pytest.param(["accelerate"], ["data parallel", *HEADS, *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
+    pytest.param(["accelerate", "trl", "peft"], ["sft", "rewards", "preferences"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),
     pytest.param(TORCHTITAN, ["torchtitan"], id="torchtitan", marks=pytest.mark.nightly),
 ]

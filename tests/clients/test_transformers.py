@@ -34,7 +34,6 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.checks.transformers_models import list_windows
-from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.testing import RankError, run_ranks
@@ -564,10 +563,8 @@ def test_question_answering():
 
     def on(rank: int, code: str) -> Any:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        parallelize_module(mine, mesh, ModuleContextParallel())
-        sharder = BatchSharder(mesh)
-        names = {"batch": sharder(tokens), "sharder": sharder, "model": mine, "mesh": mesh, "starts": starts}
-        names |= {"ends": ends, "torch": torch, "gather": gather, "cross_entropy": torch.nn.functional.cross_entropy}
+        names: dict[str, Any] = {name: getattr(cp_styles, name) for name in cp_styles.__all__}
+        names |= {"tokens": tokens, "model": mine, "mesh": mesh, "starts": starts, "ends": ends}
         with StayDouble():
             exec(code, names)
         return names["loss"].detach(), gradients(mine)
@@ -579,9 +576,10 @@ def test_question_answering():
     loss.backward()
     for found in run_ranks(on, 2, troubleshooting("question answering")):
         assert largest_error(found, (loss.detach(), gradients(one))) < EXACT
-    inside = "model(**batch.inputs, start_positions=starts, end_positions=ends)"
+    inside = "parallelize_module(model, mesh, ModuleContextParallel())\nbatch = BatchSharder(mesh)(tokens)\n"
+    inside += "model(**batch.inputs, start_positions=starts, end_positions=ends)"
     with pytest.raises(
-        RankError, match=r"(?s)rank 0: .*start_positions= and .* leave them out.*rank 1: .*leave them out"
+        RankError, match=r"(?s)rank 0: .*start_positions= and .* BackboneContextParallel.*rank 1: .*BackboneCont"
     ):
         run_ranks(on, 2, inside)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import re
@@ -23,9 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from cp_styles import (
+    BackboneContextParallel,
     BatchSharder,
     ModuleContextParallel,
     contiguous,
@@ -388,20 +398,24 @@ def plain_trainer(*, collate: Any = None, cut: bool = False, classify: bool = Fa
     return train(Trainer(model, args, train_dataset=samples(8), data_collator=collate))
 
 
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {{0: "<pad>", 2: "<eos>"}.get(index, str(index)): index for index in range(VOCABULARY)}
+    model = Tokenizer(models.WordLevel(words, "<pad>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
+
+
 def sft(lora: bool = True, **options: Any) -> Training:
     """TRL packs samples into rows without padding, and adds adapters."""
     from datasets import Dataset
     from peft import LoraConfig
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     class LongSFT(ContextParallelTrainer, SFTTrainer): ...
 
-    words = {str(index): index for index in range(VOCABULARY)} | {"<pad>": 0, "<eos>": 2}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
     data = Dataset.from_list([{name: x.tolist() for name, x in each.items()} for each in samples(24, equal=False)])
     args = arguments(SFTConfig, packing=True, max_length=40, eval_packing=True, **CHECKPOINTED, **options)
     model = model_of()
@@ -420,10 +434,84 @@ def sft(lora: bool = True, **options: Any) -> Training:
         args,
         train_dataset=data,
         eval_dataset=data.select(range(5)),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
         peft_config=config,
     )
     return train(trainer)
+
+
+def with_head(
+    auto: Any = AutoModelForSequenceClassification,
+    model_type: str = "llama",
+    cp: int = 2,
+    batch: int = 2,
+    number: int = 10,
+    **options: Any,
+) -> Training:
+    """A Trainer of a model that pools tokens, or labels each: one line, and the mixin."""
+    model: Any = tiny(auto.from_config, config_of(model_type, num_hidden_layers=2, num_labels=3))
+    kind: Any = Trainer
+    replicas = max(1, ranks() // cp)
+    if ranks() > 1:
+        mesh = init_device_mesh("cpu", (replicas, cp), mesh_dim_names=("dp", "cp"))
+        model.set_attn_implementation(NAME)
+        parallelize_module(model, mesh["cp"], BackboneContextParallel())
+        kind = LongTrainer
+    else:
+        model.set_attn_implementation("dense")
+    data = samples(number)
+    for index, each in enumerate(data):
+        each["input_ids"][21 - index :] = 0  # padding at the end
+        each["attention_mask"] = (each["input_ids"] != 0).long()
+        each["labels"] = torch.tensor(index % 3)
+        if auto is AutoModelForTokenClassification:
+            each["labels"] = (each["input_ids"] % 3).masked_fill(each["input_ids"] == 0, IGNORED)
+    args = arguments(per_device_train_batch_size=batch // replicas, **CHECKPOINTED, **options)
+    measured = {"eval_dataset": data[:5], "compute_metrics": classified} if number == 10 else {}
+    return train(kind(model, args, train_dataset=data, data_collator=default_data_collator, **measured))
+
+
+def classified(prediction: Any) -> dict[str, float]:
+    logits, labels = (torch.as_tensor(x) for x in (prediction.predictions, prediction.label_ids))
+    return {"accuracy": (logits.argmax(-1) == labels).double().mean().item() + 1, "samples": len(labels)}
+
+
+def of_pairs(name: str) -> Training:
+    """TRL's trainer of pairs of sequences: rewards, or preferences by log-probabilities."""
+    import trl
+    from datasets import Dataset
+
+    rewards = name == "Reward"
+    auto = AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
+    model: Any = tiny(auto.from_config, config_of("llama", num_hidden_layers=2, num_labels=1))
+    kind: Any = getattr(trl, f"{name}Trainer")
+    data = samples(12, equal=False)
+    pairs = [{"chosen_ids": a["input_ids"].tolist(), "rejected_ids": b["input_ids"].tolist()} for a, b in by_two(data)]
+    if not rewards:
+        texts = [{name.removesuffix("_ids"): " ".join(map(str, x)) for name, x in each.items()} for each in pairs]
+        pairs = [{"prompt": " ".join(each["chosen"].split()[:4]) + " ", **each} for each in texts]
+    model.set_attn_implementation(NAME if ranks() > 1 else "dense")
+    names = {"model": model, "arguments": arguments(getattr(trl, f"{name}Config"), gradient_checkpointing=False)}
+    names |= {"dataset": Dataset.from_list(pairs), "tokenizer": tokenizer()}
+    if ranks() > 1:
+        names["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        kind = type(f"Long{name}", (ContextParallelTrainer, kind), {})
+    more: dict[str, Any] = {"train_dataset": names["dataset"], "eval_dataset": names["dataset"].select(range(4))}
+    more["processing_class"] = names["tokenizer"]
+    if not rewards:
+        more["ref_model"] = copy.deepcopy(model)
+        if ranks() > 1:
+            for each in (model, more["ref_model"]):
+                parallelize_module(each, names["mesh"]["cp"], BackboneContextParallel())
+    elif ranks() > 1:  # by the lines of the page
+        exec(on_the_page("RewardTrainer").replace("trainer.train()", ""), names)
+        names["trainer"].eval_dataset = more["eval_dataset"]
+        return train(names["trainer"])
+    return train(kind(model, args=names["arguments"], **more))
+
+
+def by_two(items: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(items[::2], items[1::2], strict=True))
 
 
 CASES: dict[str, Callable[[], Training]] = {
@@ -447,6 +535,17 @@ CASES: dict[str, Callable[[], Training]] = {
     "accelerate's sharding, a block": partial(sharded_by_accelerate, True),
     "the page's Trainer": trainer_of_the_page,
     "sft": sft,
+    "classifier": with_head,
+    "labels of tokens": partial(
+        with_head, AutoModelForTokenClassification, "bert", batch=4, gradient_accumulation_steps=2
+    ),
+    "labels of tokens, each rank's mean": partial(
+        with_head, AutoModelForTokenClassification, "bert", average_tokens_across_devices=False
+    ),
+    # transformers multiplies the mean of a head by the processes, unless average_tokens_across_devices is off.
+    "classifier, data parallel": partial(with_head, number=8, average_tokens_across_devices=False),
+    "rewards": partial(of_pairs, "Reward"),
+    "preferences": partial(of_pairs, "DPO"),
     "lightning": lightning,
     "torchtitan": torchtitan,
     "data parallel": partial(hugging_face, data=samples(8)),
@@ -494,4 +593,4 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         "is not a loader that accelerate shares",
     ),
 }
-RANKS: dict[str, int] = {"data parallel": 4, "torchtitan": 4}
+RANKS: dict[str, int] = {"data parallel": 4, "classifier, data parallel": 4, "torchtitan": 4}

@@ -32,7 +32,7 @@ LAYERS = (
     ("engine",),
     ("batch_sharder", "decoding", "functions", "joint_layout"),
     ("intercept",),
-    ("checks", "explain", "mixers", "styles", "torch_api"),
+    ("backbone", "checks", "explain", "mixers", "styles", "torch_api"),
     ("verify", "integrations"),
     ("__init__", "__main__"),
 )

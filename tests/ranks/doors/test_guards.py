@@ -16,8 +16,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.batch import sum_gradients
-from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
 from cp_styles.decoding import LayerCaches
 from cp_styles.engine.scope import SequenceScope
@@ -31,7 +29,6 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
-from tests.ranks.doors.test_readme import example
 from tests.tiny_lm import SelfAttention
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
@@ -288,30 +285,6 @@ def test_positions():
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
     run_ranks(lambda rank: local(rank, checks=Checks(inputs=False)), RANKS)
-
-
-class Classifier(Model):
-    def forward(self, x):
-        return super().forward(x)[:, 0]
-
-
-def test_a_classifier_that_pools():
-    """Exact as the page says. (Pooled on each rank alone it is wrong, which verify finds.)"""
-    model, cotangent = Classifier(Mlp()).double(), randn(1, 2, WIDTH)
-    one = copy.deepcopy(model)
-    (one(X) * cotangent).sum().backward()
-    model.__class__ = Model
-
-    def exact(rank: int) -> float:
-        layout, mesh, mine = head_tail(LENGTH, RANKS), cp_mesh(RANKS), copy.deepcopy(model)
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
-        names = {"model": mine, "x": mine(layout.shard(X, 1, rank)), "layout": layout, "mesh": mesh}
-        names |= {"gather": gather, "sum_gradients": sum_gradients, "head": nn.Identity()}
-        exec(example("example: pooled"), names | {"loss_of": lambda y: (y * cotangent).sum()})
-        pairs = zip(mine.parameters(), one.parameters(), strict=True)
-        return max(error(x.grad, y.grad) for x, y in pairs if y.grad is not None)
-
-    assert max(run_ranks(exact, RANKS)) < EXACT
 
 
 def test_labels():
