@@ -37,10 +37,9 @@ from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.decoding import find_cache
 from cp_styles.engine.binding import Binding
-from cp_styles.introspect import input_names
+from cp_styles.introspect import input_names, matches
 from cp_styles.styles.module import ModuleContextParallel, calls_in
 from cp_styles.styles.on_mesh_axis import take_axis
-from cp_styles.styles.parallelize import matches
 from cp_styles.troubleshooting import see
 
 # The sequence dim of arguments of blocks in transformers, timm and torch. None: every rank needs the whole argument.

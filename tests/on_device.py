@@ -8,15 +8,27 @@ Each is compared with one process in float64. Prints a line for each, and the nu
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import Causal, context_attention, contiguous, head_tail
+from cp_styles import (
+    BackboneContextParallel,
+    Causal,
+    ModuleContextParallel,
+    context_attention,
+    context_latent_attention,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    sum_gradients,
+)
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mixers import context_dropout, context_rand, context_randn, context_select, selected_weights
 from tests.device import DEVICE, ON_GPU, here, run_ranks, there
@@ -113,12 +125,77 @@ def drawn() -> float:
     return max(error(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def expanded() -> float:
+    """Latents that travel, against the attention of expanded heads: output and all gradients."""
+    shapes = ((2, 4, LENGTH, 12), (2, LENGTH, 16), (2, LENGTH, 4), (4 * (8 + 8), 16))
+    *inputs, cotangent = (randn(at, *shape) for at, shape in enumerate((*shapes, (2, 4, LENGTH, 8))))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    q, latent, rot, weight = leaves
+    nope, v = (latent @ weight.mT).unflatten(-1, (4, 16)).transpose(1, 2).split(8, -1)
+    k = torch.cat((nope, rot[:, None].expand(-1, 4, -1, -1)), -1)
+    out = dense_attention(q, k, v, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, layout = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",)), head_tail(LENGTH, RANKS)
+        own = [layout.shard(x, dim, rank).clone() for x, dim in zip(inputs, (2, 1, 1), strict=False)]
+        leaves = [there(x).requires_grad_() for x in (*own, weight.detach().clone())]
+        out = context_latent_attention(*leaves, mesh, mask=Causal(), layout=layout)
+        out.backward(there(layout.shard(cotangent, 2, rank)))
+        return [here(x) for x in (out, *(x.grad for x in leaves))]
+
+    *parts, shares = zip(*run_ranks(on, RANKS), strict=True)
+    layout = head_tail(LENGTH, RANKS)
+    found = [layout.unshard(list(of_ranks), dim) for of_ranks, dim in zip(parts, (2, 2, 1, 1), strict=True)]
+    return max(error(x, y) for x, y in zip((*found, sum(shares)), wanted, strict=True))
+
+
+class Classifier(nn.Module):
+    """Pools its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dim_feedforward": 16, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, **options) for _ in range(2))
+        self.head = nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def pooled() -> float:
+    """The output and the gradients of a classifier that is given whole inputs."""
+    torch.manual_seed(0)
+    one, x, cotangent = Classifier(), randn(0, 2, LENGTH, 8), randn(1, 2, 3)
+    out = one(x)
+    wanted = [out.detach(), *torch.autograd.grad(out, [*one.parameters()], cotangent)]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, mine = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",)), copy.deepcopy(one).to(DEVICE)
+        parallelize_module(mine, mesh, BackboneContextParallel(ModuleContextParallel(verified=True)))
+        out = mine(there(x))
+        out.backward(there(cotangent))
+        sum_gradients(mine, mesh)
+        return [here(y) for y in (out, *(p.grad for p in mine.parameters()))]
+
+    return max(error(y, z) for found in run_ranks(on, RANKS) for y, z in zip(found, wanted, strict=True))
+
+
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
     for make in composition.COMPOSITIONS:
         if ON_GPU and make is composition.by_pipeline:
             continue  # its stages send tensors of the GPU by messages of their own
         yield make.__name__.removeprefix("by_").replace("_", " "), partial(composed, make)
-    yield from {"decode": decoded, "selected keys": selected, "random numbers": drawn}.items()
+    others = {
+        "decode": decoded,
+        "selected keys": selected,
+        "random numbers": drawn,
+        "latents": expanded,
+        "pooled": pooled,
+    }
+    yield from others.items()
 
 
 def main(names: list[str]) -> int:

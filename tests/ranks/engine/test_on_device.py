@@ -6,8 +6,8 @@ from tests.on_device import checks, main
 
 
 def test_what_has_no_other_test_here(capsys):
-    assert main(["decode", "selected keys", "random numbers"]) == 0
-    assert capsys.readouterr().out.endswith("3 exact, 0 others\n")
+    assert main(["decode", "selected keys", "random numbers", "latents", "pooled"]) == 0
+    assert capsys.readouterr().out.endswith("5 exact, 0 others\n")
 
 
 def test_a_wrong_result_and_an_error_are_counted(monkeypatch, capsys):
