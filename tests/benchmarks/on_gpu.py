@@ -91,7 +91,8 @@ def exact() -> Iterator[Row]:
     for folder in "h200", "h200_second", "h200_third", "h200_fourth":
         lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record(f"{folder}/replay")[1]]
         lines += [(re.split(" b?float", line["case"])[0], line) for line in record(f"{folder}/gpu")[1]]
-    lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record("h200_fourth/bits")[1]]
+    for name in "bits", "replay_end":
+        lines += [(f"{line['cover']}, 4 and 8 ranks", line) for line in record(f"h200_fourth/{name}")[1]]
     lines += [("two groups of heads in a backward", line) for line in record("h200_third/groups")[1]]
     for what, line in lines:
         assert line["ok"], line
