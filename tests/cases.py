@@ -58,7 +58,8 @@ AGREEMENTS = {"every call": Checks(), "none": Checks(agreement=False)}
 # What is refused although all ranks do the same, but for strides.
 LIMITS = re.compile(
     "does not divide the|needs the lengths of all ranks|positions of the two sequences do not correspond|"
-    "define it at the top level of a module|the mask of a scope cannot hold tensors"
+    "define it at the top level of a module|the mask of a scope cannot hold tensors|"
+    "2 Dense masks under torch.compile"
 )
 # Score functions of FlexAttention, and what they learn for so many heads and positions.
 SCORES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, int], list[torch.Tensor]]]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,8 +38,9 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.clients.sweep import OWN
 from tests.clients.test_mixers import MODELS as MIXERS
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.device import run_ranks
 
 EXACT = 1e-10  # float64 sums in another order give 1e-15 a layer
@@ -103,6 +105,17 @@ def test_models_are_exact(model_type: str, ranks: int, strategy: Any):
     if strategy == Ring():
         _, of_heads = trained(model_of(model_type), lambda model, mesh: model, ranks)
         assert [size * HEADS for size in sent] == [size * LATENTS for size in of_heads]
+
+
+@pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
+@pytest.mark.parametrize("model_type", ["deepseek_v32", *at_night("axk2", "glm_moe_dsa")])
+def test_latents_of_selected_keys(model_type: str):
+    """An indexer selects the keys, and only their latents travel."""
+    model = tiny(causal_lm, config_of(model_type, **OWN[model_type]))
+    error, sent = trained(model, with_latents)
+    assert error < EXACT
+    _, of_heads = trained(model, lambda model, mesh: model)
+    assert max(sent) < max(of_heads)
 
 
 def with_checkpoints(model: Any, mesh: Any) -> Any:
