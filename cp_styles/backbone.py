@@ -76,7 +76,7 @@ class BackboneContextParallel(ParallelStyle):
             whole. Default: the names of transformers and timm, and 1 for the first argument, the hidden states.
 
     The blocks take hidden states [B, S, ...] of any floating-point dtype as their first argument, and return them
-    first. They run in the order of the list. Any S of at least one token for each rank is allowed.
+    first. They run in the order of the list. Any S of at least two tokens for each rank is allowed.
 
     Communication: in a forward, one agreement of the ranks on a checksum of all inputs, the messages of the attention,
     and one all-gather of the hidden states for each list: a rank sends B S D / P numbers P - 1 times. In the backward
@@ -162,6 +162,10 @@ class BackboneContextParallel(ParallelStyle):
         return f"{type(self).__name__}({self.style}, blocks={self.blocks})"
 
 
+_NOT_IN_GRAPHS = (
+    "BackboneContextParallel compares inputs, cuts and gathers between torch.compile's graphs: compile without "
+    "fullgraph=True, or compile the blocks"
+)
 _PLAIN_OPERATIONS = (
     "the error was raised in the blocks of {}, where hidden states are this rank's part and masks are whole. Attention "
     "in plain operations cannot be context parallel: let it call scaled_dot_product_attention"
@@ -218,7 +222,7 @@ class Backbone:
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: compare its inputs. Communication: one agreement of the ranks."""
         self.running = True
@@ -250,7 +254,7 @@ class Backbone:
         )
         agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: gather the parts in its outputs, and divide their gradients."""
         self.running = False
@@ -388,7 +392,7 @@ class _Region:
         copied._blocks = copy.deepcopy(self._blocks, memo)
         return copied
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _cut(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: cut the arguments that are whole, and in front of the first block the hidden states."""
         binding, backbone = self._binding, self._backbone
@@ -417,8 +421,11 @@ class _Region:
                 f'blocks=("stages.0.blocks", "stages.1.blocks"){see("Blocks that do not run in turn")}'
             )
         layout = binding.layout_for(length)
-        if min(layout.lengths) == 0:
-            raise ValueError(f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks: take fewer ranks")
+        if min(layout.lengths) < 2:  # models of transformers take a single query for a new token, without a causal mask
+            raise ValueError(
+                f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks, each of which needs two: take "
+                "fewer ranks, or longer sequences"
+            )
         if first:
             self.lengths[layout.lengths[rank]] = length
             self.open = not recomputed
@@ -456,7 +463,7 @@ class _Region:
             self._keep_part(args[0] if args else kwargs[names[0]], dim)
         return args, kwargs
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: behind the last block gather the hidden states."""
         if self._binding.group.size() == 1:

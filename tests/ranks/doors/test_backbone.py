@@ -563,9 +563,13 @@ def with_a_factor_of_fsdp(model: Any, rank: int) -> None:
     step(model)
 
 
-def with_two_tokens(model: Any, rank: int) -> None:
-    model.embed = lambda pictures: model.patch(pictures).flatten(2).mT[:, :1]
+def with_three_tokens(model: Any, rank: int) -> None:
+    model.embed = lambda pictures: model.patch(pictures).flatten(2).mT[:, :3]
     step(model)
+
+
+def in_one_graph(model: Any, rank: int) -> None:
+    step(torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
 REFUSED = {
@@ -580,12 +584,14 @@ REFUSED = {
     with_an_embedding_that_fails: "refused the attention inside",
     with_a_part_of_fsdp: "FSDP2 averages gradients over 2 ranks of a sequence, but not the gradients of",
     with_a_factor_of_fsdp: "set_gradient_divide_factor replaces the mean",
-    with_two_tokens: "1 tokens are too few for 2 ranks",
+    with_three_tokens: "3 tokens are too few for 2 ranks, each of which needs two",
+    in_one_graph: "compile without fullgraph=True, or compile the blocks",
 }
 
 
 @pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
 def test_uses_that_are_refused(use: Callable[[Any, int], None]):
+    torch.compiler.reset()  # graphs of other tests would be at their limit, behind which nothing is compiled
     model = encoder()
     text = errors_of(
         lambda rank: use(parallelize_module(copy.deepcopy(model), cp_mesh(2), BackboneContextParallel()), rank)
