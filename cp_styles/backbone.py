@@ -95,9 +95,10 @@ class BackboneContextParallel(ParallelStyle):
 
     Example::
 
-        parallelize_module(classifier, mesh, BackboneContextParallel())
-        classifier(input_ids=tokens, labels=labels).loss.backward()  # whole tokens [B, S]
-        sum_gradients(classifier, mesh)
+        parallelize_module(model, mesh, BackboneContextParallel(seq_dims={"table": -2}))  # of rotary angles
+        hidden = model(tokens, torch.arange(1000))  # whole on every rank, as tokens [B, 1000]
+        hidden.mean(1).square().sum().backward()
+        sum_gradients(model, mesh)
     """
 
     def __init__(
