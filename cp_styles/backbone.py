@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import (
@@ -91,7 +92,7 @@ class BackboneContextParallel(ParallelStyle):
         NotImplementedError: on every rank, for other arguments of blocks that are tensors, a cache, blocks that are
             left out, and gradients of the outputs that differ between ranks.
         TypeError: when applied, for a ``style`` that is no ModuleContextParallel. On every rank, for blocks that do not
-            take and return hidden states first.
+            take and return hidden states first, and for outputs whose tensors are attributes of an object.
 
     Example::
 
@@ -230,12 +231,12 @@ class Backbone:
         for region in self.regions:
             region.begin()
         axis, group = axis_and_group(self.name, self.axis)
-        if group.size() == 1 or graph_task_id() >= 0 or not self.agrees:
+        if group.size() == 1 or graph_task_id() >= 0:
             return
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 
-        def describe() -> tuple[dict[str, Any], StatusRow]:
+        def refuse() -> None:
             if find_cache(inputs) is not None:
                 raise NotImplementedError(
                     f"{self.name}: the model is given a cache, whose keys would be parts. Decode without this style: "
@@ -247,13 +248,19 @@ class Backbone:
                     f"{self.name}: an input was computed from an output of a model with this style, and its gradients "
                     "would be divided by the ranks twice: put both calls into one module, and apply the style to that"
                 )
+
+        def describe() -> tuple[dict[str, Any], StatusRow]:
+            refuse()
             return {f"the input {name}": describe_content(x) for name, x in inputs.items()}, StatusRow()
 
         advice = (
             ". Every rank of the axis is given the same whole batch, which nothing cuts: neither BatchSharder nor a "
             f"sampler over these ranks{see('Ranks with other samples')}"
         )
-        agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
+        if self.agrees:
+            agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
+        else:
+            refuse()
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -290,6 +297,13 @@ class Backbone:
             self._averaged = self._count_averaged(module, group)
         if not torch.is_grad_enabled():
             return output
+        others = [x for x in tree_leaves(output) if not isinstance(x, torch.Tensor) and _holds_gradients(x)]
+        if others:
+            report_failure(self.name, group)
+            raise TypeError(
+                f"{self.name}: the model returns a {type(others[0]).__name__}, whose tensors would get whole "
+                "gradients: return tensors, tuples, dicts, or an output of transformers"
+            )
         share = partial(self._share, group=group, factor=self._averaged / group.size())
         return tree_map_only(torch.Tensor, share, output)
 
@@ -312,7 +326,7 @@ class Backbone:
     def _share(self, x: torch.Tensor, group: dist.ProcessGroup, factor: float) -> torch.Tensor:
         if not x.requires_grad:
             return x
-        shared = _Share.apply(x, factor, partial(self._compare, group, device_checksum(x)))
+        shared = _Share.apply(x, factor, partial(self._compare, group, device_checksum(_local(x))))
         note_gather(shared, x, get_peers(group), reduced=factor == 1)
         return shared
 
@@ -321,7 +335,7 @@ class Backbone:
         self._backwards += 1
         if self._backwards & (self._backwards - 1) or not self.agrees:
             return
-        wide = grad.detach().double()
+        wide = _local(grad).detach().double()
         facts = torch.stack([wide.norm(), wide.sum() / max(1, wide.numel()) ** 0.5]).view(torch.int64)
         norm, mean, output = on_host([*facts, checksum])
         axis, _ = axis_and_group(self.name, self.axis)
@@ -335,6 +349,14 @@ class Backbone:
                 f"{[f'{float(norm):.4g}' for norm in ranks[:, 0]]}. All ranks must take the same loss of the whole "
                 f"outputs, and no part of it{see('Gradients of an output that differ')}"
             )
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _holds_gradients(value: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in getattr(value, "__dict__", {}).values())
 
 
 class _Share(torch.autograd.Function):

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +256,29 @@ def test_with_tensor_parallel_ranks():
         return result(summed(mine, mesh["cp"]), mine)
 
     assert max(off(found, model) for found in run_ranks(on, 4)) < EXACT
+
+
+def test_outputs_that_are_dtensors():
+    """A head whose classes are cut over tp."""
+    torch.manual_seed(0)
+    model = encoder()
+    model.head = nn.Linear(WIDTH, 4).double()
+    plan = {"head": ColwiseParallel(use_local_output=False)}
+
+    def on(rank: int) -> Result:
+        mesh, mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")), copy.deepcopy(model)
+        torch_parallel.parallelize_module(mine, mesh["tp"], plan)
+        parallelize_module(mine, mesh["cp"], BackboneContextParallel())
+        logits = mine(PICTURES)["logits"]
+        loss = F.cross_entropy(logits.full_tensor(), TARGETS)
+        loss.backward()
+        sum_gradients(mine, mesh["cp"])
+        return result(loss.detach(), mine)
+
+    one = copy.deepcopy(model)
+    F.cross_entropy(one(PICTURES)["logits"], TARGETS).backward()
+    for _, grads in run_ranks(on, 4):
+        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
 
 
 def test_frozen_blocks():
@@ -597,6 +621,23 @@ def test_uses_that_are_refused(use: Callable[[Any, int], None]):
         lambda rank: use(parallelize_module(copy.deepcopy(model), cp_mesh(2), BackboneContextParallel()), rank)
     )
     assert REFUSED[use] in text
+
+
+class Returning(Encoder):
+    def forward(self, pictures: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        return SimpleNamespace(**super().forward(pictures, targets))
+
+
+@pytest.mark.parametrize("agreement", [True, False])
+def test_outputs_that_are_attributes(agreement: bool):
+    torch.manual_seed(0)
+    model = Returning().double()
+    style = ModuleContextParallel(layout=contiguous(17, 2), checks=Checks(agreement=agreement))
+
+    def on(rank: int) -> None:
+        parallelize_module(copy.deepcopy(model), cp_mesh(2), BackboneContextParallel(style))(PICTURES)
+
+    assert "returns a SimpleNamespace, whose tensors would get whole gradients" in errors_of(on)
 
 
 def test_losses_that_differ():
