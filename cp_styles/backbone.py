@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import (
@@ -75,7 +76,7 @@ class BackboneContextParallel(ParallelStyle):
             whole. Default: the names of transformers and timm, and 1 for the first argument, the hidden states.
 
     The blocks take hidden states [B, S, ...] of any floating-point dtype as their first argument, and return them
-    first. They run in the order of the list. Any S of at least one token for each rank is allowed.
+    first. They run in the order of the list. Any S of at least two tokens for each rank is allowed.
 
     Communication: in a forward, one agreement of the ranks on a checksum of all inputs, the messages of the attention,
     and one all-gather of the hidden states for each list: a rank sends B S D / P numbers P - 1 times. In the backward
@@ -90,13 +91,14 @@ class BackboneContextParallel(ParallelStyle):
         NotImplementedError: on every rank, for other arguments of blocks that are tensors, a cache, blocks that are
             left out, and gradients of the outputs that differ between ranks.
         TypeError: when applied, for a ``style`` that is no ModuleContextParallel. On every rank, for blocks that do not
-            take and return hidden states first.
+            take and return hidden states first, and for outputs whose tensors are attributes of an object.
 
     Example::
 
-        parallelize_module(classifier, mesh, BackboneContextParallel())
-        classifier(input_ids=tokens, labels=labels).loss.backward()  # whole tokens [B, S]
-        sum_gradients(classifier, mesh)
+        parallelize_module(model, mesh, BackboneContextParallel(seq_dims={"table": -2}))  # of rotary angles
+        hidden = model(tokens, torch.arange(1000))  # whole on every rank, as tokens [B, 1000]
+        hidden.mean(1).square().sum().backward()
+        sum_gradients(model, mesh)
     """
 
     def __init__(
@@ -161,6 +163,10 @@ class BackboneContextParallel(ParallelStyle):
         return f"{type(self).__name__}({self.style}, blocks={self.blocks})"
 
 
+_NOT_IN_GRAPHS = (
+    "BackboneContextParallel compares inputs, cuts and gathers between torch.compile's graphs: compile without "
+    "fullgraph=True, or compile the blocks"
+)
 _PLAIN_OPERATIONS = (
     "the error was raised in the blocks of {}, where hidden states are this rank's part and masks are whole. Attention "
     "in plain operations cannot be context parallel: let it call scaled_dot_product_attention"
@@ -217,19 +223,19 @@ class Backbone:
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: compare its inputs. Communication: one agreement of the ranks."""
         self.running = True
         for region in self.regions:
             region.begin()
         axis, group = axis_and_group(self.name, self.axis)
-        if group.size() == 1 or graph_task_id() >= 0 or not self.agrees:
+        if group.size() == 1 or graph_task_id() >= 0:
             return
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 
-        def describe() -> tuple[dict[str, Any], StatusRow]:
+        def refuse() -> None:
             if find_cache(inputs) is not None:
                 raise NotImplementedError(
                     f"{self.name}: the model is given a cache, whose keys would be parts. Decode without this style: "
@@ -241,15 +247,21 @@ class Backbone:
                     f"{self.name}: an input was computed from an output of a model with this style, and its gradients "
                     "would be divided by the ranks twice: put both calls into one module, and apply the style to that"
                 )
+
+        def describe() -> tuple[dict[str, Any], StatusRow]:
+            refuse()
             return {f"the input {name}": describe_content(x) for name, x in inputs.items()}, StatusRow()
 
         advice = (
             ". Every rank of the axis is given the same whole batch, which nothing cuts: neither BatchSharder nor a "
             f"sampler over these ranks{see('Ranks with other samples')}"
         )
-        agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
+        if self.agrees:
+            agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
+        else:
+            refuse()
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: gather the parts in its outputs, and divide their gradients."""
         self.running = False
@@ -284,6 +296,13 @@ class Backbone:
             self._averaged = self._count_averaged(module, group)
         if not torch.is_grad_enabled():
             return output
+        others = [x for x in tree_leaves(output) if not isinstance(x, torch.Tensor) and _holds_gradients(x)]
+        if others:
+            report_failure(self.name, group)
+            raise TypeError(
+                f"{self.name}: the model returns a {type(others[0]).__name__}, whose tensors would get whole "
+                "gradients: return tensors, tuples, dicts, or an output of transformers"
+            )
         share = partial(self._share, group=group, factor=self._averaged / group.size())
         return tree_map_only(torch.Tensor, share, output)
 
@@ -306,7 +325,7 @@ class Backbone:
     def _share(self, x: torch.Tensor, group: dist.ProcessGroup, factor: float) -> torch.Tensor:
         if not x.requires_grad:
             return x
-        shared = _Share.apply(x, factor, partial(self._compare, group, device_checksum(x)))
+        shared = _Share.apply(x, factor, partial(self._compare, group, device_checksum(_local(x))))
         note_gather(shared, x, get_peers(group), reduced=factor == 1)
         return shared
 
@@ -315,7 +334,7 @@ class Backbone:
         self._backwards += 1
         if self._backwards & (self._backwards - 1) or not self.agrees:
             return
-        wide = grad.detach().double()
+        wide = _local(grad).detach().double()
         facts = torch.stack([wide.norm(), wide.sum() / max(1, wide.numel()) ** 0.5]).view(torch.int64)
         norm, mean, output = on_host([*facts, checksum])
         axis, _ = axis_and_group(self.name, self.axis)
@@ -329,6 +348,14 @@ class Backbone:
                 f"{[f'{float(norm):.4g}' for norm in ranks[:, 0]]}. All ranks must take the same loss of the whole "
                 f"outputs, and no part of it{see('Gradients of an output that differ')}"
             )
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _holds_gradients(value: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in getattr(value, "__dict__", {}).values())
 
 
 class _Share(torch.autograd.Function):
@@ -387,7 +414,7 @@ class _Region:
         copied._blocks = copy.deepcopy(self._blocks, memo)
         return copied
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _cut(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: cut the arguments that are whole, and in front of the first block the hidden states."""
         binding, backbone = self._binding, self._backbone
@@ -416,8 +443,11 @@ class _Region:
                 f'blocks=("stages.0.blocks", "stages.1.blocks"){see("Blocks that do not run in turn")}'
             )
         layout = binding.layout_for(length)
-        if min(layout.lengths) == 0:
-            raise ValueError(f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks: take fewer ranks")
+        if min(layout.lengths) < 2:  # models of transformers take a single query for a new token, without a causal mask
+            raise ValueError(
+                f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks, each of which needs two: take "
+                "fewer ranks, or longer sequences"
+            )
         if first:
             self.lengths[layout.lengths[rank]] = length
             self.open = not recomputed
@@ -455,7 +485,7 @@ class _Region:
             self._keep_part(args[0] if args else kwargs[names[0]], dim)
         return args, kwargs
 
-    @uncompiled
+    @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: behind the last block gather the hidden states."""
         if self._binding.group.size() == 1:

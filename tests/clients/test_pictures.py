@@ -16,7 +16,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_styles
-from cp_styles import ModuleContextParallel, contiguous, parallelize_module, sum_gradients
+from cp_styles import BackboneContextParallel, ModuleContextParallel, contiguous, parallelize_module, sum_gradients
 from cp_styles.integrations.transformers import cut_inputs_of, register_attention
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
@@ -299,6 +299,29 @@ def test_towers_by_one_line(kind: str, ranks: int):
 
     for found in run_ranks(on, ranks):
         assert largest_error(found, (loss.detach(), gradients(whole))) < EXACT
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"])
+def test_models_of_timm(name: str):
+    timm = pytest.importorskip("timm", reason="pip install timm, whose torchvision fits this torch")
+    model = timm.create_model(name, num_classes=3, img_size=64, depth=2).double().eval()
+    pictures, whole = randn(0, 2, 3, 64, 64), copy.deepcopy(model)
+
+    def trained(mine: Any) -> Any:
+        loss = (mine(pictures) * randn(1, 2, 3)).sum()
+        loss.backward()
+        return loss.detach(), gradients(mine)
+
+    def on(rank: int) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        parallelize_module(mine, mesh, BackboneContextParallel(ModuleContextParallel(layout=contiguous)))
+        loss, _ = trained(mine)
+        sum_gradients(mine, mesh)
+        return loss, gradients(mine)
+
+    wanted = trained(whole)
+    for found in run_ranks(on, 2):
+        assert largest_error(found, wanted) < EXACT
 
 
 @pytest.mark.parametrize("kind", ["clip", *at_night("siglip")])
