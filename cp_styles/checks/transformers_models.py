@@ -29,6 +29,7 @@ class TransformersCheck(ForwardObserver):
         self._names = input_names(module)
         self._makes_loss = any(hasattr(type(model), "loss_function") for model in list_wrapped(module))
         self._windows = list_windows(module)
+        self._configs = [getattr(model, "config", None) for model in list_wrapped(module)]
 
     @classmethod
     def of(cls, module: nn.Module) -> TransformersCheck | None:
@@ -61,6 +62,14 @@ class TransformersCheck(ForwardObserver):
                 "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of the "
                 "model that has no style"
                 f"{see('generate() without a cache that is cut')}"
+            )
+        tokens = next((x for x in map(inputs.get, _TOKENS) if isinstance(x, torch.Tensor) and x.ndim > 1), None)
+        by_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in self._configs)
+        if by_sdpa and tokens is not None and tokens.shape[1] == 1:
+            raise ValueError(
+                f"{who} is given one token on this rank, which transformers' sdpa attention takes for a new token that "
+                "attends to all keys: take fewer ranks, or attn_implementation=register_attention() of "
+                "cp_styles.integrations.transformers"
             )
         if pictures := [name for name, x in inputs.items() if x is not None and name.startswith("pixel_values")]:
             raise NotImplementedError(

@@ -174,6 +174,19 @@ def test_selected_keys_are_refused(model_type: str, changes: Any, implementation
         on_ranks(model, inputs, labels_of(tokens), implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", [NAME, "sdpa"])
+def test_one_token_on_each_rank(implementation: str):
+    """transformers' sdpa would attend to all keys; the registered attention is exact, as the error says."""
+    model, tokens = tiny(causal_lm, config_of("llama")), tokens_of(3)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of(3)}, labels_of(tokens)
+    if implementation == NAME:
+        found = on_ranks(model, inputs, labels, ranks=3)
+        assert largest_error(found, expected(model, inputs, labels)) < EXACT
+    else:
+        with pytest.raises(RankError, match=r"(?s)rank 0: .*given one token on this rank.*rank 1.*rank 2"):
+            on_ranks(model, inputs, labels, ranks=3, implementation=implementation)
+
+
 def hooked(model: torch.nn.Module) -> Any:
     """As the page on troubleshooting says, for models that take no positions themselves."""
 
