@@ -290,7 +290,7 @@ class _IndexerKeys:
     """Stands for the cache of an indexer: takes the keys of some tokens, and returns ``keys_BSD`` in their place."""
 
     def __init__(self, keys_BSD: torch.Tensor | None = None) -> None:
-        self.taken_BLD, self._keys_BSD = torch.empty(0), keys_BSD
+        self.taken_BLD, self._keys_BSD = torch.empty(0, device="cpu"), keys_BSD
 
     def update_indexer(self, k_BLD: torch.Tensor, layer_idx: int) -> torch.Tensor:
         self.taken_BLD = k_BLD

@@ -166,7 +166,7 @@ def test_keys_that_an_indexer_selects():
     scores = ((index_q @ index_k[:, None].mT / 4).relu() * weights[..., None]).sum(1)
     scores, positions = scores.masked_fill(~CAUSAL, -torch.inf).topk(64)
     mask = torch.zeros(1, 1000, 1000, dtype=torch.bool).scatter_(-1, positions, True) & CAUSAL
-    logits = (q @ k.mT / 8).masked_fill(~mask[:, None], -torch.inf)
+    logits = (q @ k.mT / 8**0.5).masked_fill(~mask[:, None], -torch.inf)
     # A score that float32 rounds may select another key than one in float64.
     assert error(out, logits.softmax(-1) @ v) < 2e-2
     target, log_p = logits.softmax(-1).mean(1).gather(-1, positions), scores.log_softmax(-1)

@@ -80,7 +80,10 @@ def test_by_name(name: str):
 
 
 def makes_sense(pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
-    """Two ranks exchange heads, so two must divide the ranks. A door has kernels, or packs, or torch's own call."""
+    """Two ranks exchange heads, so two must divide the ranks. A door has kernels, or packs, or torch's own call.
+
+    The rank that has a query selects its keys, and under Ulysses other ranks have it.
+    """
     found = dict(pair)
     door, mask = found.get("door", "function"), str(found.get("mask", "full"))
     takes = DOORS[str(door)].takes
@@ -88,7 +91,10 @@ def makes_sense(pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
         divides(str(found.get("strategy", "ring")), int(str(found.get("ranks", 2))))
         and ("kernel" in takes or found.get("kernel", "default") == "default")
         and (mask != "is_causal" or "sdpa" in takes or "door" not in found)
-        and not ("packs" in takes and (mask.startswith(("prefix", "bool", "float", "BlockMask", "another"))))
+        and not (
+            "packs" in takes and (mask.startswith(("prefix", "bool", "float", "BlockMask", "another", "selected")))
+        )
+        and not (mask.startswith("selected") and "Ulysses" in str(found.get("strategy")))  # refused
     )
 
 
