@@ -422,8 +422,8 @@ def run_forward(
     strategy, tensors, filled = binding.strategy, (q_BHLD, k_BGMD, v_BGME), keep or wants_lse
     if (listens := attention_listener.get()) is not None:
         listens(strategy, attention, *tensors, sink_H)
-    kernel, _ = attention.kernel.with_learned(learned, backward=False)
-    attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
+    if learned is not None:
+        attention = replace(attention, kernel=attention.kernel.with_learned(learned, backward=False)[0])
     with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         shape, dtype = (0,), torch.uint8
         if filled:

@@ -98,7 +98,7 @@ class MovingKV(Strategy):
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
-        shape = *q.shape[:3], attention.kernel.dims(k_BGMD, v_BGME)[1]
+        shape = *q.shape[:3], setup.out_dim
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
         for step in steps:
             run.attend(step, q, merged)
@@ -150,6 +150,7 @@ class _Setup(NamedTuple):
             tile without messages.
         dtype: the dtype of tiles.
         residual: the logsumexp, then the messages that are kept.
+        out_dim: the head dim of the output.
     """
 
     schedule: Schedule
@@ -157,6 +158,7 @@ class _Setup(NamedTuple):
     wide: torch.dtype
     dtype: torch.dtype
     residual: ResidualPlaces
+    out_dim: int
 
 
 def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
@@ -187,7 +189,8 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     lse: Spec = (tuple(q.shape[:3]), wide)
     wide = wide if widens or attention.ranks > 1 else q.dtype
     residual = ResidualPlaces([lse, *(((size,), k.dtype) for size in schedule.kept)])
-    return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if widens else q.dtype, residual)
+    tile_dtype = kernel.tile_dtype(q.dtype) if widens else q.dtype
+    return _Setup(schedule, levels, wide, tile_dtype, residual, kernel.dims(k, v)[1])
 
 
 _level_flags: LatestEntries[Any, list[bool]] = LatestEntries(256)

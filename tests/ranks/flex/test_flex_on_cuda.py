@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.kernels import CompiledFlexKernel
@@ -139,7 +140,11 @@ def test_what_torch_refuses_is_refused_on_every_rank():
     layout = head_tail(LENGTH, 3)
     with compiled_flex_on_cpu(), pytest.raises(RankError) as refused:
         run_ranks(lambda rank: problem.run(attend_on(layout, Ring()), layout, rank), 3)
-    assert str(refused.value).count("Using multiple indexing operations") == 3
+    errors, refusal = refused.value.errors.values(), "Using multiple indexing operations"
+    # A slow rank may get the end of its connections before it calls the kernel.
+    assert all(refusal in str(error) or isinstance(error, TransferError) for error in errors)
+    assert len(errors) == 3
+    assert any(refusal in str(error) for error in errors)
 
 
 def test_the_stand_in_reads_a_tile_in_its_place():
