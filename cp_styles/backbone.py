@@ -39,6 +39,7 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.decoding import find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.introspect import input_names, matches
+from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.module import ModuleContextParallel, calls_in
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.troubleshooting import see
@@ -241,6 +242,14 @@ class Backbone:
                     f"{self.name}: the model is given a cache, whose keys would be parts. Decode without this style: "
                     "for generation of long prompts see prefill, on the page tutorials/hugging_face.md"
                 )
+            outside = self._find_dropouts_outside(module)
+            if outside and module.training:
+                raise ValueError(
+                    f"{self.name}: {outside[:3]} draw by position (replace_dropout) outside of the blocks, where "
+                    "tokens are whole and would be taken for a part: name the dropouts of the blocks alone, "
+                    f'replace_dropout(model, mesh, names=["{self.regions[0].path}.*..."])'
+                    f"{see('Dropout by position outside of the blocks')}"
+                )
             leaves = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
             if any(type(node).__name__ == "_ShareBackward" for leaf in leaves for node in walk_graph(leaf.grad_fn)):
                 raise NotImplementedError(
@@ -260,6 +269,12 @@ class Backbone:
             agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
         else:
             refuse()
+
+    def _find_dropouts_outside(self, module: nn.Module) -> list[str]:
+        """The names of dropouts by position that no block has."""
+        within = {id(x) for region in self.regions for block in region.blocks for x in block.modules()}
+        dropouts = [(name, x) for name, x in module.named_modules() if isinstance(x, DropoutByPosition) and x.p > 0]
+        return [name for name, x in dropouts if id(x) not in within]
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -386,7 +401,7 @@ class _Region:
     """
 
     def __init__(self, backbone: Backbone, path: str, blocks: Sequence[nn.Module]) -> None:
-        self.path, self._backbone, self._blocks = path, backbone, list(blocks)
+        self.path, self._backbone, self.blocks = path, backbone, list(blocks)
         self.ran = self.open = False
         self.lengths: dict[int, int] = {}
         self._parts: list[tuple[ref[torch.Tensor], int]] = []
@@ -411,7 +426,7 @@ class _Region:
         copied = memo[id(self)] = copy.copy(self)
         copied.begin()
         copied.lengths, copied._backbone = {}, copy.deepcopy(self._backbone, memo)
-        copied._blocks = copy.deepcopy(self._blocks, memo)
+        copied.blocks = copy.deepcopy(self.blocks, memo)
         return copied
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
@@ -423,7 +438,7 @@ class _Region:
         names = [*input_names(block), *(f"argument {at}" for at in range(len(args)))]
         inputs: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         dims: dict[str, int | None] = {names[0]: 1, **backbone.seq_dims}
-        hidden, dim, rank, first = inputs.get(names[0]), dims[names[0]], binding.group.rank(), block is self._blocks[0]
+        hidden, dim, rank, first = inputs.get(names[0]), dims[names[0]], binding.group.rank(), block is self.blocks[0]
         if not isinstance(hidden, torch.Tensor) or dim is None or hidden.ndim <= dim:
             raise TypeError(
                 f"{backbone.name}: the first argument of {self.path}, {names[0]}, must be hidden states with the "
@@ -498,7 +513,7 @@ class _Region:
                 "hidden states of as many tokens as it is given, alone or first in a tuple: name other modules in "
                 "blocks="
             )
-        if block is not self._blocks[-1]:
+        if block is not self.blocks[-1]:
             self._keep_part(first, dim)
             return None
         self.ran, self.open = True, False
@@ -517,7 +532,7 @@ class _Region:
 
     @property
     def _binding(self) -> Binding:
-        calls = calls_in(self._blocks[0])
+        calls = calls_in(self.blocks[0])
         assert calls is not None
         return calls.binding
 

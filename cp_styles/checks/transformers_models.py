@@ -172,6 +172,12 @@ def _refuse_labels(who: str, inputs: dict[str, Any]) -> None:
             "classes: apply BackboneContextParallel in place of ModuleContextParallel, and give it the whole batch"
             f"{see('A loss over tokens as classes')}"
         )
+    if "labels" in has and getattr(inputs["labels"], "ndim", 0) == 1:
+        raise ValueError(
+            f"{who} is given labels= with a class for each sequence, and would pool this rank's tokens: apply "
+            "BackboneContextParallel in place of ModuleContextParallel, and give it the whole batch"
+            f"{see('Labels of sequences')}"
+        )
     if "labels" in has and "shift_labels" not in has:
         raise ValueError(
             f"{who} makes the loss from labels= by itself, on this rank's part: labels would be shifted after the cut. "

@@ -122,6 +122,11 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """
     if value is None or isinstance(value, (bool, str, float)):
         return value
+    if isinstance(value, Mask) and value.selection is not None:
+        raise TypeError(
+            "a mask of selected keys holds tensors of this call, and cannot be in a graph: let the attention run "
+            "outside of compiled code, torch.compiler.disable(context_attention)"
+        )
     if isinstance(value, int):
         # The length of a range is a guarded constant under torch.compile. The number itself could become a symbol.
         return len(range(value)) if value >= 0 else -len(range(-value))

@@ -114,6 +114,13 @@ def context_latent_attention(
     return attend(source, tensors, scale=scale, learned=learned, refuse=refuse)[0]
 
 
+class NotedLatent(NamedTuple):
+    """The latents that a linear layer has expanded, for the next attention: a fact about the layer."""
+
+    latent: torch.Tensor
+    expanded: torch.Tensor
+
+
 class LatentCall(NamedTuple):
     """The tensors of a call, as in :func:`context_latent_attention`."""
 

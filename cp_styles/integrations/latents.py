@@ -17,7 +17,7 @@ from torch import nn
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import facts_about
-from cp_styles.functions.latent import LatentCall
+from cp_styles.functions.latent import LatentCall, NotedLatent
 from cp_styles.intercept.function_mode import AttentionCalls
 
 
@@ -30,7 +30,7 @@ def note_latent(check: Callable[[], None], up: nn.Module, args: tuple[Any, ...],
     # The arguments of a hook behind the forward are the final arguments, after all hooks in front of it.
     if AttentionCalls.current() is not None:
         check()
-        facts_about(up)[note_latent] = args[0], output
+        facts_about(up)[NotedLatent] = NotedLatent(args[0], output)
 
 
 def take_latents(
@@ -39,7 +39,7 @@ def take_latents(
     """The latents from which ``layer`` has computed its key and value, or the reason why they are not known. Neither
     without :func:`note_latent`. No communication."""
     up = getattr(layer, "kv_b_proj", None)
-    noted = None if up is None else facts_about(up).pop(note_latent, None)
+    noted = None if up is None else facts_about(up).pop(NotedLatent, None)
     if up is None or noted is None:
         return None, None
     with without_function_modes():

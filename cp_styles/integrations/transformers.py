@@ -66,7 +66,7 @@ def send_latents(model: nn.Module) -> list[RemovableHandle]:
 
         model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
         parallelize_module(model, mesh, ModuleContextParallel())
-        send_latents(model)  # on every rank, after adapters and before FSDP2
+        send_latents(model)  # on every rank, after adapters
 
     For models with multi-head latent attention, such as DeepSeek-V3: layers with ``expand_kv`` and ``kv_b_proj``. The
     results are the same, in the bytes of :func:`~cp_styles.context_latent_attention`. Its docstring names the price:

@@ -162,8 +162,9 @@ def replace_dropout(
         replace_dropout(model, mesh)
         parallelize_module(model, mesh, ModuleContextParallel())
 
-    Call it before the styles are applied. On one device take a mesh of one rank. Dropout inside of an attention, which
-    is refused, and calls of ``F.dropout`` stay as they are.
+    On one device take a mesh of one rank. Calls of ``F.dropout`` stay as they are. Dropout inside of an attention is
+    refused. In front of the blocks of a :class:`~cp_styles.BackboneContextParallel` and behind them tokens are whole:
+    name the dropouts of its blocks alone.
 
     Args:
         model: the model. Its modules are replaced in place; parameters and ``state_dict`` do not change.

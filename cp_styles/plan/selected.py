@@ -155,9 +155,9 @@ def selected_tiles(
     if not q_layout == kv_layout == selection.layout:
         raise ValueError(
             f"the keys were selected for queries of {selection.layout.ranks} ranks that hold "
-            f"{list(selection.layout.lengths)[:8]} positions, the attention has {list(q_layout.lengths)[:8]}: give "
-            "both calls one layout, and the attention Ring() or AllGather(), because Ulysses() gives a rank queries of "
-            f"all ranks{see('Keys that were selected for other queries')}"
+            f"{list(selection.layout.lengths)[:8]} positions, in another layout than the attention's, of "
+            f"{list(q_layout.lengths)[:8]}: give both calls one layout, and the attention Ring() or AllGather(), for "
+            f"Ulysses() gives a rank queries of all ranks{see('Keys that were selected for other queries')}"
         )
     needed = selection.needed[source]
     keys = kv_layout.positions(source, "cpu")[needed]

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles.checks.proof import Proof, proof_of
 from cp_styles.comm.point_to_point import abort_group
+from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, join_first
@@ -285,6 +286,7 @@ class _Verification:
         worst = max((*(outputs[key] for key in results), *parameters.values()), default=0.0)
         unused = [key[0] for key in leeway.wrong(outputs) if key not in results]
         drops = any(isinstance(x, nn.Dropout) and x.p > 0 and x.training for x in self._model.modules())
+        drops = drops and not any(isinstance(x, DropoutByPosition) for x in self._model.modules())  # asks for one seed
         processes, states = map(set, zip(*self._gather_axis((os.getpid(), self._state.drawn_from)), strict=True))
         same_dropout = drops and len(states) == 1 < len(processes)  # threads of one process share their generator
         ranks = self._gather_all((kinds, outputs, parameters, losses, worst, unused, same_dropout))

@@ -11,6 +11,8 @@ from cp_styles.explain.text import format_table
 from cp_styles.troubleshooting import see
 
 _ROWS = 24
+# Rounding of this size comes from gradients that nearly vanish, or from choices, such as those of experts and keys.
+_COARSE = 0.1
 _SAME_DROPOUT = (
     "Dropout, which is off here, would draw the same numbers on all ranks: torch.manual_seed(seed + rank), with the "
     f"rank in the sequence axis{see('The same dropout on all ranks')}"
@@ -67,6 +69,8 @@ class Report:
             return f"{self.title}: WRONG"
         forward = "" if self.parameters else " in the forward (the step has made no gradients)"
         rounding = f", of which rounding {self.rounding:.0e}" if self.rounding else ""
+        if self.rounding > _COARSE:
+            rounding += f" (a mistake below {4 * self.rounding:.0e} is not seen: run verify in float32 too)"
         unused = ", ".join(self.unused[:3])
         unused = f". The outputs of {unused} differ, and nothing in the step depends on them" if unused else ""
         dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""

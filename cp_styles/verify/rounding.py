@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_in_torch_func, tree_map
+from cp_styles.bounded_cache import facts_about
+from cp_styles.functions.latent import NotedLatent
 from cp_styles.verify.record import Key, Outputs
 
 _EXACT = 1e-6
@@ -46,6 +48,8 @@ class Perturbed(Outputs):
         number = itertools.count()
 
         def perturb(value: Any) -> Any:
+            if NotedLatent in facts_about(module):
+                return value  # latents travel, and the attention compares this output with its keys
             if not isinstance(value, torch.Tensor) or unit_of(value) <= _EXACT:
                 return value
             if isinstance(value, DTensor) or is_in_torch_func(value):  # the latter in vmap

@@ -67,6 +67,20 @@ def test_exact(kind: str, model_type: str, ranks: int):
     assert state == "exact", details
 
 
+def test_classes_under_the_other_style():
+    """A class for each sequence is no label of tokens: the error names the style that test_exact runs."""
+    model, batch = case("classes", "bert")
+
+    def on(rank: int) -> None:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        mine(**BatchSharder(mesh)({"input_ids": batch["input_ids"]}).inputs, labels=torch.zeros(2, dtype=torch.int64))
+
+    with pytest.raises(RankError, match=r"(?s)rank 0: .*a class for each sequence.* BackboneContextParallel.*rank 1: "):
+        run_ranks(on, 2)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_types(kind: str, capsys: pytest.CaptureFixture[str]):

@@ -118,6 +118,28 @@ def test_latents_of_selected_keys(model_type: str):
     assert max(sent) < max(of_heads)
 
 
+def test_a_proof_in_bfloat16():
+    """The run that measures rounding leaves the expansion as it is, with which the attention compares its keys."""
+    model, tokens = model_of("deepseek_v3").bfloat16(), tokens_of()
+
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = with_latents(under_style(model, mesh), mesh)
+
+        def act(mine: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+            sharder = BatchSharder(mesh)
+            batch = sharder({"input_ids": tokens, "labels": tokens})
+            loss = batch.loss(mine(**batch.inputs).logits)
+            loss.backward()
+            sharder.sum_gradients(mine)
+            return loss
+
+        report = verify(mine, mesh, tokens, act)
+        assert report.rounding > 0
+
+    run_ranks(main, 2, timeout_seconds=120)
+
+
 def with_checkpoints(model: Any, mesh: Any) -> Any:
     send_latents(model)
     contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}

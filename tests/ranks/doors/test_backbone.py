@@ -37,6 +37,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.joint_layout import JointLayout
+from cp_styles.mixers import replace_dropout
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night, sampled
@@ -279,6 +280,38 @@ def test_outputs_that_are_dtensors():
     F.cross_entropy(one(PICTURES)["logits"], TARGETS).backward()
     for _, grads in run_ranks(on, 4):
         assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+
+
+class Dropping(nn.Module):
+    """A block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.drop = Block(), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.block(x))
+
+
+def test_dropout_by_position():
+    """In the blocks it is equal on any number of ranks. Outside of them tokens are whole, and it is refused."""
+    model = encoder()
+    model.blocks = nn.ModuleList(Dropping() for _ in range(2)).double()
+    model.patch = nn.Sequential(model.patch, nn.Dropout(0.1))
+    model.patch[1].eval()  # threads share the generator of a plain dropout
+
+    def on(rank: int, ranks: int, *names: str) -> Result:
+        mesh, mine = cp_mesh(ranks), copy.deepcopy(model)
+        replace_dropout(mine, mesh, names=names, generator=torch.Generator().manual_seed(3))
+        parallelize_module(mine, mesh, BackboneContextParallel(ModuleContextParallel(verified=True)))
+        return result(summed(mine, mesh), mine)
+
+    ((loss, wanted),) = run_ranks(on, 1, 1, "blocks.*.drop")
+    for found, gradients in run_ranks(on, 3, 3, "blocks.*.drop"):
+        assert error(found, loss) < EXACT
+        assert max(error(gradients[name], x) for name, x in wanted.items()) < EXACT
+    text = errors_of(lambda rank: on(rank, 2))
+    assert text.count("['patch.1'] draw by position (replace_dropout) outside of the blocks") == 2
 
 
 def test_frozen_blocks():

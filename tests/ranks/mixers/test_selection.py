@@ -316,6 +316,21 @@ def test_positions_of_an_indexer_of_ones_own():
         assert error(layout.unshard(list(parts), 2), expected) < EXACT
 
 
+def test_a_mask_in_a_graph():
+    def main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        mask, q = selected_keys(torch.zeros(1, 8, 1, dtype=torch.int64), mesh), randn(0, 1, 1, 8, 4)
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def attend(q):
+            return context_attention(q, q, q, mesh, mask=mask)
+
+        with pytest.raises(Exception, match="a mask of selected keys holds tensors of this call"):
+            attend(q)
+
+    run_ranks(main, 1)
+
+
 # -- errors --
 
 
