@@ -69,8 +69,8 @@ def context_latent_attention(
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's, where the bytes of keys
-    and values are those of one head with R + r numbers. Backward: the strategy's.
+    Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's, with one head of R + r
+    numbers in place of keys and values. Backward: the strategy's.
 
     Memory: the strategy's, and expanded keys and values of some heads: see
     :class:`~cp_styles.kernels.latent.LatentKernel`. The backward keeps latents, and no expanded keys.

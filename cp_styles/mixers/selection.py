@@ -87,7 +87,7 @@ def context_select(
         :class:`SelectedKeys`.
 
     Communication: one all-gather of some integers; one all-gather of ``k_BLD``, whose backward is a reduce-scatter; one
-    all-to-all of S bytes, from which each rank learns which of its keys the others have selected. The host waits for
+    all-to-all of S bytes, from which each rank learns which of its keys the peers have selected. The host waits for
     the device once.
 
     Raises:

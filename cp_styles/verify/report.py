@@ -11,7 +11,7 @@ from cp_styles.explain.text import format_table
 from cp_styles.troubleshooting import see
 
 _ROWS = 24
-# Rounding of this size comes from gradients that nearly vanish, or from choices, such as those of experts and keys.
+# Rounding of this size comes from gradients that nearly vanish, or from choices, of experts or keys.
 _COARSE = 0.1
 _SAME_DROPOUT = (
     "Dropout, which is off here, would draw the same numbers on all ranks: torch.manual_seed(seed + rank), with the "

@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -659,6 +660,8 @@ def test_low_precision_is_judged_by_its_rounding(dtype):
     report = run(llama().to(dtype), tolerance=None)[0]
     assert 0 < report.rounding < 0.1
     assert "of which rounding" in report.line
+    assert "is not seen" not in report.line
+    assert "a mistake below 2e+00 is not seen: run verify in float32 too" in replace(report, rounding=0.5).line
     wrong(
         llama().to(dtype), act=mistake(reduce=lambda model, cp: None), tolerance=None, words="unreduced", findings=None
     )
