@@ -63,14 +63,6 @@ class TransformersCheck(ForwardObserver):
                 "model that has no style"
                 f"{see('generate() without a cache that is cut')}"
             )
-        tokens = next((x for x in map(inputs.get, _TOKENS) if isinstance(x, torch.Tensor) and x.ndim > 1), None)
-        by_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in self._configs)
-        if by_sdpa and tokens is not None and tokens.shape[1] == 1:
-            raise ValueError(
-                f"{who} is given one token on this rank, which transformers' sdpa attention takes for a new token that "
-                "attends to all keys: take fewer ranks, or attn_implementation=register_attention() of "
-                "cp_styles.integrations.transformers"
-            )
         if pictures := [name for name, x in inputs.items() if x is not None and name.startswith("pixel_values")]:
             raise NotImplementedError(
                 f"{who} makes tokens of {pictures[0]} inside, where its vision tower would attend as if each rank had "
@@ -88,6 +80,14 @@ class TransformersCheck(ForwardObserver):
                 "cache that prefill(model, input_ids) of cp_styles.integrations.transformers returns. Learned keys in "
                 "front of the tokens (prefix tuning) are such a cache: tune a prompt, or adapters (LoRA), instead"
                 f"{see('Tokens in front of a part')}"
+            )
+        tokens = next((x for x in map(inputs.get, _TOKENS) if isinstance(x, torch.Tensor) and x.ndim > 1), None)
+        by_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in self._configs)
+        if by_sdpa and tokens is not None and tokens.shape[1] == 1:
+            raise ValueError(
+                f"{who} is given one token on this rank, which transformers' sdpa attention takes for a new token that "
+                "attends to all keys: take fewer ranks, or attn_implementation=register_attention() of "
+                "cp_styles.integrations.transformers"
             )
         self._refuse_windows(calls, kind, inputs)
 
