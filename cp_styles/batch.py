@@ -596,8 +596,9 @@ def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> Non
         if len(both) > 1 and not names <= ddp.parameters_to_ignore:
             raise ValueError(
                 f"sum_gradients over ranks {sorted(ranks)}: {type(ddp).__name__} averages the gradients of these "
-                f"parameters over {both} in the backward. Do not call sum_gradients, and call global_loss with "
-                f"averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
+                f"parameters over {both} in the backward. Do not call sum_gradients. Call global_loss with "
+                f"averaged_over={len(reduced)}, but not for a BackboneContextParallel"
+                f"{see('Gradients that are summed twice')}"
             )
 
 

@@ -77,7 +77,8 @@ def context_select(
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         top_k: the number of keys of a query. A sequence of fewer positions has that many. Of keys with equal scores,
             ``torch.topk`` may take any.
-        mask: which keys a query may select, in addition to the mask of the scope around the call. Default: all.
+        mask: which keys a query may select, in addition to the mask of the scope around the call. Default: all. Give it
+            the mask of the attention, which would hide some of the selected keys otherwise.
         scale: factor of the products; default 1/sqrt(D).
         layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, else of the style or block; without one ``head_tail``.

@@ -35,7 +35,7 @@ from cp_styles import (
 )
 from cp_styles.checks.transformers_models import list_windows
 from cp_styles.comm.checks import Checks
-from cp_styles.integrations.transformers import position_ids_of
+from cp_styles.integrations.transformers import position_ids_of, prefill
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
@@ -172,6 +172,23 @@ def test_selected_keys_are_refused(model_type: str, changes: Any, implementation
     inputs = {"input_ids": tokens, "position_ids": positions_of()}
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
         on_ranks(model, inputs, labels_of(tokens), implementation=implementation)
+
+
+@with_indexers
+def test_a_prefill_with_an_indexer_is_refused():
+    model = tiny(causal_lm, config_of("deepseek_v32", **OWN["deepseek_v32"])).eval()
+
+    def on(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        with StayDouble():
+            prefill(mine, tokens_of())
+
+    words = "an indexer with a cache is not supported"
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        run_ranks(on, 2)
 
 
 @pytest.mark.parametrize("implementation", [NAME, "sdpa"])
