@@ -146,8 +146,8 @@ def selected_keys(
     Communication: one all-gather of some integers; one all-to-all of S bytes. The host waits for the device once.
 
     Raises:
-        ValueError, TypeError: on every rank, if any rank's positions are no integers of the sequence, or the ranks
-            differ.
+        ValueError, TypeError: on every rank, if any rank's positions are no integers, or lie outside the sequence, or
+            the ranks differ.
 
     Example::
 
@@ -303,14 +303,22 @@ def _share(peers: Peers, layout: SequenceLayout, positions_BLK: torch.Tensor) ->
     """The mask of the positions. The ranks tell each other which keys they have selected."""
     # One byte for each key: a message of keys and values has thousands of times as many.
     flags = torch.zeros(layout.length + 1, dtype=torch.uint8, device=positions_BLK.device)
-    flags.index_fill_(0, positions_BLK.flatten().long() + 1, 1)
+    at = positions_BLK.flatten().long()
+    flags.index_fill_(0, at.clamp(-1, layout.length - 1) + 1, 1)
+    flags.masked_fill_(((at < -1) | (at >= layout.length)).any(), 2)  # each peer is told with its own flags
     needed = Rows(layout).to_ranks(flags[1:])  # source by source
     sent = needed
     if peers.size > 1:
         own = layout.lengths[peers.rank]
         started = start_all_to_all(needed.contiguous(), [own] * peers.size, list(layout.lengths), peers.name)
         sent = wait_received(started, peers)
-    both = torch.cat((needed, sent)).cpu().bool()  # the host makes the plan
+    both = torch.cat((needed, sent)).cpu()  # the host makes the plan
+    if bool((both == 2).any()):
+        raise ValueError(
+            f"selected_keys: a rank has positions outside the sequence of {layout.length} tokens: pass positions in "
+            "the whole sequence, and -1 for none"
+        )
+    both = both.bool()
     rows, own = both[: layout.length].split(layout.lengths), both[layout.length :].chunk(peers.size)
     return Selected(positions_BLK, Selection(layout, peers.rank, tuple(rows), tuple(own)))
 

@@ -391,6 +391,17 @@ def test_positions_that_are_no_integers():
         run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("position", [8, -2])
+def test_positions_outside_the_sequence_on_one_rank(position: int):
+    def main(rank: int) -> None:
+        mesh, positions = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.zeros(1, 4, 1, dtype=torch.int64)
+        positions[0, 1] = position if rank == 0 else -1
+        with pytest.raises(ValueError, match=re.escape("positions outside the sequence of 8 tokens")):
+            selected_keys(positions, mesh, layout=contiguous)
+
+    run_ranks(main, 2)
+
+
 def test_a_mask_of_another_batch():
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
