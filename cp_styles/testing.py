@@ -50,6 +50,10 @@ class RankTimeout(AssertionError):
     """Raised by :func:`run_ranks` if a rank waited for peers until the timeout, even if the error was caught."""
 
 
+class SharedSeedError(RuntimeError):
+    """Raised by :func:`run_ranks` if a rank of several has seeded the random generator that all its threads share."""
+
+
 resolve_operators()  # before ranks are threads: two threads must not make the object of an op at the same time
 
 
@@ -57,15 +61,16 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
     return_errors: bool = False,
     may_time_out: bool = False,
+    may_seed: bool = False,
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on ``world_size`` threads. Each thread is a rank of one gloo process group.
 
     In ``fn`` the default group is initialized: ``torch.distributed.get_rank()`` and ``init_device_mesh("cpu", ...)``
-    work as under torchrun. All threads share torch's random generator. So draw inputs outside, or from a
-    ``torch.Generator`` of your own.
+    work as under torchrun. All threads share torch's random generator, so a seed in ``fn`` is an error: draw before
+    ``run_ranks``, or from a ``torch.Generator`` of your own.
 
     Args:
         fn: called once for each rank; its first argument is the rank.
@@ -74,6 +79,7 @@ def run_ranks(
         timeout_seconds: how long a rank waits for its peers in one collective.
         return_errors: return the exception of a failed rank in place of its result, instead of raising.
         may_time_out: do not raise RankTimeout. For tests of the timeout itself.
+        may_seed: do not raise SharedSeedError. For code whose result depends on no number that it draws.
 
     Returns:
         The results of ``fn``, by rank.
@@ -82,6 +88,7 @@ def run_ranks(
         RankError: ranks failed. It holds the exception of each; its cause is the first one.
         RankTimeout: a rank was blocked at one place until the timeout, unless ``may_time_out``. This is raised even if
             the error was caught, or mistaken for an expected error.
+        SharedSeedError: a rank of several has seeded torch's generator, unless ``may_seed``.
 
     Example::
 
@@ -109,25 +116,48 @@ def run_ranks(
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    with thread_local_world(), _only_new_objects():
+    with thread_local_world(), _only_new_objects(), _watch_seed() as was_seeded:
         # Daemons, because a rank that is blocked for ever must not keep the process alive.
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         waited = _wait_for_threads(threads, timeout_seconds)
         _forget_groups()
+        seeded = was_seeded() and world_size > 1
+    failed = RankError(errors) if errors else None
     if waited and not may_time_out:
-        failed = RankError(errors) if errors else None
         raise RankTimeout(
             f"ranks waited for their peers until the timeout of {timeout_seconds} s: {waited}"
+        ) from failed
+    if seeded and not may_seed:
+        raise SharedSeedError(
+            "a rank has seeded torch's generator, as torch.manual_seed does. Ranks are threads and share this "
+            "generator, so the numbers that they draw depend on the order of the threads. Seed and draw before "
+            "run_ranks, or draw from a torch.Generator of your own; pass may_seed=True if no result depends on them"
         ) from failed
     if return_errors:
         results = [errors.get(rank, result) for rank, result in enumerate(results)]
         return results
-    if errors:
-        first = next(iter(errors.values()))
-        raise RankError(errors) from first
+    if failed is not None:
+        raise failed from next(iter(errors.values()))
     return results
+
+
+@contextlib.contextmanager
+def _watch_seed() -> Iterator[Callable[[], bool]]:
+    """The context yields a function: whether torch's generator was seeded in the context. Draws do not count."""
+    # The seed stays in the state of a generator while numbers are drawn, and goes back with a state that is restored.
+    # So the ranks begin with a seed that no program chooses.
+    before, drawn = torch.get_rng_state(), torch.Generator()
+    drawn.set_state(before)
+    mark = int(torch.randint(2**62, (), generator=drawn))
+    torch.default_generator.manual_seed(mark)  # not torch.manual_seed, which seeds devices too
+    marked = torch.get_rng_state()
+    try:
+        yield lambda: torch.initial_seed() != mark
+    finally:
+        if torch.equal(torch.get_rng_state(), marked):  # nothing was drawn
+            torch.set_rng_state(before)
 
 
 def clear_frames(error: BaseException) -> None:

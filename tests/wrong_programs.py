@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import math
 import sys
-import threading
 import time
 import warnings
 from collections import Counter
@@ -78,7 +78,6 @@ from tests.ranks.mixers.kernels import chunk_gla
 S, D, WORDS, RANKS = 12, 8, 64, 2
 X = randn(0, 2, S, D)
 IDS = torch.randint(0, D, (2, S), generator=torch.Generator().manual_seed(1))
-_MAKING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
 # One rank's view of a step.
@@ -193,15 +192,19 @@ class Program:
         """What the step is given. Copies, because a block changes its buffers."""
         return {"x": there(self.x.to(self.dtype) if self.x.is_floating_point() else self.x.clone())}
 
+    def drawn(self) -> Program:
+        """The program whose models have equal weights. They are drawn now, before there are threads."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return replace(self, make=partial(copy.deepcopy, self.make()))
+
     def in_dtype(self, dtype: torch.dtype) -> Program:
         """The program whose model computes in ``dtype``. Integers stay."""
         return replace(self, dtype=dtype)
 
     def unstyled(self, mesh: DeviceMesh) -> nn.Module:
         """A new model, the same on every rank, without styles."""
-        with _MAKING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return self.make().to(DEVICE, self.dtype)
+        return self.make().to(DEVICE, self.dtype)
 
     def model(self, mesh: DeviceMesh) -> nn.Module:
         """A new model, the same on every rank, with its styles on."""
@@ -1967,6 +1970,7 @@ def proved(program: Program, door: Door) -> BaseException | None:
     A RankTimeout is a mistake of verify, whatever the program is: a rank has waited for another one. Ranks whose
     verification raises different errors, or no error on one of them, are a mistake of verify too.
     """
+    program = program.drawn()
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",))

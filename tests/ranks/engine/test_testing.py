@@ -1,4 +1,4 @@
-"""Ranks as threads: how run_ranks reports a rank that is blocked until the timeout."""
+"""Ranks as threads: how run_ranks reports a rank that is blocked until the timeout, and a seed for all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _python_dispatch
 
-from cp_styles.testing import CommunicationTrace, RankTimeout, run_ranks
+from cp_styles.testing import CommunicationTrace, RankError, RankTimeout, SharedSeedError, run_ranks
 
 
 def waits(rank: int) -> str:
@@ -53,3 +53,53 @@ def test_dispatch_modes_that_end_in_turns_leave_no_flag():
     assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
     run_ranks(on, 2)
     assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+
+
+class Switch:
+    """Rank 1 seeds and draws between the seed and the draw of rank 0, always."""
+
+    def __init__(self) -> None:
+        self.seeded, self.drawn = threading.Event(), threading.Event()
+
+    def __call__(self, rank: int) -> torch.Tensor:
+        if rank == 1:
+            assert self.seeded.wait(10)
+        torch.manual_seed(0)
+        if rank == 0:
+            self.seeded.set()
+            assert self.drawn.wait(10)
+        drawn = torch.randn(3)
+        self.drawn.set()
+        return drawn
+
+
+def test_a_seed_on_a_rank_of_several_is_an_error():
+    """Whether the threads switched between the seed and the draw or not."""
+    first, second = run_ranks(Switch(), 2, may_seed=True)
+    assert not torch.equal(first, second)  # two ranks with one seed, and not one number is equal
+    for main in (Switch(), lambda rank: torch.manual_seed(rank), lambda rank: rank or torch.seed()):
+        with pytest.raises(SharedSeedError, match=r"Seed and draw before run_ranks.* torch.Generator"):
+            run_ranks(main, 2)
+    with pytest.raises(SharedSeedError) as caught:
+        run_ranks(lambda rank: torch.manual_seed(0) and 1 / 0, 2, return_errors=True)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert run_ranks(lambda rank: torch.manual_seed(3) and torch.rand(()).item(), 1) == [
+        torch.rand((), generator=torch.Generator().manual_seed(3)).item()
+    ]
+
+
+def test_draws_and_seeds_that_are_put_back_are_no_error():
+    def forks(rank: int) -> None:
+        if rank == 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for main in (lambda rank: None, forks, lambda rank: torch.Generator().manual_seed(rank)):
+        run_ranks(main, 2)
+        assert torch.equal(torch.get_rng_state(), state)
+    first = run_ranks(lambda rank: rank or torch.rand(4), 2)[0]
+    assert not torch.equal(run_ranks(lambda rank: rank or torch.rand(4), 2)[0], first)
+    torch.manual_seed(5)
+    assert torch.equal(run_ranks(lambda rank: rank or torch.rand(4), 2)[0], first)
