@@ -141,7 +141,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: An
             return fn(rank, *args)
 
     torch.linalg.inv(torch.eye(2, device=DEVICE))  # sets up what threads may not set up at once
-    seconds = options.pop("timeout_seconds", 60.0)
+    seconds = options.pop("timeout_seconds", 300.0)
     real = dist.init_process_group
 
     def begin(backend: str, **options: Any) -> None:

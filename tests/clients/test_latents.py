@@ -312,7 +312,7 @@ def test_the_example_of_the_page_and_its_proof():
         verify(mine, mesh, tokens, step)
         with CommunicationTrace() as trace:
             loss = step(mine, tokens, mesh)
-        return float(loss), sum(size for name, size in trace.events if name == "send")
+        return loss.item(), sum(size for name, size in trace.events if name == "send")
 
     (loss, sent), (other, sent_back) = run_ranks(on, 2, timeout_seconds=120)
     assert loss == other

@@ -56,6 +56,7 @@ def test_a_function_held_since_import_and_deterministic_algorithms(style):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore:.*no attention, mixer or collective of this package ran")
 @pytest.mark.parametrize("labelled", [range(2), range(0)], ids=["rank 0 alone", "none"])
 def test_ranks_without_labels(labelled: range):
     """The mean is over those that there are; without any it is nan on all ranks, as on one device."""

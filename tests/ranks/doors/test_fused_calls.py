@@ -128,6 +128,7 @@ def test_what_may_be_changed_in_place(changed: str):
 # -- what stands around a call --
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
 @pytest.mark.parametrize("style", STYLES)
 def test_anomaly_detection(style):
     """It looks for NaN in gradients, which are DTensors: it finds one, and its absence. It is the process'."""

@@ -102,6 +102,7 @@ def test_a_result_is_cut_by_context_parallel_shard(mesh, rank: int):
     return error(x.grad, 8 * x)
 
 
+@pytest.mark.filterwarnings("ignore:.*no attention was called inside")
 @on_every_rank(RANKS)
 def test_buffers_of_all_kinds(mesh, rank: int):
     length = 10
@@ -131,6 +132,7 @@ def test_buffers_of_all_kinds(mesh, rank: int):
     assert all(not hasattr(x, "_cp_styles_cut") for x in everything)
 
 
+@pytest.mark.filterwarnings("ignore:.*no attention was called inside")
 @pytest.mark.parametrize("a_view", [False, True])
 def test_a_buffer_that_is_computed_in_place(a_view):
     """Inside, it is what it was computed to be; then it is what it was, and where autograd cannot, an error says so."""
@@ -154,6 +156,7 @@ def test_a_buffer_that_is_computed_in_place(a_view):
         assert max(run_ranks(rank_main, RANKS)) < EXACT
 
 
+@pytest.mark.filterwarnings("ignore:.*no attention was called inside")
 @on_every_rank(RANKS)
 def test_a_buffer_that_was_filled_again_is_a_whole_one(mesh, rank: int):
     """One tensor for all batches, which the data loader resizes and fills."""

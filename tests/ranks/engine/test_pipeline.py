@@ -106,7 +106,7 @@ def test_a_scope_a_micro_batch(recompute: bool):
     seen: set[str] = set()
     for losses, gradients in run_ranks(on, 4):
         if losses:
-            assert abs(float(sum(losses) - wanted)) < EXACT
+            assert abs((sum(losses) - wanted).item()) < EXACT
         for name, gradient in gradients.items():
             assert error(gradient, named[name].grad) < EXACT
         seen |= gradients.keys()
