@@ -1,0 +1,116 @@
+"""Whole runs of the tests in random orders: python -m tests.repeat 10 --load 20 [-- further arguments of pytest]
+
+Prints a line for each run and each failure, and ends with a status of 1 if a test failed in any of them. Each run keeps
+its output in runs/repeat. A worker that dies in native code leaves the stacks of all its threads there too, if gdb is
+installed and the system writes a core file into the working directory (``/proc/sys/kernel/core_pattern``).
+
+``python -m pytest -p tests.repeat --order 7`` runs the tests once, in the order of seed 7: files in a random order, and
+the tests of a file in a random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = ROOT / "runs/repeat"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order", type=int, help="run the tests in a random order, drawn from this seed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Workers of xdist must have one order, so each of them draws it from the seed.
+    if (seed := config.getoption("order")) is not None:
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in sorted({item.path for item in items})}
+        items[:] = [item for *_, item in sorted((places[item.path], draw.random(), item) for item in items)]
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Processes that do nothing but compute."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def native_stacks(core: Path) -> str:
+    """The stacks of all threads of a process that has left a core file, which is removed."""
+    if shutil.which("gdb") is None:
+        return f"{core.name}: install gdb to see the stacks of its threads\n"
+    found = subprocess.run(
+        ["gdb", "-batch", "-ex", "thread apply all bt", sys.executable, str(core)], capture_output=True, text=True
+    )
+    core.unlink()
+    return found.stdout
+
+
+def run_once(seed: int, further: Sequence[str]) -> tuple[list[str], str]:
+    """The failures of one run, and its last line."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.repeat", f"--order={seed}", "-rfE", *further]
+    unlimited = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (unlimited, unlimited)),
+    )
+    text = done.stdout + "".join(map(native_stacks, sorted(ROOT.glob("core*"))))
+    (OUTPUT / f"{seed}.txt").write_text(text)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    return failed or ([f"pytest ended with {done.returncode}"] if done.returncode else []), last
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.repeat", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", type=int, help="number of runs")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run; the next ones follow")
+    parser.add_argument("--load", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("further", nargs="*", help="further arguments of pytest, after --")
+    options = parser.parse_args(arguments)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    failures, good = Counter[str](), 0
+    with busy(options.load):
+        for seed in range(options.first, options.first + options.runs):
+            begin = time.monotonic()
+            failed, last = run_once(seed, options.further)
+            good += not failed
+            minutes, load = (time.monotonic() - begin) / 60, os.getloadavg()[1]
+            print(f"order {seed}: {last.strip('= ')} ({minutes:.1f} minutes, load {load:.0f})", flush=True)
+            for each in failed:
+                print(f"    {each[:300]}", flush=True)
+                failures[each.partition(" - ")[0]] += 1
+    import torch  # only for its version: this process starts sooner without it
+
+    print(f"{good} of {options.runs} runs passed, torch {torch.__version__}, load of {options.load} processes beside")
+    for test, count in failures.most_common():
+        print(f"  {count} of {options.runs} runs: {test}")
+    return int(good < options.runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
