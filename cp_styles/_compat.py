@@ -124,7 +124,7 @@ def _gloo_on_one_device() -> type:
             # A rank that ends at once must not close connections that other ranks are still making.
             if store.add("cp_styles.connected", 1) == size:
                 store.set("cp_styles.all", "")
-            store.wait(["cp_styles.all"], timeout)
+            store.wait(["cp_styles.all"], max(timeout, timedelta(minutes=5)))
             return group
 
     return OnOneDevice

@@ -65,7 +65,7 @@ from tests.tables import STRATEGIES, divides
 WORDS, WIDTH, HEADS, LENGTHS = 17, 12, 2, (12, 9)
 # float64; sums of some hundred terms in another order, through three layers and two steps of an optimizer.
 EXACT = 1e-10
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Planted(Exception):

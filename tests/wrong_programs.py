@@ -1980,7 +1980,7 @@ def proved(program: Program, door: Door) -> BaseException | None:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # verify prints what it has found
         warnings.simplefilter("ignore")
         try:
-            results = run_ranks(on_rank, RANKS, return_errors=True, timeout_seconds=20)
+            results = run_ranks(on_rank, RANKS, return_errors=True)
         except RankTimeout as waited:
             return waited
     first = next((result for result in results if isinstance(result, BaseException)), None)

@@ -87,7 +87,7 @@ def trained(
         whole = {name: x.full_tensor() * ranks for name, x in gradients(mine).items()}  # pyright: ignore
         return loss, whole, sent
 
-    found = run_ranks(on, ranks, timeout_seconds=120)
+    found = run_ranks(on, ranks)
     loss = torch.stack([loss for loss, _, _ in found]).sum()
     error = largest_error((loss, found[0][1]), expected(model, inputs, labels))
     return error, [sent for _, _, sent in found]
@@ -137,7 +137,7 @@ def test_a_proof_in_bfloat16():
         report = verify(mine, mesh, tokens, act)
         assert report.rounding > 0
 
-    run_ranks(main, 2, timeout_seconds=120)
+    run_ranks(main, 2)
 
 
 def with_checkpoints(model: Any, mesh: Any) -> Any:
@@ -314,7 +314,7 @@ def test_the_example_of_the_page_and_its_proof():
             loss = step(mine, tokens, mesh)
         return loss.item(), sum(size for name, size in trace.events if name == "send")
 
-    (loss, sent), (other, sent_back) = run_ranks(on, 2, timeout_seconds=120)
+    (loss, sent), (other, sent_back) = run_ranks(on, 2)
     assert loss == other
     # Of two parts of 20 tokens, one rank needs the first chunk of the other, and one both. Two layers, gradients too.
     assert sent + sent_back == 2 * 2 * BATCH * (10 + 20) * LATENTS * 4

@@ -149,7 +149,7 @@ def scenario(act: Callable[..., None]) -> Callable[..., None]:
                 barrier.abort()
                 raise
 
-        run_ranks(on, RANKS, timeout_seconds=20.0)
+        run_ranks(on, RANKS)
 
     _, *parameters = inspect.signature(act).parameters.values()
     test.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
@@ -185,5 +185,5 @@ def refusals(act: Callable[[Scene], object]) -> str:
         stage.outside()
         return text
 
-    texts = run_ranks(on, RANKS, timeout_seconds=10.0)
+    texts = run_ranks(on, RANKS)
     return texts[0] if len(set(texts)) == 1 else "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))

@@ -75,8 +75,8 @@ WRONG = {
 def test_every_rank_raises_what_one_did_wrong(text: str):
     wrong, began = WRONG[text], time.monotonic()
     right = next(call for name, call in RIGHT.items() if name in wrong.__code__.co_names)
-    errors = run_ranks(lambda rank: (wrong if rank == 1 else right)(world()), 3, return_errors=True, timeout_seconds=20)
-    assert time.monotonic() - began < 15, "a rank waited for its peers"
+    errors = run_ranks(lambda rank: (wrong if rank == 1 else right)(world()), 3, return_errors=True)
+    assert time.monotonic() - began < 60, "a rank waited for its peers"
     of_1 = errors[1]
     assert isinstance(of_1, ValueError | TypeError), of_1
     assert re.search(f"(?s){text}", str(of_1))

@@ -112,7 +112,7 @@ def test_what_one_rank_cannot_send_raises_on_all(bad, message):
     def main(rank):
         sync_inputs({"x": bad if rank == 1 else torch.ones(2)}, world())
 
-    for error in run_ranks(main, 3, return_errors=True, timeout_seconds=10):
+    for error in run_ranks(main, 3, return_errors=True):
         with pytest.raises(ValueError, match=message):
             raise error
 

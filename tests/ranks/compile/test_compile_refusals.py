@@ -200,7 +200,7 @@ class WithConvolution(nn.Module):
         pytest.param(True, True, ("conv",), id="local", marks=pytest.mark.nightly),
     ],
 )
-@on_every_rank(RANKS, timeout_seconds=60.0)
+@on_every_rank(RANKS)
 def test_a_layer_that_mixes_in_a_graph(mesh, rank: int, reached: bool, fullgraph: bool, local: tuple[str, ...]):
     """The error in its trace ends that, and the forward runs uncompiled, where it is raised on every rank."""
     x, layout, model = randn(0, 1, 16, 10), head_tail(16, RANKS), WithConvolution(reached).double()
@@ -218,7 +218,7 @@ def test_a_layer_that_mixes_in_a_graph(mesh, rank: int, reached: bool, fullgraph
 
 
 @pytest.mark.nightly
-@on_every_rank(1, timeout_seconds=60.0)
+@on_every_rank(1)
 def test_a_layer_that_mixes_in_a_graph_of_one_rank(mesh):
     x, model = randn(0, 1, 16, 10), WithConvolution(True).double()
     wanted = model(x).detach()

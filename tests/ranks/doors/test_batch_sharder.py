@@ -293,7 +293,7 @@ def refusal_of(batch_of: Any, **options: Any) -> str:
     def on(rank: int) -> None:
         BatchSharder(cp_mesh(2), **options)(batch_of(rank))
 
-    errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    errors = run_ranks(on, 2, return_errors=True)
     assert all(isinstance(error, ValueError) for error in errors), errors
     return str(errors[0])
 

@@ -323,7 +323,7 @@ TRACERS = {
 
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
-@on_every_rank(2, timeout_seconds=20)
+@on_every_rank(2)
 def test_a_graph_without_the_other_ranks_is_not_traced(mesh, rank: int, style, tracer: str):
     """On one thread alone, because tracers change what threads share; the error needs no other rank."""
     module = parallelize_module(Core(), mesh, style())
@@ -396,7 +396,7 @@ def test_one_style_inside_of_another():
     def on(rank: int) -> None:
         _both_styles(cp_mesh(2))(*torch.zeros(3, 1, 2, 4, 8))
 
-    errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    errors = run_ranks(on, 2, return_errors=True)
     words = "a module inside has AttentionContextParallel, .*: apply one of the two"
     assert all(re.search(words, str(error)) for error in errors), errors
 
@@ -437,7 +437,7 @@ def test_one_rank_has_tensors_that_no_attention_takes(name: str, odd: str):
         attend = door(name, cp_mesh(2), **copy.deepcopy(DOORS[name]))
         attend(*(change(x) if rank else x for x in torch.zeros(3, 1, 2, 4, 8)))
 
-    other, own = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    other, own = run_ranks(on, 2, return_errors=True)
     assert re.search(words, str(own)), own
     assert "ranks [1] of mesh axis 'cp' refused" in str(other)
 

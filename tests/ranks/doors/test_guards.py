@@ -147,9 +147,7 @@ def test_a_rank_alone_that_calls_a_layer_that_mixes():
         def forward(self, x):
             return self.attention(self.layers[0](x) if bool(x[0, 0, 0] == X[0, LENGTH // RANKS, 0]) else x)
 
-    errors = run_ranks(
-        lambda rank: on(rank, Routed(Inner(MIXING["GRU"]())).double(), X), RANKS, return_errors=True, timeout_seconds=20
-    )
+    errors = run_ranks(lambda rank: on(rank, Routed(Inner(MIXING["GRU"]())).double(), X), RANKS, return_errors=True)
     assert "ranks [1] of mesh axis 'cp' refused the attention inside" in str(errors[0]), errors
     assert "layers.0.inner (GRU) carries values" in str(errors[1]), errors
 

@@ -177,7 +177,7 @@ def test_refused(case: str):
         module(q, k, v)
 
     with pytest.raises(RankError, match=words) as found:
-        run_ranks(on, 2, timeout_seconds=20)
+        run_ranks(on, 2)
     assert found.value.errors.keys() == {0, 1}
 
 

@@ -139,7 +139,7 @@ def on_ranks(act):
             outside_is_untouched()
 
         expected()
-        run_ranks(on, RANKS, timeout_seconds=20.0)
+        run_ranks(on, RANKS)
 
     test.__name__, test.__doc__ = act.__name__, act.__doc__
     return test

@@ -119,7 +119,7 @@ def test_verify_finds_what_is_put_in_later_and_the_remedy_is_exact(door: str, ch
         parallelize_module(model.get_submodule(path), mesh, style)
         verify(model, mesh, X, step)
 
-    run_ranks(on, RANKS, timeout_seconds=60)
+    run_ranks(on, RANKS)
 
 
 @pytest.mark.parametrize("change", [wrap, prune], ids=lambda change: change.__name__)

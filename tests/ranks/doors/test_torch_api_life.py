@@ -170,7 +170,7 @@ def test_the_users_own_exception_comes_through(mesh, rank: int, error):
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
 
-@on_every_rank(2, timeout_seconds=30)
+@on_every_rank(2)
 def test_blocks_that_do_not_end_in_the_reverse_order(mesh, rank: int):
     """Each removes itself. In a generator or a task that goes on, its own block counts, or none."""
     x = randn(0, 1, 2, LENGTH, 4)

@@ -160,7 +160,7 @@ def test_the_entry_of_a_block_without_buffers_sends_nothing():
 @pytest.mark.filterwarnings("ignore:.*no attention was called inside")
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused_on_every_rank(call, words):
-    for found in run_ranks(lambda rank: call(cp_mesh(RANKS)), RANKS, return_errors=True, timeout_seconds=20):
+    for found in run_ranks(lambda rank: call(cp_mesh(RANKS)), RANKS, return_errors=True):
         assert isinstance(found, (ValueError, TypeError, NotImplementedError)), found
         with pytest.raises(type(found), match=words):
             raise found

@@ -57,13 +57,13 @@ def test_no_meeting_at_all(name: str):
             error = max(run_attention(attend, Problem(length=LENGTH, kv_heads=2, batch=1), rank, RANKS, layout=layout))
         return meetings(trace), error
 
-    for count, error in run_ranks(on, RANKS, timeout_seconds=20):
+    for count, error in run_ranks(on, RANKS):
         assert error < EXACT
         assert count == 0
 
 
 @pytest.mark.parametrize("name", DOORS)
-@on_every_rank(RANKS, timeout_seconds=5)
+@on_every_rank(RANKS)
 def test_no_agreement_needs_a_layout(mesh, rank: int, name: str):
     x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_meetings_of_a_layout(name: str, layout: Any, expected: int):
             counts.append(meetings(trace) - 1)  # before the backward
         return counts
 
-    assert run_ranks(on, RANKS, timeout_seconds=60) == [[expected] * 2] * RANKS
+    assert run_ranks(on, RANKS) == [[expected] * 2] * RANKS
 
 
 @pytest.mark.parametrize("name", ["style", "module"])
@@ -110,7 +110,7 @@ def test_under_a_scope(name: str):
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), Ulysses()], ids=str)
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_no_message_is_left_where_the_ranks_do_not_agree(mesh, rank: int, strategy: Strategy):
     """A rank reads what the others say while it prepares, and before it sends: the next attention is exact."""
     problem, layout = Problem(length=LENGTH, kv_heads=4), head_tail(LENGTH, RANKS)
@@ -129,7 +129,7 @@ def test_no_message_is_left_where_the_ranks_do_not_agree(mesh, rank: int, strate
     return max(errors)
 
 
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_ranks_that_send_each_other_nothing_agree_too(mesh, rank: int):
     """Documents end where the ranks do: the rows are read when the attention ends, forward and backward."""
     layout = contiguous(8, RANKS)
@@ -150,7 +150,7 @@ class Failing(Ring):
         raise OSError("mine")
 
 
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_an_error_that_a_disagreement_may_have_caused(mesh, rank: int):
     """A rank that fails before its first message reads what the others say; its own error is the context."""
     layout = contiguous(8, RANKS)
@@ -173,7 +173,7 @@ def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_time
         for step in range(2):
             attend(x, x.double() if rank and step else x, x)
 
-    errors = run_ranks(on, RANKS, timeout_seconds=1.5, return_errors=True, may_time_out=True)
+    errors = run_ranks(on, RANKS, timeout_seconds=4.0, return_errors=True, may_time_out=True)
     assert "TransferError" in repr(errors[0])
     assert "must share one floating-point dtype" in str(errors[1])
 
@@ -225,7 +225,7 @@ def without_a_text(rank: int) -> dict[str, Any]:
         (without_a_text, r"disagree on mask: .*\(rank 0: windows, rank 1: None\)"),
     ],
 )
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_texts_that_do_not_say_what_differs(mesh, rank: int, facts: Callable[[int], dict[str, Any]], text: str):
     """Every rank raises, and the next meeting is not mixed up."""
     where = "attention", "cp", mesh.get_group()
@@ -235,7 +235,7 @@ def test_texts_that_do_not_say_what_differs(mesh, rank: int, facts: Callable[[in
     start_status(StatusRow, Meeting.BATCH, *where)()
 
 
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_what_a_rank_has_refused_is_said_on_all(mesh, rank: int):
     """Also a text without an encoding; not where another rank is at another meeting, and may not come to read it."""
 

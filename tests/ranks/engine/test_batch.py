@@ -149,7 +149,7 @@ def test_dtensor_parameters_are_summed_by_their_local_tensors_in_the_placements_
 
 def failures(fn, ranks):
     with pytest.raises(RankError) as caught:
-        run_ranks(fn, ranks, timeout_seconds=20)
+        run_ranks(fn, ranks)
     return [str(caught.value.errors[rank]) for rank in range(ranks)]  # every rank has failed, none hangs
 
 

@@ -92,7 +92,7 @@ def test_one_rank_has_one_thing_different(name: str, way: str, balancer: bool):
             cases.run_rank(rank, replace(good, odd=odd))
         return cases.run_rank(rank, good)
 
-    assert cases.compared(good, run_ranks(on, RANKS, timeout_seconds=20)).kind == "exact"
+    assert cases.compared(good, run_ranks(on, RANKS)).kind == "exact"
 
 
 class Layers(nn.Module):
@@ -130,7 +130,7 @@ def test_ranks_that_leave_out_different_layers(which: str, steps: int):
             model(x, -1).sum().backward()
         model(x, rank).sum().backward()
 
-    for error in run_ranks(on, 2, timeout_seconds=20, return_errors=True):
+    for error in run_ranks(on, 2, return_errors=True):
         assert isinstance(error, ValueError)
         assert re.search(r"are not at the same place: .* in module", str(error))
 
@@ -251,7 +251,7 @@ def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception
         finally:
             s.run(parallel(Core(), s.mesh))
 
-    first, second, third = run_ranks(on, RANKS, timeout_seconds=10.0, return_errors=True)
+    first, second, third = run_ranks(on, RANKS, return_errors=True)
     assert (type(second), str(second)) == (type(error), str(error))
     for other in (first, third):
         assert isinstance(other, ValueError)
@@ -274,7 +274,7 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
         finally:
             s.run(parallel(Core(), s.mesh))
 
-    first, second, third = run_ranks(on, RANKS, timeout_seconds=60.0, return_errors=True)
+    first, second, third = run_ranks(on, RANKS, return_errors=True)
     assert isinstance(second, ValueError | TypeError)
     for other in (first, third):
         assert "ranks [1] of mesh axis 'cp' refused" in str(other)
@@ -386,7 +386,7 @@ def test_a_composed_mesh_in_another_order_on_some_ranks(door: str):
         ready.wait(20)  # a rank that ends while another one still connects to it leaves that one waiting for ever
         return MESHES[door](mesh["cp"], *(randn(seed, 1, 2, 4, 8) for seed in range(3)))
 
-    errors = run_ranks(on, 4, return_errors=True, timeout_seconds=20)
+    errors = run_ranks(on, 4, return_errors=True)
     words = "has the ranks [3, 1], in another order than its process group, [1, 3]"
     assert all(isinstance(error, ValueError) and words in str(error) for error in errors), errors
 
@@ -396,7 +396,7 @@ DOCUMENTS = ([4, 8], [6, 6], [8, 4])
 
 @pytest.mark.parametrize("late", [False, True], ids=["backward at once", "backward after the next batch"])
 @pytest.mark.parametrize("name", [*STYLES, "function", "block"])
-@on_every_rank(RANKS, timeout_seconds=20.0)
+@on_every_rank(RANKS)
 def test_a_balancer_that_reads_the_batch(rank: int, name: str, late: bool):
     """It is asked for every batch, and not again in a backward, when it may be the next batch's already."""
     s, batch = Even(rank, threading.Barrier(1)), {}
@@ -430,7 +430,7 @@ def test_ranks_in_different_numbers_of_groups(others: list[int]):
         attend = partial(context_attention, mesh=dist.group.WORLD, strategy=Ulysses(size=2), mask=Causal())
         return run_attention(attend, problem, rank, 4)
 
-    assert max(map(max, run_ranks(on, 4, timeout_seconds=10))) < EXACT
+    assert max(map(max, run_ranks(on, 4))) < EXACT
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])

@@ -71,7 +71,7 @@ from tests.ranks.attention_case import Problem, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
-SOON = 5.0  # seconds, on a busy machine; the groups' timeout is 20
+SOON = 60.0  # seconds, on a machine as busy as it may be; the groups' timeout is 300
 
 
 class OutOfMemory(RuntimeError):
@@ -126,7 +126,7 @@ def rank_1_leaves(ranks: int, acts: Callable[[int], Acts]) -> list[list[BaseExce
         both, began = acts(rank), time.monotonic()
         return [caught(act) for act in both], time.monotonic() - began
 
-    found = run_ranks(on, ranks, timeout_seconds=20)
+    found = run_ranks(on, ranks)
     for rank, ((first, second), seconds) in enumerate(found):
         assert isinstance(first, OutOfMemory if rank == 1 else TransferError), first
         assert isinstance(second, TransferError), second
@@ -187,7 +187,7 @@ def test_a_rank_that_hears_of_the_end_passes_it_on():
         last.wait(SOON)  # a rank that returns ends its connections in any case
         return time.monotonic() - began
 
-    assert max(run_ranks(on, 3, timeout_seconds=20)) < SOON
+    assert max(run_ranks(on, 3)) < SOON
 
 
 @sampled(1, strategy=STRATEGIES, way=["forward", "backward"])
@@ -212,7 +212,7 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
     owes = not (isinstance(strategy, MovingKV) and way == "forward")
     waits = pytest.raises(BreaksRule, match="wait for each other") if owes else contextlib.nullcontext()
     with waits, gpus(nccl_only=True, runs_ahead=True):
-        found = run_ranks(on, RANKS, timeout_seconds=20)
+        found = run_ranks(on, RANKS)
     assert isinstance(found[1][0], OutOfMemory)
     for rank, errors in enumerate(found):
         # A rank that had still to come to the meeting before the backward hears of it there.
@@ -304,7 +304,7 @@ def test_one_rank_leaves_a_mixer(mixer: Any, when: tuple[int, int, int], runs_ah
     composed = _KernelCall.compose
     monkeypatch.setattr(_KernelCall, "compose", after)
     with gpus(nccl_only=True, runs_ahead=True, verified=False) if runs_ahead else contextlib.nullcontext():
-        found = run_ranks(on, 4, timeout_seconds=20)
+        found = run_ranks(on, 4)
     for rank, (errors, seconds) in enumerate(found):
         assert isinstance(errors[0], OutOfMemory if rank == 2 else TransferError | ValueError | None)
         assert isinstance(errors[-1], TransferError | ValueError), errors
@@ -406,7 +406,7 @@ def test_an_error_between_two_backwards():
         second = caught(lambda: attend(*leaves)) if rank == 1 else None
         return first, second, time.monotonic() - began
 
-    (first, _, _), (own, second, _), (third, _, _) = found = run_ranks(on, RANKS, timeout_seconds=20)
+    (first, _, _), (own, second, _), (third, _, _) = found = run_ranks(on, RANKS)
     assert isinstance(own, OutOfMemory)
     for each in (first, second, third):
         assert "rank 0 is in a backward (call 1 over these ranks), rank 1 is about to attend" in str(each)
@@ -432,7 +432,7 @@ def test_collectives_whose_backwards_run_in_another_order(which: str):
         for out, each in results if rank else reversed(results):
             torch.autograd.grad(out.sum(), each)
 
-    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    errors = run_ranks(on, RANKS, return_errors=True)
     for error in errors:
         assert isinstance(error, ValueError)
         assert "in the backward of a function of cp_styles.collectives (call 2 over these ranks), rank 1" in str(error)
@@ -459,7 +459,7 @@ def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
         for out, leaves, cotangent in calls if rank else reversed(calls):
             torch.autograd.grad(out, leaves, cotangent)
 
-    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    errors = run_ranks(on, RANKS, return_errors=True)
     for error in errors:
         assert isinstance(error, ValueError)
         assert "rank 0 is in a backward (call 2 over these ranks), rank 1 is in a backward (call 1 over" in str(error)
@@ -482,7 +482,7 @@ def test_without_agreement_backwards_may_not_run_in_another_order():
                 out, leaves, cotangent = calls[index]
                 torch.autograd.grad(out, leaves, cotangent)
 
-    errors = run_ranks(on, ranks, timeout_seconds=1.0, return_errors=True, may_time_out=True)
+    errors = run_ranks(on, ranks, timeout_seconds=4.0, return_errors=True, may_time_out=True)
     assert all(isinstance(error, TransferError) for error in errors)
 
 
@@ -518,7 +518,7 @@ def test_a_peer_has_ended_before_a_function_without_attention(name: str):
         first = caught(lambda: WITHOUT_ATTENTION[name](group))
         return first, caught(lambda: WITHOUT_ATTENTION[name](group)), time.monotonic() - began
 
-    for rank, (first, second, seconds) in enumerate(run_ranks(on, RANKS, timeout_seconds=20)):
+    for rank, (first, second, seconds) in enumerate(run_ranks(on, RANKS)):
         if rank != 1:
             assert isinstance(first, TransferError), first
             assert name in str(first)
@@ -577,7 +577,7 @@ def test_one_rank_leaves_a_function_that_communicates(name: str, monkeypatch):
     rank_1_leaves(4, acts)
 
 
-@on_every_rank(RANKS, timeout_seconds=20)
+@on_every_rank(RANKS)
 def test_one_rank_refuses_where_ranks_do_not_agree(mesh, rank: int):
     """The others attend, and its next call must not answer them."""
     layout = head_tail(LENGTH, RANKS)
@@ -614,7 +614,7 @@ def test_an_interrupt_in_an_agreement(when: str):
             first = error
         return first, caught(agree), time.monotonic() - began
 
-    results = run_ranks(on, RANKS, timeout_seconds=20)
+    results = run_ranks(on, RANKS)
     for rank, (first, second, seconds) in enumerate(results):
         if rank == 1:
             assert isinstance(first, Stop)
@@ -644,4 +644,4 @@ def test_gradients_of_which_some_are_summed_are_given_to_no_optimizer(monkeypatc
         return [parameter.grad for parameter in parameters]
 
     monkeypatch.setattr(batch, "_sum_bucket", sum_or_fail)
-    assert run_ranks(on, RANKS, timeout_seconds=20) == [[None] * 3] * RANKS
+    assert run_ranks(on, RANKS) == [[None] * 3] * RANKS

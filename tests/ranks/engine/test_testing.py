@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -13,24 +12,32 @@ from torch.utils import _python_dispatch
 from cp_styles.testing import CommunicationTrace, RankError, RankTimeout, SharedSeedError, run_ranks
 
 
-def waits(rank: int) -> str:
-    if rank == 1:
-        time.sleep(3.5)
-        return "came late"
-    try:
-        dist.all_reduce(torch.zeros(1))
-    except RuntimeError:
-        return "caught"
-    return "heard"
+class Waits:
+    """Rank 0 waits until its timeout for rank 1, which does not end before."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __call__(self, rank: int) -> str:
+        if rank == 1:
+            self.ended.wait(60)
+            return "came late"
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError:
+            return "caught"
+        finally:
+            self.ended.set()
+        return "heard"
 
 
 def test_a_timeout_that_was_caught_fails_all_the_same():
     with pytest.raises(RankTimeout, match="until the timeout of 3"):
-        run_ranks(waits, 2, timeout_seconds=3)
+        run_ranks(Waits(), 2, timeout_seconds=3)
 
 
 def test_a_timeout_that_is_expected():
-    assert run_ranks(waits, 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
+    assert run_ranks(Waits(), 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
 
 
 def test_dispatch_modes_that_end_in_turns_leave_no_flag():

@@ -302,7 +302,7 @@ def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
     errors = run_ranks(main, 3, return_errors=True)
     assert isinstance(errors[0], MemoryError)
     assert all(isinstance(each, TransferError) for each in errors[1:]), errors
-    assert time.monotonic() - began < 20  # and none waits for a timeout
+    assert time.monotonic() - began < 60  # and none waits for a timeout
 
 
 @pytest.mark.parametrize("of_a_user", [False, True])

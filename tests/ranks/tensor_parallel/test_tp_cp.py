@@ -353,7 +353,7 @@ def refused(style, *placements, names=("cp", "tp"), shape=(2, 4, 6)) -> str:
             module(DTensor.from_local(torch.zeros(shape), mesh, placements, run_check=False))
         return str(caught.value)
 
-    texts = run_ranks(on, 4, timeout_seconds=20)
+    texts = run_ranks(on, 4)
     assert len(set(texts)) == 1, texts
     return texts[0]
 

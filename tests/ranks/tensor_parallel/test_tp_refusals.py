@@ -44,7 +44,7 @@ def refused(act, *sizes: int, names=("cp", "tp")) -> str:
         assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
         return str(caught.value)
 
-    texts = run_ranks(on, 4, timeout_seconds=20)
+    texts = run_ranks(on, 4)
     assert len(set(texts)) == 1, texts
     return texts[0]
 
@@ -120,7 +120,7 @@ def test_other_dtensors_are_refused():
         assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
         return said
 
-    for said in run_ranks(on, 4, timeout_seconds=20):
+    for said in run_ranks(on, 4):
         for text, (_, words) in zip(said, REFUSED, strict=True):
             assert words in text
 
@@ -273,7 +273,7 @@ def test_gathering_the_sequence_inside_is_refused_beside_tp_too():
         assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
         return "\n".join([str(caught.value), *caught.value.__notes__])
 
-    for text in run_ranks(on, 4, timeout_seconds=20):
+    for text in run_ranks(on, 4):
         assert "nothing may gather the sequence inside a context-parallel module" in text
         assert "no scaled_dot_product_attention was called inside" in text
 
@@ -326,7 +326,6 @@ def test_a_part_that_tp_does_not_divide():
         errors = run_ranks(
             lambda rank, length=length: llama_step(length, composed_mesh(2, 2), with_attention()),
             4,
-            timeout_seconds=20,
             return_errors=True,
         )
         assert all(isinstance(error, ValueError) for error in errors), errors
