@@ -150,7 +150,7 @@ def _watch_seed() -> Iterator[Callable[[], bool]]:
     # So the ranks begin with a seed that no program chooses.
     before, drawn = torch.get_rng_state(), torch.Generator()
     drawn.set_state(before)
-    mark = int(torch.randint(2**62, (), generator=drawn))
+    mark = int(torch.randint(2**62, (), generator=drawn, device=drawn.device))
     torch.default_generator.manual_seed(mark)  # not torch.manual_seed, which seeds devices too
     marked = torch.get_rng_state()
     try:

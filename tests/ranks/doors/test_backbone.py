@@ -717,8 +717,10 @@ def test_styles_that_are_refused():
         with pytest.raises(TypeError, match="style is a ModuleContextParallel without a JointLayout"):
             BackboneContextParallel(style)  # pyright: ignore[reportArgumentType]
 
+    one = encoder()
+
     def twice(rank: int) -> None:
-        model = parallelize_module(encoder(), cp_mesh(2), BackboneContextParallel())
+        model = parallelize_module(copy.deepcopy(one), cp_mesh(2), BackboneContextParallel())
         parallelize_module(model, cp_mesh(2), BackboneContextParallel())
 
     assert "has context-parallel modules already" in errors_of(twice)
