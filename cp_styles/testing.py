@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -161,17 +162,35 @@ def _watch_seed() -> Iterator[Callable[[], bool]]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames of ``error``, and of its causes. File names and lines stay."""
+    """Replace the frames of ``error``, and of its causes, by frames without variables. File names and lines stay."""
     # The variables hold process groups. The sockets of a failed rank close only when nothing holds its groups, and the
-    # remaining ranks must not wait for it.
+    # remaining ranks must not wait for it. frame.clear() would leave the closures of the functions, and torch runs each
+    # forward with hooks in a closure that holds the module.
     todo: list[BaseException | None] = [error]
     cleared: set[int] = set()
     while todo:
         link = todo.pop()
         if link is not None and id(link) not in cleared:
             cleared.add(id(link))
-            traceback.clear_frames(link.__traceback__)
+            traceback.clear_frames(link.__traceback__)  # for those who hold a frame
+            link.__traceback__ = _without_variables(link.__traceback__)
             todo += [link.__cause__, link.__context__]
+
+
+def _without_variables(trace: TracebackType | None) -> TracebackType | None:
+    """A copy of a traceback that shows the same lines, and holds no frame of it."""
+    entries = [(entry.f_code, line) for entry, line in traceback.walk_tb(trace)]
+    copied = None
+    for code, line in reversed(entries):
+        names = {"co_filename": code.co_filename, "co_name": code.co_name, "co_qualname": code.co_qualname}
+        stub = _generator_of_nothing.__code__.replace(co_firstlineno=code.co_firstlineno, **names)
+        # The frame of a generator that has not begun: unlike a frame that has run, it does not hold its caller's frame.
+        copied = TracebackType(copied, FunctionType(stub, {})().gi_frame, -1, line)
+    return copied
+
+
+def _generator_of_nothing() -> Iterator[None]:
+    yield
 
 
 def _wait_for_threads(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
