@@ -171,6 +171,13 @@ def thread_local_world() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
+def clear_caches_of_thread() -> None:
+    """Clear what DTensor caches for the thread that calls. Seen: 2.13, 2.14 (ignored where there is none)."""
+    # torch clears it when Python's table of the thread ends. If something else holds the table then, as a list of
+    # gc.get_objects() does, the objects are destroyed without Python's lock, and the process is aborted.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
 def group_of_op(args: Sequence[Any]) -> dist.ProcessGroup | None:
     """The group in the arguments of a communication op. None for ops that send nothing, such as wait_tensor.
 
@@ -256,6 +263,17 @@ def meshes_of_fsdp(module: FSDPModule) -> list[DeviceMesh]:
 def replaces_mean_of_fsdp(module: FSDPModule) -> bool:
     """Whether ``set_gradient_divide_factor`` was called for ``module``. Seen: 2.11 to 2.15."""
     return any(group.gradient_divide_factor is not None for group in _groups_of_fsdp(module))
+
+
+def sharded_parameters(module: FSDPModule) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that FSDP2 has sharded for ``module``, with their names in it. An optimizer has these, and during
+    a forward the modules do not. Seen: 2.11 to 2.14 (``fsdp_params`` of a group, their ``_module_info``)."""
+    paths = {id(inner): f"{path}." if path else "" for path, inner in module.named_modules()}  # pyright: ignore
+    found = []
+    for parameter in (parameter for group in _groups_of_fsdp(module) for parameter in group.fsdp_params):
+        info = parameter._module_info
+        found.append((paths.get(id(info.module), "") + info.param_name, parameter.sharded_param))
+    return found
 
 
 def _groups_of_fsdp(module: FSDPModule) -> list[Any]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from cp_styles._compat import (
+    clear_caches_of_thread,
     group_of_op,
     in_process_store,
     resolve_group,
@@ -116,6 +117,7 @@ def run_ranks(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            clear_caches_of_thread()
 
     with thread_local_world(), _only_new_objects(), _watch_seed() as was_seeded:
         # Daemons, because a rank that is blocked for ever must not keep the process alive.

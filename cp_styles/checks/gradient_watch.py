@@ -29,7 +29,6 @@ have equal parameters even if nobody summed the gradients. In its steps number 1
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import sys
 import warnings
@@ -45,10 +44,16 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, FSDPModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
+from cp_styles._compat import (
+    current_autograd_node,
+    graph_task_id,
+    running_modules,
+    sharded_parameters,
+    without_dispatch_modes,
+)
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.checks import Checks
@@ -248,7 +253,8 @@ class ParameterWatch(RankCheck):
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
             beyond = beyond or not difference <= tolerance * norm  # true for nan
         entries = differing[:_MOST_NAMED]
-        names = [path for _, path in locate_parameters([entry.parameter for entry in entries])]
+        paths = _name_parameters()
+        names = [paths.get(id(entry.parameter), "one of shape") for entry in entries]
         listing = ", ".join(f"{path} {tuple(entry.shape)}" for path, entry in zip(names, entries, strict=True))
         listing += ", ..." if len(differing) > _MOST_NAMED else ""
         but, so = _GRADIENTS if all(entry.is_gradient for entry in differing) else _PARAMETERS
@@ -442,34 +448,21 @@ def _sample(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
 
 def _are_of_one_model(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the first tensor may be in one model with some of the remaining tensors."""
-    first, *remaining = [model for model, _ in locate_parameters(tensors)] or [None]
-    return first is None or first in remaining or not any(remaining)
+    names = _name_parameters()
+    return id(tensors[0]) not in names or any(id(tensor) in names for tensor in tensors[1:])
 
 
-def locate_parameters(parameters: Sequence[torch.Tensor]) -> list[tuple[int | None, str]]:
-    """The model of each parameter, as the id of its outermost module, and the parameter's name in it.
-
-    A parameter that no living module has is (None, "one of shape").
-    """
-    ids = {id(parameter) for parameter in parameters}
-    names: dict[int, tuple[nn.Module, str]] = {}
-    parents: dict[int, tuple[nn.Module, str]] = {}
-    for module in gc.get_objects():
-        if not issubclass(type(module), nn.Module) or "_modules" not in vars(module):
-            continue
-        for key, parameter in module._parameters.items():
-            if id(parameter) in ids:
-                names.setdefault(id(parameter), (module, key))
-        for key, child in module._modules.items():
-            parents.setdefault(id(child), (module, key))
-
-    def locate(parameter: torch.Tensor) -> tuple[int | None, str]:
-        if id(parameter) not in names:
-            return None, "one of shape"
-        module, name = names[id(parameter)]
-        while id(module) in parents:
-            module, key = parents[id(module)]
-            name = f"{key}.{name}"
-        return id(module), name
-
-    return [locate(parameter) for parameter in parameters]
+def _name_parameters() -> dict[int, str]:
+    """The names of the parameters, also of sharded ones, of the model whose forward runs in this thread, by id."""
+    # Not by gc.get_objects(): it holds what ends in other threads meanwhile, such as their table of torch's caches,
+    # which torch then destroys without Python's lock.
+    modules = running_modules()
+    if not modules:
+        return {}
+    model = modules[-1][0]
+    named = [*model.named_parameters(remove_duplicate=False)]
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            prefix = f"{path}." if path else ""
+            named += [(prefix + name, parameter) for name, parameter in sharded_parameters(module)]
+    return {id(parameter): name for name, parameter in reversed(named)}

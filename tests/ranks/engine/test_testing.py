@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _python_dispatch
 
 from cp_styles.testing import CommunicationTrace, RankError, RankTimeout, SharedSeedError, run_ranks
@@ -110,3 +113,27 @@ def test_draws_and_seeds_that_are_put_back_are_no_error():
     assert not torch.equal(run_ranks(lambda rank: rank or torch.rand(4), 2)[0], first)
     torch.manual_seed(5)
     assert torch.equal(run_ranks(lambda rank: rank or torch.rand(4), 2)[0], first)
+
+
+def test_a_rank_ends_while_another_one_holds_its_table():
+    """As gc.get_objects() holds it. Without Python's lock, torch would destroy what DTensor has cached for the thread,
+    and the process would be aborted (seen on 2.14; on 2.13 in one of twenty runs)."""
+    noted, held = threading.Event(), threading.Event()
+    first: list[threading.Thread] = []
+
+    def on(rank: int) -> None:
+        x = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()])
+        assert torch.equal((x + x).to_local(), torch.full((4,), 2.0))
+        repr([[rank]])  # puts a list into the thread's table, which the garbage collector looks at from then on
+        if rank == 0:
+            first.append(threading.current_thread())
+            noted.set()
+            held.wait(60)
+        else:
+            noted.wait(60)
+            tables = [x for x in gc.get_objects() if type(x) is dict and any("DTensor" in str(key) for key in x)]
+            held.set()
+            first[0].join()
+            assert tables or torch.__version__ < "2.13"
+
+    run_ranks(on, 2)
