@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _python_dispatch
@@ -137,3 +140,26 @@ def test_a_rank_ends_while_another_one_holds_its_table():
             assert tables or torch.__version__ < "2.13"
 
     run_ranks(on, 2)
+
+
+def test_an_error_shows_its_lines_and_holds_nothing():
+    """Variables and closures of its frames would hold groups, whose threads would live as long as the error."""
+    held: list[weakref.ref[nn.Module]] = []
+
+    def on(rank: int) -> None:
+        module, group = nn.Linear(2, 2), dist.group.WORLD
+        held.append(weakref.ref(module))
+
+        def inner() -> None:
+            raise KeyError(module, group) if rank > 1 else ValueError("of a forward")
+
+        module.register_forward_hook(lambda *_: inner())  # torch calls it in a closure that holds the module
+        module(torch.ones(2))
+
+    errors = run_ranks(on, 2, return_errors=True)
+    assert [reference() for reference in held] == [None, None]
+    for error in errors:
+        lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
+        assert lines[-1] == 'raise KeyError(module, group) if rank > 1 else ValueError("of a forward")'
+        assert "module(torch.ones(2))" in lines
+        assert all(not frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
