@@ -52,6 +52,14 @@ KINDS = {
     "seq2seq": (transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked": (transformers.AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+GEMMA4 = {
+    "without": ["attention_chunk_size"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
 INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 # Sizes that a type needs beside or instead of those of TINY.
 OWN: dict[str, dict[str, Any]] = {
