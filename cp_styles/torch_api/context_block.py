@@ -307,7 +307,7 @@ class _BlockCalls(AttentionCalls):
         if (
             self._entry.parts
             and not self._again
-            and not (self.forward_state.calls or self.forward_state.functions)
+            and not self.forward_state.calls
             and not self.unscoped.group_state.lengths
         ):
             warnings.warn(

@@ -248,6 +248,8 @@ TOWERS = {
     "vit": (transformers.AutoModelForImageClassification, SIGHT | {"num_labels": 3}),
     "dinov2": (transformers.AutoModel, SIGHT),
     "dinov2_with_registers": (transformers.AutoModel, SIGHT | {"num_register_tokens": 3}),
+    # As many patches as a half has tokens; without the positions that are random in training.
+    "dinov3_vit": (transformers.AutoModel, SIGHT | {"num_register_tokens": 15, "pos_embed_rescale": None}),
     "siglip_vision_model": (transformers.AutoModel, SIGHT),
     "clip": (transformers.AutoModel, BOTH | {"projection_dim": 16}),
     "siglip": (transformers.AutoModel, BOTH),
@@ -270,10 +272,10 @@ def loss_of_tower(outputs: Any) -> torch.Tensor:
     return sum((outputs[name] ** 2).sum() for name in names if name in outputs)
 
 
-@pytest.mark.parametrize("kind", ["vit", "dinov2_with_registers", "clip", "siglip", *at_night("dinov2")])
+@pytest.mark.parametrize("kind", ["vit", "dinov2_with_registers", "dinov3_vit", "clip", "siglip", *at_night("dinov2")])
 @pytest.mark.parametrize("ranks", [2, *at_night(3)])
 def test_towers_by_one_line(kind: str, ranks: int):
-    """The lines of the page, which the error names: 17 tokens, 20 with registers."""
+    """The lines of the page, which the error names: 17 tokens, 20 or 32 with registers."""
     model, batch = tower(kind)
     whole = copy.deepcopy(model)
     with StayDouble():
