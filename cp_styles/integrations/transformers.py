@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.positions import find_padding_position
-from cp_styles.checks.transformers_models import frame_of
+from cp_styles.checks.transformers_models import frame_of, option_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
@@ -713,7 +713,7 @@ def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
 
 def _describe_ready_masks(config: Any) -> str:
     """The form of a user's masks that a model takes: one mask for all layers, or one for each kind of layer."""
-    kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), getattr(config, "sliding_window", None)
+    kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), option_of(config, "sliding_window")
     tensor = "boolean tensor [B, 1, S, S] of the whole sequence"
     within = f", the mask & (query - key < {window}) for layers with a window" if window else ""
     if len(kinds) < 2:

@@ -57,6 +57,7 @@ KINDS = {
     "seq2seq": (transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "masked": (transformers.AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
 }
+MLA = "deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "axk1", "longcat_flash"
 GEMMA4 = {
     "without": ["attention_chunk_size"],
     "num_hidden_layers": 4,
@@ -71,8 +72,8 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 # Sizes that a type needs beside or instead of those of TINY.
 OWN: dict[str, dict[str, Any]] = {
-    **{name: {"head_dim": 4} for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu")},
-    **{name: {"head_dim": 4, "num_key_value_heads": 4} for name in ("axk1", "longcat_flash")},
+    **{name: {"head_dim": 4, "num_key_value_heads": 4} for name in MLA},
+    "t5": {"decoder_start_token_id": 0},
     **{name: {"num_hidden_layers": 2} | MIXERS[name] for name in ("falcon_h1", "mamba2", "zamba", "zamba2")},
     "lfm2_moe": {"num_hidden_layers": 2, **MIXERS["lfm2_moe"], "rope_parameters": ROPE},
     "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2},
@@ -147,7 +148,7 @@ OWN: dict[str, dict[str, Any]] = {
 # Types that AutoModelForCausalLM does not make: their own class, or None for that of their text, which has no head.
 CLASSES = {"mistral4": "Mistral4ForCausalLM", "mistral_large4_text": None, "glm5_next_text": None}
 CLASSES |= {"emu3": "Emu3ForCausalLM", "mllama": "MllamaForCausalLM", "dots3_note": None}
-MORE = "mistral4", "mistral_large4_text", "glm5_next_text", "dots3_note_text"  # and that no list of transformers names
+MORE = "mistral4", "mistral_large4_text", "glm5_next_text"  # and that no list of transformers names
 
 
 def of_text(model_type: str, **sizes: Any) -> Any:
@@ -226,9 +227,14 @@ LEFT_OUT = {
 }
 
 
-def configured(model_type: str) -> Any:
+def configured(model_type: str, **changes: Any) -> Any:
     """The tiny configuration of a type."""
-    return BY_HAND[model_type]() if model_type in BY_HAND else config_of(model_type, **OWN.get(model_type, {}))
+    if model_type not in BY_HAND:
+        return config_of(model_type, **changes | OWN.get(model_type, {}))
+    config = BY_HAND[model_type]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
 # Types whose oracle is their own code, because the layers do not say what transformers' masks do: a dropped mask is

@@ -39,6 +39,7 @@ from cp_styles.integrations.transformers import position_ids_of, prefill
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
+from tests.clients import sweep
 from tests.clients.hugging_face import (
     BATCH,
     CACHE,
@@ -125,6 +126,33 @@ def test_refused(model_type: str):
     tokens = tokens_of()
     with pytest.raises((RankError, ValueError), match=REFUSED_MODELS[model_type]):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
+
+
+BY_SWEEP_AT_NIGHT = ["cohere_compass_text", "dbrx", "emu3", "gemma3n_text", "lfm2_moe", "mllama", "phi4_multimodal"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        ("masked", "neomme"),  # each layer has a window of its own, or none
+        ("masked", "roberta"),  # positions after that of padding
+        ("seq2seq", "t5gemma"),
+        ("causal", "bigbird_pegasus"),
+        *(pytest.param("causal", name, marks=pytest.mark.nightly) for name in BY_SWEEP_AT_NIGHT),
+    ],
+)
+def test_types_of_the_sweep(kind: str, model_type: str):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers 5.24")
+    state, details = judged(kind, model_type, training=False)
+    assert state == "exact, proved", details
+
+
+def test_a_type_that_the_sweep_does_not_make(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Fails the command, unless there is a reason."""
+    monkeypatch.setattr(sweep, "OWN", sweep.OWN | {"llama": {"head_dim": -1}})
+    assert sweep.main(["llama", "reformer"]) == 1
+    assert "left out       attention by hashes" in capsys.readouterr().out
 
 
 @with_indexers
