@@ -278,8 +278,12 @@ def test_other_functions_alone(what: str, over: str):
         if over == "others":
             mine, cut = mesh["other"], contiguous(parts[0].shape[2], 1)
             parts = [x.clone() for x in parts]
+        model = styled(Holder(partial(act, mine, cut)), mesh["cp"])
         with torch.no_grad():
-            styled(Holder(partial(act, mine, cut)), mesh["cp"])(*parts)
+            model(*parts)
+            model.act = lambda m, q, k, v: q
+            with pytest.raises(NotImplementedError, match="no scaled_dot_product_attention was called inside"):
+                model(*parts)
 
     errors = run_ranks(on, RANKS, return_errors=True)
     if over == "the ranks":
