@@ -37,6 +37,7 @@ from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.decoding import find_cache
+from cp_styles.device_copies import tensor_on
 from cp_styles.engine.binding import Binding
 from cp_styles.introspect import input_names, matches
 from cp_styles.mixers.randomness import DropoutByPosition
@@ -54,6 +55,11 @@ _SEQ_DIMS: dict[str, int | None] = {
     **dict.fromkeys(("position_ids", "cache_position"), -1),
     **dict.fromkeys(("position_embeddings", "rotary_pos_emb", "rope", "freqs_cis"), -2),
 }
+
+
+# Blocks whose tables have no rows for the first tokens, which are class tokens and registers: they apply all rows that
+# they are given, to their last tokens.
+_WITHOUT_FIRST_ROWS = {(block, "position_embeddings") for block in ("DINOv3ViTLayer", "Sapiens2Layer")}
 
 
 class BackboneContextParallel(ParallelStyle):
@@ -478,6 +484,9 @@ class _Region:
                 )
             dim = dims[name]
             size = None if dim is None else x.shape[dim]
+            if size is not None and size < length and (type(block).__name__, name) in _WITHOUT_FIRST_ROWS:
+                at = layout.positions(rank, "cpu") - (length - size)
+                return x.index_select(dim or 0, tensor_on(x.device, at[at >= 0]))
             if dim is None or size in (1, None if first else layout.lengths[rank]):
                 return x
             if size != length and not name.startswith("encoder_"):

@@ -33,6 +33,7 @@ from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, read_later, tensor_on
+from cp_styles.engine.custom_ops import modes_entered
 from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.base import TilePositions
@@ -372,6 +373,8 @@ def context_decode(
         out = context_decode(q_new, cache)
     """
     call = DecodeCall(mask or Causal(), attn_mask, scale, sink_H, kernel=kernel, checks=checks)
+    for mode in modes_entered.get():
+        mode.note_function(cache.group.group_name)
     return decode("context_decode", q_BHLD, cache, call)
 
 

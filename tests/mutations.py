@@ -74,6 +74,12 @@ mask: a window one short on the left | unit/test_mask.py
 mask: the first token of a document in the one before | unit/test_mask.py
     Documents.bounds | right=True
     becomes | right=False
+mask: the first token of a picture sees no later one | unit/test_mask.py
+    WithBlocks.bounds | right=True
+    becomes | right=False
+mask: a picture hides what is before its window | unit/test_mask.py
+    WithBlocks.bounds | start.minimum(first), start)
+    becomes | start, start)
 mask: the wider of two lower bounds | unit/test_mask.py
     All.bounds | maximum
     becomes | minimum
@@ -241,6 +247,45 @@ trainers: samples are not compared | ranks/doors/test_batch_sharder.py
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
     _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
     becomes | False
+transformers: a mask that a model cuts in full is refused | clients/test_gemma4.py -k 'cuts_its or test_text'
+    _keeps_all | part.indices(size) == (0, size, 1)
+    becomes | part == slice(None)
+transformers: any cut of a mask keeps it | clients/test_gemma4.py -k cuts_its
+    _keeps_all | part.indices(size) == (0, size, 1)
+    becomes | True
+transformers: inputs of each layer stay whole | clients/test_gemma4.py -k multimodal
+    cut_inputs_of.cut | if dim is not None and
+    becomes | if dim is not None and name != "per_layer_inputs" and
+transformers: a prompt keeps the last query of each part | clients/test_generate.py -k gemma4
+    prefill | torch.tensor([-1], device=input_ids.device)
+    becomes | 1
+transformers: pictures of one part | clients/test_gemma4.py -k refused
+    _make_prompt_mask | {flag >> _FLAGS for flag in flags} - {0, whole}
+    becomes | set()
+transformers: pictures by positions in documents | clients/test_gemma4.py -k refused
+    _build_mask | documents is not None and pieces.unpacked
+    becomes | False
+transformers: several pictures that see each other are one interval | clients/test_pictures.py -k ready
+    _find_blocks | ids[inside].unique().numel() < int(inside.sum())
+    becomes | False
+positions: patches are tokens | ranks/doors/test_guards.py -k other_things
+    PositionCheck.of | if not _NOT_OF_TOKENS.intersection(name.split("_"))
+    becomes nothing
+positions: a model counts the tokens of its part | clients/test_transformers.py -k count
+    _CutTokens.hand_over | layout.positions(self._calls.unscoped.group.rank(), device)
+    becomes | torch.arange(layout.lengths[self._calls.unscoped.group.rank()], device=device)
+positions: a hook of the user's is overruled | clients/test_transformers.py -k counts_its
+    _CutTokens.hand_over | torch.where((given == counted).all(), positions, given)
+    becomes | positions
+functions: attention over any ranks counts | ranks/doors/test_module_door.py -k functions_alone
+    AttentionCalls.note_function | group_name == self.unscoped.group_name
+    becomes | True
+functions: a forward counts those of the one before | ranks/doors/test_module_door.py -k functions_alone
+    AttentionCalls.begin_forward | self.forward_state.functions = False
+    becomes | pass
+backbone: tables without rows for the first tokens, from the first token on | clients/test_pictures.py -k dinov3
+    _Region._cut.cut | layout.positions(rank, "cpu") - (length - size)
+    becomes | layout.positions(rank, "cpu")
 agreement: messages leave before the rows of the others are read | ranks/engine/test_agreement.py -k no_message_is_left
     exchange | operations.run_deferred_check() tag
     becomes | tag

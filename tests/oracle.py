@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, WithBlocks
 from cp_styles.mask.block_mask import FlexMask
 
 Sees = Callable[[int, int], bool]
@@ -153,6 +153,8 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
     prefixes = (1, length // 4, 0, (length - length // 2 - 2) // 2)
     starts = [sum(lengths[:index]) for index in range(4)]
 
+    pictures = (0, length // 3), (length // 2, length - 1)
+
     def in_prefix(key: int) -> bool:
         return key - starts[document(key)] < prefixes[document(key)]
 
@@ -170,6 +172,10 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
             lambda p, j: document(p) == document(j) and (j <= p or in_prefix(j)),
         ),
         "causal documents": (Documents(lengths) & Causal(), lambda p, j: document(p) == document(j) and j <= p),
+        "pictures": (
+            WithBlocks(Causal() & SlidingWindow(3, 0), pictures, length),
+            lambda p, j: p - 3 <= j <= p or any(low <= p < high and low <= j < high for low, high in pictures),
+        ),
         "causal chunks": (Causal() & Chunked(3), lambda p, j: p // 3 == j // 3 and j <= p),
         "windowed documents": (
             SlidingWindow(2, 1) & Documents(lengths),

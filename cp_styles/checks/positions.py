@@ -19,6 +19,8 @@ from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are made of positions
+# What such arguments are of, where they are not of the tokens of the sequence: image_position_ids, visual_pos_masks.
+_NOT_OF_TOKENS = {"image", "img", "video", "pixel", "patch", "frame", "audio", "vision", "visual", "entity", "bbox"}
 _COUNTS = "create_position_ids_from_input_ids"  # the function of transformers that counts from the padding's position
 _POSITIONS_OF_TOKENS = (
     "layout.shard(position_ids_of(model, tokens), 1, rank), with the tokens of the whole sequence and position_ids_of "
@@ -42,6 +44,7 @@ class PositionCheck(ForwardObserver):
     def of(cls, module: nn.Module) -> PositionCheck | None:
         """A check of a forward with an argument that is made of positions; None for other forwards."""
         names = [name for name in forward_parameters(module) if any(word in name for word in _WORDS)]
+        names = [name for name in names if not _NOT_OF_TOKENS.intersection(name.split("_"))]
         return cls(module, names) if names else None
 
     def forward_begins(

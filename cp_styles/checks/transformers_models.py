@@ -217,16 +217,28 @@ def list_windows(module: nn.Module) -> list[tuple[str, Any]]:
         # As in transformers: layer_types names the layers that have a window. Without it all layers have it, if the
         # class of the config has the option. A config object may also have options of other models.
         kinds = getattr(config, "layer_types", None)
-        if kinds is not None and isinstance(index, int):
-            kinds = kinds[index : index + 1]
+        layer = index if isinstance(index, int) else None
+        if kinds is not None and layer is not None:
+            kinds = kinds[layer : layer + 1]
         for option, word in (("sliding_window", "sliding"), ("attention_chunk_size", "chunk")):
-            size = getattr(config, option, None)
+            size = option_of(config, option, layer)
             if not isinstance(size, int) or size <= 0:
                 continue
             in_all_layers = kinds is None and option in inspect.signature(type(config)).parameters
             if in_all_layers or any(word in kind for kind in kinds or ()):
                 windows.append((f"{option}={size}", config))
     return windows
+
+
+def option_of(config: Any, option: str, layer: int | None = None) -> Any:
+    """An option of a configuration, or None. Where its layers have their own: that of ``layer``, or of the first layer
+    that has one."""
+    try:
+        return getattr(config, option, None)
+    except RuntimeError:  # of transformers: the layers have their own
+        layers = list(config.per_layer_config)
+        sizes = [getattr(each, option, None) for each in (layers if layer is None else layers[layer : layer + 1])]
+        return next((size for size in sizes if size is not None), None)
 
 
 def makes_local_masks(config: Any) -> bool:

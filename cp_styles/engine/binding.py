@@ -59,6 +59,7 @@ class ForwardState:
 
     Attributes:
         calls: number of attention ops that have run.
+        functions: whether a function of this package has run over the same ranks, beside these ops.
         running: whether the forward runs now. False while torch.compile traces it.
         module_call: the module of the forward with the arguments of its call; empty outside of a forward.
         inputs: these arguments by parameter name; None until they are read.
@@ -69,6 +70,7 @@ class ForwardState:
     """
 
     calls: int = 0
+    functions: bool = False
     running: bool = False
     module_call: tuple[Any, ...] = ()
     inputs: dict[str, Any] | None = field(default_factory=dict)
@@ -162,6 +164,11 @@ class Binding:
                 f"hold {length} together; {remedy}{see('A layout of another length')}"
             )
         return self.layout
+
+    @property
+    def group_name(self) -> str:
+        """The name of :attr:`group`."""
+        return self.group.group_name
 
     def resolve(self) -> tuple[Binding, None]:
         """This binding without a scope, like :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`."""

@@ -300,6 +300,11 @@ class ScopedBinding:
         return binding
 
     @property
+    def group_name(self) -> str:
+        """The name of the group of the ranks that share the sequence."""
+        return self.unscoped.group_name
+
+    @property
     def layout(self) -> SequenceLayout | Balancer | None:
         """The layout that the user gave."""
         return self.unscoped.layout if isinstance(self._layout, SequenceLayout) else self._layout

@@ -12,9 +12,9 @@ sequence, D head dim, E value head dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.positions import find_padding_position
-from cp_styles.checks.transformers_models import frame_of
+from cp_styles.checks.transformers_models import frame_of, option_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
@@ -40,7 +40,7 @@ from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersC
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mixers.selection import mask_of_layer
@@ -348,7 +348,11 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 # The sequence dim of each argument of a language model. None: every rank needs the whole argument.
-_SEQ_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "attention_mask": None, "visual_pos_masks": 1}
+_SEQ_DIMS = {
+    **dict.fromkeys(("input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"), 1),
+    "position_ids": -1,
+    "attention_mask": None,
+}
 
 
 def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
@@ -457,7 +461,8 @@ def prefill(
         if "position_ids" in parameters:
             inputs["position_ids"] = layout.shard(position_ids[..., :-1], -1, rank)
         if "logits_to_keep" in parameters:
-            inputs["logits_to_keep"] = 1
+            # Not a number: for that Gemma 4 cuts the queries of its last layers, and here they are of a part.
+            inputs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask[:, :-1]
         model(layout.shard(input_ids[:, :-1], 1, rank), **inputs)
@@ -613,11 +618,15 @@ class _WholeMask(BlockMask):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __getitem__(self, index: Any) -> BlockMask:
-        if index in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
-            return self  # for an indexer, which selects one set of keys for all heads
+        """This mask, if ``index`` keeps all of it. Head 0 is all heads, to which one mask is given."""
+        parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+        whole = [_keeps_all(part, size) for part, size in zip(parts, self.shape, strict=False)]
+        if len(whole) == len(parts) and all(whole[:1] + whole[2:]) and (all(whole) or parts[1] == 0):
+            return self
         raise NotImplementedError(
-            "this model cuts its attention mask itself, and here the mask is of the whole sequence: it is not "
-            "supported through transformers' attention interface"
+            f"this model cuts its attention mask itself ({index}), and here the mask is of the whole sequence: it is "
+            "not supported through transformers' attention interface. If logits_to_keep=n asks for it, as in Gemma 4, "
+            "leave that out, or give it as a tensor of positions"
         )
 
     @classmethod
@@ -629,6 +638,11 @@ class _WholeMask(BlockMask):
         return f"WholeMask({self.mask!r}, padding={padding}, shape={self.shape})"
 
     __str__ = __repr__
+
+
+def _keeps_all(part: Any, size: int) -> bool:
+    """Whether an index of one dim keeps all of it."""
+    return isinstance(part, slice) and part.indices(size) == (0, size, 1)
 
 
 @dataclass(frozen=True)
@@ -653,11 +667,19 @@ class _MaskPieces:
         masks: masks that do not depend on rows or documents.
         chunk: size of chunks, counted from each row's first token that is not left padding, or in each document.
         documents: the number of the document of each token [B, L], if transformers has found more than one.
+        widened: masks in addition to which each token sees its own block.
+        blocks: for each row, or for all, the first and the one-past-last position of each block. Empty: no blocks.
+        numbered: the number of tokens of which it is known whether they are in a block.
+        unpacked: the error of packed documents; empty if there is none.
     """
 
     masks: list[Mask]
     chunk: int | None = None
     documents: torch.Tensor | None = None
+    widened: Sequence[Mask] = ()
+    blocks: Sequence[tuple[tuple[int, int], ...]] = ()
+    numbered: int = 0
+    unpacked: str = ""
 
     @property
     def packed(self) -> bool:
@@ -665,7 +687,12 @@ class _MaskPieces:
 
     @property
     def causal(self) -> bool:
-        return any(isinstance(mask, Causal) for mask in self.masks)
+        return any(isinstance(mask, Causal) for mask in (*self.masks, *self.widened))
+
+    @property
+    def unmasked(self) -> bool:
+        """Whether every token sees every key, but for padding and documents, as in cross-attention."""
+        return not (self.masks or self.widened) and self.chunk is None
 
 
 def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
@@ -686,7 +713,7 @@ def _require_active_calls(what: str, config: Any = None) -> AttentionCalls:
 
 def _describe_ready_masks(config: Any) -> str:
     """The form of a user's masks that a model takes: one mask for all layers, or one for each kind of layer."""
-    kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), getattr(config, "sliding_window", None)
+    kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), option_of(config, "sliding_window")
     tensor = "boolean tensor [B, 1, S, S] of the whole sequence"
     within = f", the mask & (query - key < {window}) for layers with a window" if window else ""
     if len(kinds) < 2:
@@ -700,7 +727,7 @@ def _describe_ready_masks(config: Any) -> str:
 def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: Any = None) -> _MaskPieces:
     """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
     pieces = _MaskPieces([])
-    for function in _conjuncts(mask_function):
+    for function, in_documents in _conjuncts(mask_function):
         closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
         what = function.__qualname__.split(".")[0] if function.__module__ == "transformers.masking_utils" else ""
         if what == "causal_mask_function":
@@ -717,6 +744,24 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
             pieces.chunk = closure["chunk_size"]
         elif what == "packed_sequence_mask_function":
             pieces.documents = closure["packed_sequence_mask"]
+        elif what == "or_masks" and (ids := _find_block_ids(function)) is not None:
+            inner = _parse_mask_function(closure["mask_functions"][0], name, config)
+            blocks = None
+            if inner.causal and inner.chunk is None and not (inner.packed or inner.blocks or pieces.blocks):
+                blocks = _find_blocks(ids)
+            if blocks is None:
+                raise NotImplementedError(
+                    f"{name}: in the mask of this model tokens of one block see each other, and the block has a gap, "
+                    "as several pictures that see each other (Molmo 2), or is not beside a causal mask: that is no "
+                    f"interval of keys for each query. Give the model its masks ready, {_describe_ready_masks(config)}"
+                )
+            pieces.widened, pieces.blocks, pieces.numbered = inner.masks, blocks, ids.shape[1]
+            if in_documents:
+                pieces.unpacked = (
+                    f"{name}: in packed documents transformers finds the tokens of a picture, which see each other, by "
+                    "positions within documents, where other tokens are. Give the model its masks ready, "
+                    f"{_describe_ready_masks(config)}"
+                )
         else:
             raise NotImplementedError(
                 f"{name}: the mask of this model has a piece {function.__module__}.{function.__qualname__} that is not "
@@ -726,22 +771,58 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
     return pieces
 
 
-def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
-    """The mask functions that ``function`` combines by "and"."""
+def _conjuncts(function: Callable[..., Any], in_documents: bool = False) -> Iterator[tuple[Any, bool]]:
+    """The mask functions that ``function`` combines by "and", each with whether it is given positions in documents."""
     what = getattr(function, "__qualname__", "").split(".")[0]
+    closure = inspect.getclosurevars(function).nonlocals if what in _COMBINED else {}
     if what == "and_masks":
-        for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
-            yield from _conjuncts(part)
+        for part in closure["mask_functions"]:
+            yield from _conjuncts(part, in_documents)
     elif what == "remap_positions_for_packed_sequence":
-        yield from _conjuncts(inspect.getclosurevars(function).nonlocals["mask_function"])
+        yield from _conjuncts(closure["mask_function"], True)
+    elif what == "or_masks" and (ids := _find_block_ids(function)) is not None and bool((ids < 0).all()):
+        yield from _conjuncts(closure["mask_functions"][0], in_documents)
     else:
-        yield function
+        yield function, in_documents
+
+
+_COMBINED = "and_masks", "or_masks", "remap_positions_for_packed_sequence"
+
+
+def _find_block_ids(function: Callable[..., Any]) -> torch.Tensor | None:
+    """The number of the block of each token, if ``function`` is a mask or tokens of one block. None for others."""
+    if getattr(function, "__qualname__", "").split(".")[0] != "or_masks":
+        return None
+    _, *others = inspect.getclosurevars(function).nonlocals["mask_functions"]
+    if [getattr(each, "__qualname__", "").split(".")[0] for each in others] != ["blockwise_overlay"]:
+        return None
+    return inspect.getclosurevars(others[0]).nonlocals["block_sequence_ids"]
+
+
+def _find_blocks(ids_BS: torch.Tensor) -> list[tuple[tuple[int, int], ...]] | None:
+    """For each row, the first and the one-past-last position of the tokens of each number; -1 is none. None if the
+    tokens of a number are not consecutive."""
+    rows = list[tuple[tuple[int, int], ...]]()
+    for row in ids_BS.cpu():
+        ids, lengths = row.unique_consecutive(return_counts=True)
+        ends, inside = lengths.cumsum(0), ids >= 0
+        if ids[inside].unique().numel() < int(inside.sum()):
+            return None
+        rows.append(tuple(zip((ends - lengths)[inside].tolist(), ends[inside].tolist(), strict=True)))
+    return rows
+
+
+def _for_rows(rows: Sequence[Mask]) -> Mask:
+    """The mask of a batch with a mask for each row."""
+    return rows[0] if all(row == rows[0] for row in rows) else PerRow(tuple(rows))
 
 
 # The mask, the padding that the mask does not contain, and the length of the whole sequence.
 _MaskPaddingLength = tuple[Mask, torch.Tensor | None, int]
-# Flags of a rank's row in the meeting: properties of its positions and of its padding.
+# Flags of a rank's row in the meeting: properties of its positions and of its padding. Above them is the number of
+# tokens whose blocks it was given.
 _AS_LAID_OUT, _PACKED, _JUMPS, _MASKED, _FROM_ZERO = 1, 2, 4, 8, 16
+_FLAGS = 5
 
 
 def _make_prompt_mask(
@@ -786,7 +867,7 @@ def _make_prompt_mask(
             flags |= _FROM_ZERO * bool((positions_BL == counted_BL).all())
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
             guess = whole << 1 | 1  # the whole length for which _AS_LAID_OUT was tested
-        flags |= _PACKED * pieces.packed
+        flags |= _PACKED * pieces.packed | pieces.numbered << _FLAGS
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, numbers=(guess, flags))
 
@@ -795,6 +876,13 @@ def _make_prompt_mask(
     rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
     guesses, flags = rows.columns.numbers
+    if numbered := {flag >> _FLAGS for flag in flags} - {0, whole}:
+        raise ValueError(
+            f"{name}: tokens of one picture see each other, and which tokens these are was given for {min(numbered)} "
+            f"of {whole} tokens: give every rank token_type_ids or mm_token_type_ids of the whole sequence, "
+            'BatchSharder(mesh, seq_dims={"token_type_ids": None}); or apply the style to the language model alone, '
+            f"with cut_inputs_of{see('Pictures among the tokens')}"
+        )
     if any(flag & _MASKED for flag in flags):
         _refuse_partial_padding(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
@@ -856,7 +944,12 @@ def _make_mask_of_new(
     """The mask of tokens that follow a prefilled prompt. No communication: the inputs are equal on all ranks."""
     name, whole = calls.binding.name, past.get_seq_length() + length
     pieces = _parse_mask_function(mask_function, name)
-    crosses = encoder is not None and not pieces.masks and pieces.chunk is None
+    if pieces.blocks:
+        raise NotImplementedError(
+            f"{name}: tokens of one picture see each other, and prefill has run the prompt without pictures: generate "
+            "without context parallelism"
+        )
+    crosses = encoder is not None and pieces.unmasked
     if encoder is not None and crosses:
         whole = encoder.prompt.length
         attention_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
@@ -934,7 +1027,7 @@ def _refuse_partial_padding(
     name: str, attention_mask: torch.Tensor | None, widths: list[int], length: int, whole: int, pieces: _MaskPieces
 ) -> None:
     """Raise for padding that does not cover the whole sequence. The attention checks keys of another sequence."""
-    others = not pieces.masks and pieces.chunk is None and len(set(widths)) == 1 and widths[0] != length
+    others = pieces.unmasked and len(set(widths)) == 1 and widths[0] != length
     if others or all(width == whole for width in widths):
         return
     shape = None if attention_mask is None else tuple(attention_mask.shape)
@@ -948,11 +1041,15 @@ def _build_mask(
     pieces: _MaskPieces, documents: list[tuple[int, ...]] | None, attention_mask: torch.Tensor | None, length: int
 ) -> tuple[Mask, torch.Tensor | None]:
     """The mask, and the padding [B, 1, 1, S] that the mask cannot express."""
-    common: Mask = Full()
-    for mask in pieces.masks:
-        common = common & mask
+    common = reduce(Mask.__and__, pieces.masks, Full())
+    if pieces.blocks:
+        inner = reduce(Mask.__and__, pieces.widened)
+        of_rows = [WithBlocks(inner, blocks, pieces.numbered) if blocks else inner for blocks in pieces.blocks]
+        common = common & _for_rows(of_rows)
     chunk, padding = pieces.chunk, None
     rows: list[Mask] = []
+    if documents is not None and pieces.unpacked:
+        raise NotImplementedError(pieces.unpacked)
     if documents is not None:
         rows = [Documents(lengths if chunk is None else _split_into_chunks(lengths, chunk)) for lengths in documents]
     elif attention_mask is not None:
@@ -971,9 +1068,7 @@ def _build_mask(
             rows = [row & mask for row, mask in zip(rows, chunks, strict=True)] if rows else list(chunks)
     elif chunk is not None:
         rows = [Chunked(chunk)]
-    if rows:
-        common = common & (rows[0] if all(row == rows[0] for row in rows) else PerRow(tuple(rows)))
-    return common, padding
+    return common & _for_rows(rows) if rows else common, padding
 
 
 def _split_into_chunks(lengths: Any, size: int) -> tuple[int, ...]:

@@ -172,6 +172,11 @@ class AttentionCalls(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return multi_head_attention(self._attend, self._name, *args, **kwargs)
+        if func is _ATTENTION:  # of a function of this package: calls that this mode runs do not pass it
+            if compiling:  # torch.compile cannot read the name of a group
+                self.forward_state.functions = True
+            else:
+                self.note_function(args[_ATTENTION_CONFIG].group_name)
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
@@ -324,6 +329,11 @@ class AttentionCalls(TorchFunctionMode):
             out = apply_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
         return out
 
+    def note_function(self, group_name: str) -> None:
+        """Note that a function of this package runs inside, over the ranks of this group."""
+        if group_name == self.unscoped.group_name:
+            self.forward_state.functions = True
+
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
 
@@ -413,6 +423,7 @@ class AttentionCalls(TorchFunctionMode):
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the module. Raises on every rank if its inputs were cut with another layout."""
         self.forward_state.calls, self.forward_state.layer_mask = 0, None
+        self.forward_state.functions = False
         if not torch.compiler.is_dynamo_compiling():
             self.forward_state.running = True
             self.unscoped.group_state.phase = GroupPhase.IDLE
@@ -448,7 +459,7 @@ class AttentionCalls(TorchFunctionMode):
                 error.args = (f"{self._name}{_ASSERTION_FAILED}{see('No attention was called')}",)
             self.unscoped.refuse_call()
             return
-        if attends and not self.forward_state.calls:
+        if attends and not (self.forward_state.calls or self.forward_state.functions):
             if not torch.compiler.is_dynamo_compiling():  # no rank waits for a trace
                 self.unscoped.refuse_call()
             raise NotImplementedError(
@@ -496,6 +507,8 @@ never_compile_alone(AttentionCalls._attend, nor_what_it_calls=True)
 # After a graph break torch.compile would compile these functions at each step, because they read changing state.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
+
+_ATTENTION, _ATTENTION_CONFIG = torch.ops.cp_styles.attention.default, 6  # the place of its argument ``config``
 
 # Functions that would otherwise run on the local shard. MAXIMUM runs over all ranks, the rest is refused.
 _REFUSED_FUNCTIONS = {*fast_path_attention(), *MAXIMUM}

@@ -7,7 +7,7 @@ plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`. An arbitrar
 """
 
 from cp_styles.mask.algebra import Full, Mask, PerRow
-from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow
+from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow, WithBlocks
 from cp_styles.mask.dense import Dense
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "PerRow",
     "PrefixLM",
     "SlidingWindow",
+    "WithBlocks",
 ]

@@ -228,3 +228,40 @@ class Documents(Mask):
     def breaks(self, length: int) -> torch.Tensor:
         starts, ends, *prefixes = self._tables.host
         return torch.cat((ends, starts + prefixes[0])) if prefixes else ends
+
+
+@dataclass(frozen=True)
+class WithBlocks(Mask):
+    """The keys of ``inner``, and all keys of the query's own block: the tokens of one picture see each other.
+
+    Attributes:
+        inner: a mask whose intervals contain the query's own position, or no key.
+        blocks: the first and the one-past-last position of each block, in order. At least one block.
+        tokens: the length of the whole sequence.
+
+    Example::
+
+        first, stop = WithBlocks(Causal(), ((2, 5),), 8).bounds(torch.tensor([1, 3]))
+        assert stop.tolist() == [2, 5]  # position 3 also attends to the key behind it, 4
+    """
+
+    inner: Mask
+    blocks: tuple[tuple[int, int], ...]
+    tokens: int
+    _tables: DeviceTables = field(init=False, compare=False, repr=False)  # starts and ends
+
+    def __post_init__(self) -> None:
+        starts, ends = torch.tensor(self.blocks, dtype=torch.int64, device="cpu").T.contiguous()
+        object.__setattr__(self, "_tables", DeviceTables(starts, ends))
+
+    @property
+    def length(self) -> int:
+        return self.tokens
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (first, stop), (starts, ends) = self.inner.bounds(q_positions_L), self._tables.on(q_positions_L.device)
+        at = torch.searchsorted(starts, q_positions_L, right=True).sub(1).clamp(min=0)
+        start, end = starts[at], ends[at]
+        inside, sees = (start <= q_positions_L) & (q_positions_L < end), first < stop
+        wider = torch.where(sees, start.minimum(first), start), torch.where(sees, end.maximum(stop), end)
+        return torch.where(inside, wider[0], first), torch.where(inside, wider[1], stop)

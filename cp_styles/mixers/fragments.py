@@ -231,8 +231,10 @@ class CutSequence:
                 raise problem
 
         masked = find_documents(scope.mask) if scope is not None and documents is None else documents
-        around = [mode.unscoped for mode in function_modes() if isinstance(mode, AttentionCalls)]
-        default = around[-1].layout if around and around[-1].group == group else head_tail
+        around = [mode for mode in function_modes() if isinstance(mode, AttentionCalls)]
+        for mode in around:
+            mode.note_function(group.group_name)
+        default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
         for check in state.get_or_create(RankChecks):

@@ -28,6 +28,7 @@ from cp_styles.mask import Mask
 from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
+from cp_styles.styles.counted_positions import hand_over_positions
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.troubleshooting import see
 
@@ -177,6 +178,7 @@ class ModuleContextParallel(ContextParallelStyle):
         # Leaf modules of torch call no attention, and a model has many. Models share activations of transformers.
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
             run_known_mixers(child)
+            hand_over_positions(child, calls)
             setattr(child, _STATE, state)
             insert_mixin(child, _InterceptedForward, _make_intercepted_members)
         for name, grandchild in children.items():

@@ -126,6 +126,9 @@ def dense(
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         cached = key.shape[2] - query.shape[2]
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(cached)
+    if attention_mask is not None and attention_mask.is_floating_point():  # a model's own, which is added
+        position_bias = attention_mask if position_bias is None else position_bias + attention_mask
+        attention_mask = None
     if indices is not None:  # selected keys
         selected = torch.zeros(*query.shape[::2], key.shape[2], dtype=torch.bool).scatter(-1, indices.long(), True)
         attention_mask = attention_mask & selected[:, None]
@@ -280,9 +283,11 @@ def on_ranks(
     return torch.stack([loss for loss, _ in found]).sum(), found[0][1]
 
 
-def expected(model: nn.Module, inputs: Batch, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def expected(
+    model: nn.Module, inputs: Batch, labels: torch.Tensor, implementation: str = "dense"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     one = copy.deepcopy(model)
-    one.set_attn_implementation("dense")
+    one.set_attn_implementation(implementation)
     return step(one, inputs, labels), gradients(one)
 
 

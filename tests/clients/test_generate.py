@@ -38,6 +38,7 @@ from tests.clients.hugging_face import (
     tokens_of,
     with_rope,
 )
+from tests.clients.sweep import GEMMA4
 from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import at_night, sampled
 from tests.oracle import error
@@ -50,7 +51,7 @@ NEW = {"n_positions": 128, "max_position_embeddings": 128}
 
 
 # Other models have no use for these sizes, but the cache of transformers would.
-WITH_WINDOWS = ("gemma3_text", "mistral", "gemma2", "gpt_oss", "llama4_text")
+WITH_WINDOWS = ("gemma3_text", "mistral", "gemma2", "gpt_oss", "llama4_text", "gemma4_text")
 
 
 def model_of(model_type: str, **changes: Any) -> Any:
@@ -130,6 +131,8 @@ MODELS = {
     "llama4_text": {},  # chunks
     "deepseek_v3": {"head_dim": 4},  # values of another head dim
 }
+if "gemma4_text" in transformers.CONFIG_MAPPING:  # transformers 5.24
+    MODELS["gemma4_text"] = GEMMA4 | {"num_kv_shared_layers": 2}  # keys of earlier layers
 
 
 @sampled(1, model_type=list(MODELS), ranks=[2, 3], padded=[False, True], balancer=[head_tail, contiguous])

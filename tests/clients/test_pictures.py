@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
 import transformers
+import transformers.masking_utils as masking_utils
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.gemma3 import modeling_gemma3
 
 import cp_styles
 from cp_styles import BackboneContextParallel, ModuleContextParallel, contiguous, parallelize_module, sum_gradients
@@ -150,7 +152,9 @@ def by_the_page(kind: str, model: Any, **whole: Any) -> Any:
     return run_ranks(on, 2)[0]
 
 
-KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", *at_night("mistral3", "internvl", "idefics3", "smolvlm", "qwen2_vl")]
+AT_NIGHT = "mistral3", "internvl", "idefics3", "smolvlm", "qwen2_vl"
+with_blocks = pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="transformers 5.24")
+KINDS = ["llava", "qwen2_5_vl", "qwen3_vl", pytest.param("gemma3", marks=with_blocks), *at_night(*AT_NIGHT)]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *at_night("qwen3_vl_moe")])
@@ -173,18 +177,12 @@ def test_padding(kind: str):
     assert largest_error(found, wanted(model, tokens, labels, pictures)) < EXACT
 
 
-def test_images_that_see_each_other():
-    """Gemma 3 makes its masks outside of its language model: the error asks for them, by kind of layer."""
+def test_masks_that_are_ready():
+    """By kind of layer, as the error for masks of another form asks for them."""
     model, tokens, labels, pictures = case("gemma3")
-    with pytest.raises(RankError, match=MASKS) as found:
-        by_the_page("gemma3", model, tokens=tokens, labels=labels, pictures=pictures)
-    assert found.value.errors.keys() == {0, 1}
     given = pictures | {"attention_mask": gemma3_masks(pictures["token_type_ids"])}
     exact = by_the_page("gemma3", model, tokens=tokens, labels=labels, pictures=given)
     assert largest_error(exact, wanted(model, tokens, labels, pictures)) < EXACT
-
-
-MASKS = r"attention_mask as a dict .* \['full_attention', 'sliding_attention'\], the mask & \(query - key < 5\)"
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -250,6 +248,8 @@ TOWERS = {
     "vit": (transformers.AutoModelForImageClassification, SIGHT | {"num_labels": 3}),
     "dinov2": (transformers.AutoModel, SIGHT),
     "dinov2_with_registers": (transformers.AutoModel, SIGHT | {"num_register_tokens": 3}),
+    # As many patches as a half has tokens; without the positions that are random in training.
+    "dinov3_vit": (transformers.AutoModel, SIGHT | {"num_register_tokens": 15, "pos_embed_rescale": None}),
     "siglip_vision_model": (transformers.AutoModel, SIGHT),
     "clip": (transformers.AutoModel, BOTH | {"projection_dim": 16}),
     "siglip": (transformers.AutoModel, BOTH),
@@ -272,10 +272,10 @@ def loss_of_tower(outputs: Any) -> torch.Tensor:
     return sum((outputs[name] ** 2).sum() for name in names if name in outputs)
 
 
-@pytest.mark.parametrize("kind", ["vit", "dinov2_with_registers", "clip", "siglip", *at_night("dinov2")])
+@pytest.mark.parametrize("kind", ["vit", "dinov2_with_registers", "dinov3_vit", "clip", "siglip", *at_night("dinov2")])
 @pytest.mark.parametrize("ranks", [2, *at_night(3)])
 def test_towers_by_one_line(kind: str, ranks: int):
-    """The lines of the page, which the error names: 17 tokens, 20 with registers."""
+    """The lines of the page, which the error names: 17 tokens, 20 or 32 with registers."""
     model, batch = tower(kind)
     whole = copy.deepcopy(model)
     with StayDouble():
@@ -349,28 +349,31 @@ def test_a_text_tower_is_no_language_model(kind: str):
     run_ranks(on, 2)
 
 
-def test_images_that_see_each_other_under_a_style_on_the_whole_model():
-    """Embeddings that the program has made and cut itself."""
+@with_blocks
+def test_masks_that_are_ready_under_a_style_on_the_whole_model(monkeypatch: pytest.MonkeyPatch):
+    """Embeddings that the program has made and cut itself; one block has a gap, which is no interval of keys."""
     model = case("gemma3")[0].eval()
     embeddings, labels, kinds = randn(0, BATCH, LENGTH, 32), labels_of(tokens_of()), torch.zeros(BATCH, LENGTH).long()
     kinds[0, 3:11] = kinds[1, 2:5] = kinds[1, 9:18] = 1
-    one = {"inputs_embeds": embeddings, "position_ids": positions_of(), "token_type_ids": kinds}
-    exact = expected(model, one, labels)
-    masks = gemma3_masks(kinds)
+    one, masks = {"inputs_embeds": embeddings, "position_ids": positions_of()}, gemma3_masks(kinds)
+    exact = expected(model, one | {"token_type_ids": kinds}, labels)
+    monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", lambda kinds, device: kinds - 1)
 
     def on(rank: int, remedy: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
         parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))
         cut = contiguous(LENGTH, 2)
-        part = {name: cut.shard(x, 1, rank) for name, x in one.items()}
+        part = {name: cut.shard(x, 1, rank) for name, x in one.items()} | {"token_type_ids": kinds}
         if remedy:
             part["attention_mask"] = masks
         loss = step(mine, part, cut.shard(labels, 1, rank))
         sum_gradients(mine, mesh)
         return loss, gradients(mine)
 
-    with pytest.raises(RankError, match=MASKS):
+    words = r"has a gap.*attention_mask as a dict .* \['full_attention', 'sliding_attention'\], .* \(query - key < 5\)"
+    with pytest.raises(RankError, match=words) as error:
         run_ranks(on, 2, False)
+    assert error.value.errors.keys() == {0, 1}
     (loss, grads), (other, _) = run_ranks(on, 2, True)
     assert largest_error((loss + other, grads), exact) < EXACT

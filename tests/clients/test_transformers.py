@@ -39,6 +39,7 @@ from cp_styles.integrations.transformers import position_ids_of, prefill
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
+from tests.clients import sweep
 from tests.clients.hugging_face import (
     BATCH,
     CACHE,
@@ -127,6 +128,33 @@ def test_refused(model_type: str):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
 
 
+BY_SWEEP_AT_NIGHT = ["cohere_compass_text", "dbrx", "emu3", "gemma3n_text", "lfm2_moe", "mllama", "phi4_multimodal"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        ("masked", "neomme"),  # each layer has a window of its own, or none
+        ("masked", "roberta"),  # positions after that of padding
+        ("seq2seq", "t5gemma"),
+        ("causal", "bigbird_pegasus"),
+        *(pytest.param("causal", name, marks=pytest.mark.nightly) for name in BY_SWEEP_AT_NIGHT),
+    ],
+)
+def test_types_of_the_sweep(kind: str, model_type: str):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers 5.24")
+    state, details = judged(kind, model_type, training=False)
+    assert state == "exact, proved", details
+
+
+def test_a_type_that_the_sweep_does_not_make(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Fails the command, unless there is a reason."""
+    monkeypatch.setattr(sweep, "OWN", sweep.OWN | {"llama": {"head_dim": -1}})
+    assert sweep.main(["llama", "reformer"]) == 1
+    assert "left out       attention by hashes" in capsys.readouterr().out
+
+
 @with_indexers
 @pytest.mark.parametrize("padding", ["none", "left", "with holes"])
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", *at_night("axk2", "hy_v4")])
@@ -204,24 +232,49 @@ def test_one_token_on_each_rank(implementation: str):
             on_ranks(model, inputs, labels, ranks=3, implementation=implementation)
 
 
-def hooked(model: torch.nn.Module) -> Any:
-    """As the page on troubleshooting says, for models that take no positions themselves."""
-
-    page = (Path(__file__).parents[2] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(r"<!-- example: positions by a hook -->\n```python\n(.*?)```", page, re.DOTALL)
-
-    def call(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        exec(code, {"model": model, "batch": SimpleNamespace(positions=position_ids[0])})
-        return model(input_ids=input_ids)
-
-    return call
+COUNTING = ["bart", "marian", *at_night("mbart", "plbart", "pegasus", "blenderbot", "blenderbot-small")]
 
 
-@pytest.mark.parametrize("model_type", ["bart", "marian", *at_night("mbart", "plbart", "pegasus", "blenderbot")])
-def test_positions_by_a_hook(model_type: str):
-    model, tokens = tiny(causal_lm, config_of(model_type)), tokens_of()
-    found = on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens), how=hooked)
-    assert largest_error(found, expected(model, {"input_ids": tokens}, labels_of(tokens))) < EXACT
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+@pytest.mark.parametrize("model_type", COUNTING)
+def test_models_that_count_their_tokens(kind: str, model_type: str):
+    """Their tables get the positions of tokens that a layout has cut, here of an encoder's and a decoder's."""
+    model, tokens = tiny(partial(made, kind, model_type), config_of(model_type)), tokens_of()
+    inputs, ranks = {"input_ids": tokens}, 2 if kind == "causal" else 3
+    if kind == "seq2seq":  # as many on a rank, of another length
+        inputs = {"input_ids": tokens_of(LENGTH - 1, seed=1), "decoder_input_ids": tokens}
+    found = on_ranks(model, inputs, labels_of(tokens), ranks=ranks)
+    assert largest_error(found, expected(model, inputs, labels_of(tokens))) < EXACT
+
+
+def test_positions_of_a_model_that_counts_its_tokens():
+    """A hook of the user's knows better. Of tokens that no layout has cut, nothing is known."""
+    model, tokens = tiny(causal_lm, config_of("bart")), tokens_of()
+    labels, packed = labels_of(tokens), torch.cat((torch.arange(8), torch.arange(LENGTH - 8)))
+
+    def by_hand(mine: Any) -> Any:
+        table = mine.model.decoder.embed_positions
+
+        def call(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            handle = table.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, kwargs | {"position_ids": position_ids[0]}),
+                with_kwargs=True,
+                prepend=True,
+            )
+            with handle:
+                return mine(input_ids=input_ids)
+
+        return call
+
+    inputs = {"input_ids": tokens, "position_ids": packed.expand(BATCH, -1)}
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    wanted = step(one, inputs, labels, by_hand), gradients(one)
+    assert largest_error(on_ranks(model, inputs, labels, how=by_hand), wanted) < EXACT
+    unmarked = on_ranks(
+        model, {"input_ids": tokens}, labels, how=lambda mine: lambda input_ids: mine(input_ids.clone())
+    )
+    assert largest_error(unmarked, expected(model, {"input_ids": tokens}, labels)) > 1e-3
 
 
 def test_falcon_with_a_whole_mask():

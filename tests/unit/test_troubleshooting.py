@@ -55,7 +55,7 @@ REMEDIES = {
     "Dropout that is no module": "ranks/mixers/test_randomness.py: dropout",
     "A BlockMask of another length": "ranks/flex/test_flex.py: inside_a_module",
     "A learned attention bias": "ranks/flex/test_flex_compiled.py: a_compiled_model",
-    "Positions that count from 0": "clients/test_transformers.py: positions_by_a_hook",
+    "Positions that count from 0": "clients/test_transformers.py: models_that_count_their_tokens",
     "Positions after the position of padding": "clients/test_transformers.py: positions_after_that_of_padding",
     "Pictures among the tokens": "clients/test_pictures.py: the_example_of_the_page",
     "Labels inside a model": "ranks/doors/test_batch_sharder.py: a_step_is_that_of_one_process",

@@ -252,12 +252,12 @@ POSITIONS = torch.arange(LENGTH).unsqueeze(0)
 POSITIONED = Positioned().double()
 
 
-def call(**changes) -> Any:
+def call(of: nn.Module | None = None, **changes) -> Any:
     """A model that is given this rank's positions, and what else ``changes`` say; None for left out."""
 
     def act(rank: int, layout=contiguous, scope=None, **options):
         cut = layout(LENGTH, RANKS)
-        mine = copy.deepcopy(POSITIONED)
+        mine = copy.deepcopy(POSITIONED if of is None else of)
         parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(**options))
         given = {"position_ids": cut.positions(rank).unsqueeze(0)} | changes
         given = {name: value for name, value in given.items() if value is not None}
@@ -283,6 +283,30 @@ def test_positions():
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
     run_ranks(lambda rank: local(rank, checks=Checks(inputs=False)), RANKS)
+
+
+class OfPatches(Positioned):
+    """As Gemma 4 and LUKE are called: with positions of other things than the tokens."""
+
+    def forward(
+        self,
+        x,
+        position_ids=None,
+        image_position_ids=None,
+        video_position_ids=None,
+        pixel_position_ids=None,
+        entity_position_ids=None,
+        visual_pos_masks=None,
+    ):
+        return super().forward(x, position_ids)
+
+
+def test_positions_of_other_things_than_tokens():
+    model, names = OfPatches().double(), list(inspect.signature(OfPatches.forward).parameters)[3:]
+    run_ranks(call(of=model), RANKS)
+    from_0 = POSITIONS[:, : LENGTH // RANKS]
+    run_ranks(call(of=model, **dict.fromkeys(names, from_0)), RANKS)
+    assert "OfPatches takes position_ids and was given none" in errors_of(call(of=model, position_ids=None))
 
 
 def test_labels():

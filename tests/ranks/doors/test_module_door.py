@@ -9,19 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles import context_attention
 from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
+from cp_styles.decoding import KVCache, context_decode
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import head_tail
+from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Full
+from cp_styles.mixers import context_roll
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
+from tests.doors import door
 from tests.oracle import dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import RANKS, Scene, refusals
 
 WIDTH, HEADS, KV_HEADS, LENGTH = 12, 4, 2, 13
@@ -235,6 +240,56 @@ def test_names_and_classes(mesh, rank):
     assert repr(model) == repr(plain)
     plain.load_state_dict(model.state_dict())
     model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", ["function", "latents", "flex", "score_mod", "varlen"])
+@on_every_rank(RANKS)
+def test_functions_alone(name: str, rank: int, mesh):
+    """A model whose attention calls functions of the package has the style, and its checks."""
+    attend = door(name, mesh, length=LENGTH)
+    check(styled(Model(attends=[lambda *qkv, **_: attend(*qkv)] * 2), mesh), mesh, rank)
+
+
+@on_every_rank(RANKS)
+def test_a_function_alone_in_a_graph(rank: int, mesh):
+    attend = door("function", mesh)
+    model = styled(Model(attends=[lambda *qkv, **_: attend(*qkv)] * 2), mesh)
+    model.compile(backend="eager", fullgraph=True)
+    check(model, mesh, rank)
+
+
+@pytest.mark.parametrize("over", ["the ranks", "others"])
+@pytest.mark.parametrize("what", ["attention", "decoding", "a mixer"])
+def test_other_functions_alone(what: str, over: str):
+    """They count if they run over the ranks of the style."""
+
+    def act(mesh, layout, m, q, k, v):
+        if what == "a mixer":
+            return context_roll(q, 1, 2, mesh, layout=layout)
+        if what == "decoding":
+            return context_decode(torch.ones_like(q[:, :, :1]), KVCache(mesh, layout, k, v))
+        return context_attention(q, k, v, mesh, layout=layout)
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("cp", "other"))
+        layout = head_tail(LENGTH, RANKS)
+        parts = [layout.shard(randn(seed, 1, 2, LENGTH, 4), 2, rank) for seed in range(3)]
+        mine, cut = mesh["cp"], layout
+        if over == "others":
+            mine, cut = mesh["other"], contiguous(parts[0].shape[2], 1)
+            parts = [x.clone() for x in parts]
+        model = styled(Holder(partial(act, mine, cut)), mesh["cp"])
+        with torch.no_grad():
+            model(*parts)
+            model.act = lambda m, q, k, v: q
+            with pytest.raises(NotImplementedError, match="no scaled_dot_product_attention was called inside"):
+                model(*parts)
+
+    errors = run_ranks(on, RANKS, return_errors=True)
+    if over == "the ranks":
+        assert errors == [None] * RANKS
+    else:
+        assert all("no scaled_dot_product_attention was called inside" in str(error) for error in errors)
 
 
 # -- what raises --
