@@ -184,8 +184,12 @@ def _without_variables(trace: TracebackType | None) -> TracebackType | None:
     entries = [(entry.f_code, line) for entry, line in traceback.walk_tb(trace)]
     copied = None
     for code, line in reversed(entries):
-        names = {"co_filename": code.co_filename, "co_name": code.co_name, "co_qualname": code.co_qualname}
-        stub = _generator_of_nothing.__code__.replace(co_firstlineno=code.co_firstlineno, **names)
+        stub = _generator_of_nothing.__code__.replace(
+            co_filename=code.co_filename,
+            co_name=code.co_name,
+            co_qualname=code.co_qualname,
+            co_firstlineno=code.co_firstlineno,
+        )
         # The frame of a generator that has not begun: unlike a frame that has run, it does not hold its caller's frame.
         copied = TracebackType(copied, FunctionType(stub, {})().gi_frame, -1, line)
     return copied
