@@ -221,6 +221,7 @@ class Backbone:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         copied = memo[id(self)] = copy.copy(self)
+        copied._proof, copied.running, copied._backwards = copy.deepcopy(self._proof, memo), False, 0
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import zlib
@@ -162,6 +163,13 @@ class Binding:
                 f"hold {length} together; {remedy}{see('A layout of another length')}"
             )
         return self.layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """The binding of a copied module. Its state, its model and the parameters that may differ are of the copy."""
+        checks = replace(self.checks, local=copy.deepcopy(self.checks.local, memo))
+        model = copy.deepcopy(self.model, memo)
+        copied = memo[id(self)] = replace(self, forward_state=ForwardState(), checks=checks, model=model)
+        return copied
 
     def resolve(self) -> tuple[Binding, None]:
         """This binding without a scope, like :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`."""

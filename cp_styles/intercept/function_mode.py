@@ -34,7 +34,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
-from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
@@ -93,35 +93,31 @@ class AttentionCalls(TorchFunctionMode):
         scoped: ScopedBinding,
         name: str,
         sink: tuple[nn.Module, str] | None = None,
-        forward_state: ForwardState | None = None,
         *,
         joint: JointLayout | None = None,
     ) -> None:
         """``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
-        ``forward_state`` counts the calls. With ``joint``, some tokens are whole on every rank.
+        With ``joint``, some tokens are whole on every rank.
         """
         super().__init__()
         self._name = name
         self._joint, self._joint_calls, self._scoped = joint, 0, scoped
         self._sink = sink
-        # The state of the binding by default, so that ranks can compare the number of their calls.
-        self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
+        self.forward_state = scoped.unscoped.forward_state
         self._in_graph = make_graph_config(scoped)
         self._entries: list[_ModeEntry] = []
         # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        forward_state = copy.deepcopy(self.forward_state, memo)
-        copied = memo[id(self)] = AttentionCalls(
-            self._scoped, self._name, forward_state=forward_state, joint=self._joint
-        )
+        # Not of the class of the mode: a block has modes of its own.
+        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self._scoped, memo), self._name, joint=self._joint)
         copied._sink = copy.deepcopy(self._sink, memo)
         return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), self.forward_state, joint=self._joint)
+        return AttentionCalls(self._scoped, self._name, (module, parameter), joint=self._joint)
 
     @staticmethod
     def current() -> AttentionCalls | None:

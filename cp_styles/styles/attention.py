@@ -223,9 +223,9 @@ class CoreState:
         self._hook_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
-        # Copying a module copies its hooks and this state. The copied state shares the mesh and the binding.
+        # Copying a module copies its hooks and this state. The copied state shares the mesh.
         module = copy.deepcopy(self.module, memo)
-        copied = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
+        copied = memo[id(self)] = CoreState(self.style, module, self._boundary, copy.deepcopy(self._binding, memo))
         copied._holds_parameters = self._holds_parameters  # the parameters of the module are copied later
         return copied
 
