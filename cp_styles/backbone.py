@@ -35,6 +35,7 @@ from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
+from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.decoding import find_cache
 from cp_styles.engine.binding import Binding
@@ -234,6 +235,7 @@ class Backbone:
         axis, group = axis_and_group(self.name, self.axis)
         if group.size() == 1 or graph_task_id() >= 0:
             return
+        state_of(group).phase = GroupPhase.IDLE
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 

@@ -313,6 +313,21 @@ decoding: room for new tokens counts as keys | ranks/doors/test_decode.py
 engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_half_way.py -k 'stand_still or goes_on'
     abort_group | end_connections(gloo)
     becomes | pass
+style: an error behind the first attention is not told | ranks/engine/test_turns.py -k core
+    CoreState._handle_failure | isinstance(failure, Exception)
+    becomes | isinstance(failure, Exception) and not self.calls.forward_state.calls
+agreement: a rank that has heard of an error tells it again | ranks/engine/test_turns.py -k backbone
+    _StartedMeeting.__call__ | state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
+    becomes | pass
+copies: the state of forwards is the model's | ranks/doors/test_copies.py
+    ScopedBinding.__deepcopy__ | copy.deepcopy(self._binding, memo)
+    becomes | self._binding
+copies: the proof is the model's | ranks/doors/test_copies.py
+    Binding.__deepcopy__ | , model=model
+    becomes nothing
+copies: positions wait for the model's next look | ranks/doors/test_copies.py -k positions
+    PositionCheck.__deepcopy__ | copied._forwards = 0
+    becomes | pass
 mixing layers: a recurrence is called on a part | ranks/doors/test_guards.py -k 'mixes or local'
     refuse_mixing_layers | isinstance(layer, _MIXING) and
     becomes | False and

@@ -231,10 +231,13 @@ class _StartedMeeting:
         if self.problem is None and rows.equal:
             return rows
         reasons = self._gather_reasons(rows)
+        state, phase = state_of(self.group), state_of(self.group).phase
+        state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
         if self.problem is not None:
             raise self.problem
         _raise_if_refused(rows, self.name, self.axis, reasons)
         _raise_if_at_different_calls(rows, self.name, self.axis, self.path)
+        state.phase = phase
         return rows
 
     def _gather_reasons(self, rows: StatusRows) -> str:
@@ -411,6 +414,7 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
     values = ", ".join(f"rank {rank}: {texts.get(fact)}" for rank, texts in enumerate(ranks[:_MAX_RANKS_SHOWN]))
     if not fact:
         fact, values = f"one of {', '.join(names)}", "their texts are equal"
+    state_of(group).phase = GroupPhase.TOGETHER
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} disagree on {fact}: ranks {odd} differ from rank 0 ({values})"
         f"{advice}{see('Ranks that disagree')}"
