@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -466,7 +467,8 @@ class _AttentionAgreement(CheckedCall):
             for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
                 check.judge(numbers, self)
         state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
-        state.forward_open = state.forward_open or graph_task_id() < 0
+        if graph_task_id() < 0:
+            state.forward_open, state.thread = True, threading.get_ident()
         state.operations.forwards += binding.group.size() > 1
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
