@@ -41,7 +41,7 @@ from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
-from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
+from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
 from cp_styles.introspect import input_names
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
@@ -219,11 +219,13 @@ class AttentionCalls(TorchFunctionMode):
                 refuse_dropout(self._name, dropout_p)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
-            if attn_mask is not None and self._joint is None and not compiling:
-                refuse_joined_keys(self._name, query, key)
             self.check_call()
 
         tensors = query, key, value
+        if not compiling:
+            # A recomputation has no arguments of the module. Its first run was looked at.
+            masks_keys = attn_mask is not None and self._joint is None and graph_task_id() < 0
+            self.forward_state.sequences = self.list_sequences() if masks_keys else None
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         sink = None if self._sink is None else getattr(*self._sink)
         options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
@@ -365,6 +367,10 @@ class AttentionCalls(TorchFunctionMode):
             f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
             "them, or cut all tokens"
         )
+
+    def list_sequences(self) -> tuple[int, ...]:
+        """The lengths of the sequences of which a layout has cut an argument of the module."""
+        return tuple(sorted({cut.length for _, cut in self.forward_state.cuts}))
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
