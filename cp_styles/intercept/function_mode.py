@@ -101,7 +101,8 @@ class AttentionCalls(TorchFunctionMode):
         """
         super().__init__()
         self._name = name
-        self._joint, self._joint_calls, self._scoped = joint, 0, scoped
+        self._joint, self._scoped = joint, scoped
+        self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
         self.forward_state = scoped.unscoped.forward_state
         self._in_graph = make_graph_config(scoped)
@@ -231,9 +232,11 @@ class AttentionCalls(TorchFunctionMode):
         options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
         if self._joint is not None:
             share = partial(attend, self._scoped, **options)
-            self._joint_calls += 1
-            is_power_of_2, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
-            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=is_power_of_2)
+            given = [x for x in tensors if isinstance(x, torch.Tensor)]
+            trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
+            self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
+            options = {"refuse": refuse, "look": number & (number - 1) == 0}  # a power of 2
+            return attend_jointly(self._joint, self._name, self.unscoped.group, tensors, share, **options)
         out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
