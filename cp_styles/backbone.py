@@ -541,8 +541,10 @@ class _Region:
         if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():  # in no checkpoint
             return
         for owner, attribute in running_reruns():
-            fn = None if attribute is None else getattr(owner, attribute)
-            if attribute is not None and not (isinstance(fn, _WithLength) and fn.region is self):
+            if attribute is None:
+                continue
+            fn: Any = getattr(owner, attribute)
+            if not (isinstance(fn, _WithLength) and fn.region is self):
                 setattr(owner, attribute, _WithLength(fn, self, self.length))
 
     def _keep_part(self, part: torch.Tensor, dim: int) -> None:
