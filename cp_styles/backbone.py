@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,6 +23,8 @@ from cp_styles._compat import (
     hooks_in_order,
     module_of_plan,
     replaces_mean_of_fsdp,
+    running_reruns,
+    saved_tensors_hooks_on_top,
     tree_leaves,
     tree_map_only,
     uncompiled,
@@ -35,6 +37,7 @@ from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
+from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.decoding import find_cache
 from cp_styles.device_copies import tensor_on
@@ -227,6 +230,7 @@ class Backbone:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         copied = memo[id(self)] = copy.copy(self)
+        copied._proof, copied.running, copied._backwards = copy.deepcopy(self._proof, memo), False, 0
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 
@@ -239,6 +243,7 @@ class Backbone:
         axis, group = axis_and_group(self.name, self.axis)
         if group.size() == 1 or graph_task_id() >= 0:
             return
+        state_of(group).phase = GroupPhase.IDLE
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 
@@ -403,13 +408,13 @@ class _Region:
     Attributes:
         path: the path of the list.
         ran, open: in this forward the last block has run; the first block has run, and the last one has not.
-        lengths: the length of the whole sequence, by the length of this rank's part.
+        length: the length of the whole sequence in the latest forward; while a checkpoint recomputes, in its forward.
     """
 
     def __init__(self, backbone: Backbone, path: str, blocks: Sequence[nn.Module]) -> None:
         self.path, self._backbone, self.blocks = path, backbone, list(blocks)
         self.ran = self.open = False
-        self.lengths: dict[int, int] = {}
+        self.length: int | None = None
         self._parts: list[tuple[ref[torch.Tensor], int]] = []
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         # Hooks that run in front of the hooks of the style, and behind them.
@@ -431,7 +436,7 @@ class _Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
         copied = memo[id(self)] = copy.copy(self)
         copied.begin()
-        copied.lengths, copied._backbone = {}, copy.deepcopy(self._backbone, memo)
+        copied._backbone = copy.deepcopy(self._backbone, memo)
         copied.blocks = copy.deepcopy(self.blocks, memo)
         return copied
 
@@ -456,22 +461,24 @@ class _Region:
                 f"{backbone.name}: {self.path} runs outside of a call of the model, whose outputs alone get the right "
                 "gradients: call the model, model(...), or apply the style to the module that is called"
             )
-        length = hidden.shape[dim] if first else self.lengths.get(hidden.shape[dim])
-        if length is None or not (first or recomputed or self.open):
+        length = hidden.shape[dim] if first else self.length
+        layout = None if length is None else binding.layout_for(length)
+        is_part = layout is not None and hidden.shape[dim] == layout.lengths[rank] and (recomputed or self.open)
+        if layout is None or not (first or is_part):
             raise NotImplementedError(
                 f"{backbone.name}: {self.path} runs a block on {hidden.shape[dim]} tokens, which are no part that its "
                 "first block was given. Name lists of blocks that all run in turn and keep the number of tokens, "
                 f'blocks=("stages.0.blocks", "stages.1.blocks"){see("Blocks that do not run in turn")}'
             )
-        layout = binding.layout_for(length)
         if min(layout.lengths) < 2:  # models of transformers take a single query for a new token, without a causal mask
             raise ValueError(
                 f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks, each of which needs two: take "
                 "fewer ranks, or longer sequences"
             )
         if first:
-            self.lengths[layout.lengths[rank]] = length
-            self.open = not recomputed
+            self.length, self.open = length, not recomputed
+        if not recomputed:
+            self._wrap_checkpoints()
 
         def cut(name: str, x: torch.Tensor) -> torch.Tensor:
             if x.numel() == 1:
@@ -516,7 +523,8 @@ class _Region:
             return None
         first, *rest = output if isinstance(output, tuple) else (output,)
         dim = self._backbone.seq_dims.get(next(iter(input_names(block)), ""), 1) or 0
-        if not isinstance(first, torch.Tensor) or first.ndim <= dim or first.shape[dim] not in self.lengths:
+        own = 0 if self.length is None else self._binding.layout_for(self.length).lengths[self._binding.group.rank()]
+        if not isinstance(first, torch.Tensor) or first.ndim <= dim or first.shape[dim] != own:
             raise TypeError(
                 f"{self._backbone.name}: a block of {self.path} returns {type(output).__name__}, and must return "
                 "hidden states of as many tokens as it is given, alone or first in a tuple: name other modules in "
@@ -531,9 +539,22 @@ class _Region:
 
     def _gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole tensor of the ranks' parts. The gradients of the ranks are summed."""
-        layout = self._binding.layout_for(self.lengths[part.shape[dim]])
+        assert self.length is not None
+        layout = self._binding.layout_for(self.length)
         options: Any = {"layout": layout, "checks": self._binding.checks}
         return gather_parts(part, dim, self._backbone.axis, reduce_gradients=True, **options)[0]
+
+    def _wrap_checkpoints(self) -> None:
+        """Make the checkpoints around the present call recompute with the length of this forward."""
+        # Another forward may come before the backward, and its sequence may give this rank as many tokens.
+        if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():  # in no checkpoint
+            return
+        for owner, attribute in running_reruns():
+            if attribute is None:
+                continue
+            fn: Any = getattr(owner, attribute)
+            if not (isinstance(fn, _WithLength) and fn.region is self):
+                setattr(owner, attribute, _WithLength(fn, self, self.length))
 
     def _keep_part(self, part: torch.Tensor, dim: int) -> None:
         if graph_task_id() < 0:
@@ -544,6 +565,22 @@ class _Region:
         calls = calls_in(self.blocks[0])
         assert calls is not None
         return calls.binding
+
+
+@dataclass(frozen=True)
+class _WithLength:
+    """A function that a checkpoint recomputes, with the ``length`` that its region had in its forward."""
+
+    fn: Callable[..., Any]
+    region: _Region
+    length: int | None
+
+    def __call__(self, *args: Any) -> Any:
+        latest, self.region.length = self.region.length, self.length
+        try:
+            return self.fn(*args)
+        finally:
+            self.region.length = latest
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

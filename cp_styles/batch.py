@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._compat import meshes_of_fsdp
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world, states_here
 from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
@@ -417,8 +417,8 @@ class Losses:
 def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     averaging: list[Average] = []
-    for other, state in states():
-        if state.training and is_of_this_world(other) and ranks.issuperset(dist.get_process_group_ranks(other)):
+    for other, state in states_here(group):
+        if state.training and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
                 model = proof.model()

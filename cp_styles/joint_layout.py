@@ -46,12 +46,13 @@ class JointLayout:
         rest: the layout of the remaining tokens, or its balancer. Inputs are cut with it.
 
     Communication, in addition to the attention: an all-gather of the result of the text, T H D numbers. Each rank sends
-    its share P - 1 times. And one all-gather of 8 numbers, by which the ranks check that the text is the same.
+    its share P - 1 times. And one all-gather of 21 numbers, by which the ranks check that the text is the same, and the
+    rest is not.
     Backward: a reduce-scatter of the text.
 
     Raises:
         ValueError: no token is replicated, or a number is negative; at a call, on every rank, if the text is not the
-            same on all ranks.
+            same on all ranks, or the rest is.
         TypeError: ``rest`` is neither a layout nor a balancer.
 
     Example::
@@ -122,7 +123,7 @@ def attend_jointly(
 ) -> torch.Tensor:
     """Call ``attend`` with each rank's share of ``tensors``. ``refuse`` raises for errors that only this rank may see.
 
-    ``look``: compare the replicated tokens of the ranks. On a GPU the host waits for them.
+    ``look``: compare the tokens of the ranks. On a GPU the host waits for them.
     """
     if is_traced():
         raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
@@ -143,7 +144,7 @@ def attend_jointly(
 
     out, *_ = attend(shares, refuse=raise_problem)
     if look and ranks > 1:  # after the attention, whose agreement has found that no rank has a problem
-        _refuse_different_text(joint, name, tensors[1].detach(), group)
+        _compare_tokens(joint, name, tensors[1].detach(), group)
     with Operation(group):
         return joint.whole(out, group)
 
@@ -176,17 +177,38 @@ def _token_range(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int,
     return begin + start, begin + stop
 
 
-def _refuse_different_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raise, on every rank, if the replicated tokens differ between ranks. 8 numbers of keys are compared."""
-    at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
+_NUMBERS = 21  # of keys: 4 of each of two rows of the text and of three rows of the rest, and the length of the rest
+
+
+def _compare_tokens(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raise, on every rank, if the replicated tokens differ between ranks, or the remaining ones do not."""
+    length, rest = k_BHLD.shape[2], k_BHLD.shape[2] - joint.prefix - joint.suffix
+    at = [0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1]
+    at += [joint.prefix + place for place in (0, rest // 2, rest - 1)] if rest else []
     with collective(group, name):
-        row_8 = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
-        sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
-        row_8[: sample.numel()] = sample  # fewer numbers if the batch is empty or D is below 4
-        parts_P8 = row_8.new_empty(group.size(), 8)
-        dist.all_gather(list(parts_P8.unbind()), row_8, group=group)
+        row_N = torch.zeros(_NUMBERS, dtype=torch.float64, device=k_BHLD.device)
+        sample = k_BHLD[:1, 0, (torch.tensor(at, device="cpu") % length).to(k_BHLD.device), :4].flatten()
+        row_N[: sample.numel()] = sample  # fewer numbers if the batch is empty or D is below 4
+        row_N[-1] = rest
+        parts_PN = row_N.new_empty(group.size(), _NUMBERS)
+        dist.all_gather(list(parts_PN.unbind()), row_N, group=group)
+    width = min(k_BHLD.shape[3], 4)
+    text_PN, rest_PN = parts_PN[:, : 2 * width], parts_PN[:, 2 * width :]
+    rows_3D = rest_PN[0, : 3 * width].view(3, width)
     # Ranks may round differently, so 5 % are allowed. Keys of different tokens differ by more.
-    if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
+    differs = (text_PN - text_PN[:1]).abs().amax() > 0.05 * text_PN.abs().amax()
+    # Equal tokens, as in a warm-up, are right on all ranks. Lengths that differ do so by 1 at least.
+    size = rest_PN[:, :-1].abs().amax().clamp(max=50)
+    uncut = (rest_PN - rest_PN[:1]).abs().amax() <= 0.01 * size
+    uncut &= (rows_3D - rows_3D[:1]).abs().amax() > 0.05 * size
+    differs, uncut = torch.stack((differs, uncut)).tolist()
+    if uncut and not differs:
+        raise ValueError(
+            f"{name}: the {rest} tokens besides the text are the same on all ranks, but each must have its own part. "
+            "Cut them in training, in sampling and for an EMA model, layout.shard(tokens, 1, rank). Or run the whole "
+            f"sequence on one device, with a copy of the model that has no style{see('A batch that nobody has cut')}"
+        )
+    if differs:
         raise ValueError(
             f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, but with "
             f"{joint!r} they must be the same. Give every rank the whole text, and apply the style only to modules "

@@ -358,6 +358,33 @@ decoding: room for new tokens counts as keys | ranks/doors/test_decode.py
 engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_half_way.py -k 'stand_still or goes_on'
     abort_group | end_connections(gloo)
     becomes | pass
+style: an error behind the first attention is not told | ranks/engine/test_turns.py -k core
+    CoreState._handle_failure | isinstance(failure, Exception)
+    becomes | isinstance(failure, Exception) and not self.calls.forward_state.calls
+agreement: a rank that has heard of an error tells it again | ranks/engine/test_turns.py -k backbone
+    _StartedMeeting.__call__ | state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
+    becomes | pass
+backbone: a checkpoint recomputes with the latest length | ranks/doors/test_backbone.py -k two_lengths
+    _Region._cut | self._wrap_checkpoints()
+    becomes | pass
+threads: the forwards of another thread are ended too | process/test_threads_of_a_rank.py
+    states_here | (group is caller or state.thread in (0, threading.get_ident())) and
+    becomes nothing
+keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
+    _AttentionAgreement._refuse_joined_keys | sum(keys) not in sequences
+    becomes | False
+joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
+    _compare_tokens | if uncut and not differs
+    becomes | if False
+copies: the state of forwards is the model's | ranks/doors/test_copies.py
+    ScopedBinding.__deepcopy__ | copy.deepcopy(self._binding, memo)
+    becomes | self._binding
+copies: the proof is the model's | ranks/doors/test_copies.py
+    Binding.__deepcopy__ | , model=model
+    becomes nothing
+copies: positions wait for the model's next look | ranks/doors/test_copies.py -k positions
+    PositionCheck.__deepcopy__ | copied._forwards = 0
+    becomes | pass
 mixing layers: a recurrence is called on a part | ranks/doors/test_guards.py -k 'mixes or local'
     refuse_mixing_layers | isinstance(layer, _MIXING) and
     becomes | False and

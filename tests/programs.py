@@ -16,6 +16,7 @@ as many defaults as it still fails with.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import random
 import sys
@@ -97,6 +98,7 @@ class Program:
     decodes: bool = False
     unsummed: bool = False
     buffers: bool = False  # the block cuts the batch, in place
+    copied: bool = False  # a deepcopy of the model with its styles is trained, and the model has ended
     odd: tuple[int, str] | None = None
 
     def act_of(self, rank: int) -> str:
@@ -143,7 +145,7 @@ def draw(seed: int) -> Program:
     attentions = tuple(dice.choice(DOORS[door]) for _ in range(dice.randint(1, 3)))
     effects = tuple(effect for effect in EFFECTS if dice.random() < 0.3)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
-    values["buffers"] = seed % 2 == 0
+    values["buffers"], values["copied"] = seed % 2 == 0, seed % 3 == 0
     program = sensible(Program(seed=seed, door=door, attentions=attentions, effects=effects, **values))
     if seed % 4 == 3:
         act = dice.choice(ODD)
@@ -362,6 +364,9 @@ def train(program: Program, mesh: DeviceMesh | None) -> Record:
     record = Record()
     _add_hooks(model, program, record)
     ranks.apply(model)
+    if program.copied:
+        kept = [ranks, *(layer.generator for layer in model.layers)]
+        model = copy.deepcopy(model, {id(each): each for each in kept})
     # Not Adam: it makes steps of full size of the gradients of key biases, which are zero but for rounding.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2 + (act == "a step more")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from typing import Any
 
@@ -39,6 +40,11 @@ class PositionCheck(ForwardObserver):
         self._required = [name for name in names if name.endswith(POSITIONS)]
         self._padding = find_padding_position(module)
         self._first = 0 if self._padding is None else self._padding + 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PositionCheck:
+        copied = memo[id(self)] = copy.copy(self)
+        copied._forwards = 0  # of the copied module
+        return copied
 
     @classmethod
     def of(cls, module: nn.Module) -> PositionCheck | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -39,6 +40,15 @@ class Proof:
     losses: int = 0
     reducer: ref[DistributedDataParallel] | None = None
     reduces: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
+        """The proof of the copy of the model; of the outermost copied module, if a part of the model is copied."""
+        copied = memo.get(id(self.model())) or next((x for x in memo.values() if isinstance(x, nn.Module)), None)
+        if copied is None:  # no module is copied
+            return self
+        proof = memo[id(self)] = proof_of(copied)
+        proof.verified = proof.verified or self.verified
+        return proof
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""

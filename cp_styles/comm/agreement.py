@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import json
 import re
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -231,10 +232,13 @@ class _StartedMeeting:
         if self.problem is None and rows.equal:
             return rows
         reasons = self._gather_reasons(rows)
+        state, phase = state_of(self.group), state_of(self.group).phase
+        state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
         if self.problem is not None:
             raise self.problem
         _raise_if_refused(rows, self.name, self.axis, reasons)
         _raise_if_at_different_calls(rows, self.name, self.axis, self.path)
+        state.phase = phase
         return rows
 
     def _gather_reasons(self, rows: StatusRows) -> str:
@@ -336,15 +340,15 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
 
 
 def end_forwards(caller: dist.ProcessGroup) -> None:
-    """Meet the ranks of every group over which this rank has run attention since the last such meeting.
+    """Meet the ranks of every group over which this thread has run attention since the last such meeting.
 
     For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
     then, instead of waiting. Communication: one all-gather of a row over each such group.
     """
     callers = set(dist.get_process_group_ranks(caller))
     attends = bool(state_of(caller).lengths)
-    for group, state in states():
-        if not state.lengths or state.stand_in is not None or not is_of_this_world(group):
+    for group, state in states_here(caller):
+        if not state.lengths or state.stand_in is not None:
             continue
         # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
         # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group.
@@ -360,6 +364,14 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
         return resolve_group(group.group_name) is group
     except RuntimeError:
         return False
+
+
+def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
+    """The groups of this rank and their states, but for groups other than ``caller`` whose latest forward was another
+    thread's: they are the business of that thread, which may communicate over them now."""
+    for group, state in states():
+        if (group is caller or state.thread in (0, threading.get_ident())) and is_of_this_world(group):
+            yield group, state
 
 
 Caller: TypeAlias = tuple[str, str, dist.ProcessGroup]
@@ -411,6 +423,7 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
     values = ", ".join(f"rank {rank}: {texts.get(fact)}" for rank, texts in enumerate(ranks[:_MAX_RANKS_SHOWN]))
     if not fact:
         fact, values = f"one of {', '.join(names)}", "their texts are equal"
+    state_of(group).phase = GroupPhase.TOGETHER
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} disagree on {fact}: ranks {odd} differ from rank 0 ({values})"
         f"{advice}{see('Ranks that disagree')}"

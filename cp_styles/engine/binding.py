@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +68,8 @@ class ForwardState:
         cuts: the arguments that a layout has cut, each with its layout.
         layer_mask: a mask other than causal that an integration has made for the layers of this forward.
         path: the path of the innermost module that runs, below the module that has the style.
+        sequences: for a call with a mask of its keys: the lengths of the sequences of which the module's arguments are
+            parts; None for other calls.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
     """
 
@@ -77,6 +81,7 @@ class ForwardState:
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     layer_mask: Any = None
     path: str = ""
+    sequences: tuple[int, ...] | None = None
     mixing: bool = False
 
 
@@ -169,6 +174,13 @@ class Binding:
     def group_name(self) -> str:
         """The name of :attr:`group`."""
         return self.group.group_name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """The binding of a copied module. Its state, its model and the parameters that may differ are of the copy."""
+        checks = replace(self.checks, local=copy.deepcopy(self.checks.local, memo))
+        model = copy.deepcopy(self.model, memo)
+        copied = memo[id(self)] = replace(self, forward_state=ForwardState(), checks=checks, model=model)
+        return copied
 
     def resolve(self) -> tuple[Binding, None]:
         """This binding without a scope, like :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`."""
@@ -412,6 +424,7 @@ class _AttentionAgreement(CheckedCall):
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
     dtypes: Sequence[torch.dtype] = ()
+    sequences: tuple[int, ...] | None = None
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
@@ -430,11 +443,13 @@ class _AttentionAgreement(CheckedCall):
         if v.shape[dim] != k.shape[dim]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
         contents = None if self.attn_mask is None else _describe_mask(self.attn_mask)
+        self.sequences, forward_state.sequences = forward_state.sequences, None  # of this call alone
         self.dtypes = q.dtype, k.dtype, v.dtype
         which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
             *(contents, binding._fingerprint, *call, *call.values(), self.trains),
+            self.sequences,
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         numbers = []
@@ -465,7 +480,8 @@ class _AttentionAgreement(CheckedCall):
             for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
                 check.judge(numbers, self)
         state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
-        state.forward_open = state.forward_open or graph_task_id() < 0
+        if graph_task_id() < 0:
+            state.forward_open, state.thread = True, threading.get_ident()
         state.operations.forwards += binding.group.size() > 1
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
@@ -478,6 +494,7 @@ class _AttentionAgreement(CheckedCall):
         compare(rows, self.where, self.facts, problem and f". {problem}")
         if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
+        self._refuse_joined_keys(rows)
         cuts = agree_on_layouts(self.where, binding.layout, binding.layout_for, lengths, binding.checks.agreement)
         for layout, local_lengths in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
             if layout.lengths != local_lengths:
@@ -492,12 +509,30 @@ class _AttentionAgreement(CheckedCall):
             binding._calls.put(lengths, call)
         return call
 
+    def _refuse_joined_keys(self, rows: StatusRows) -> None:
+        """Raise, on every rank, for keys that each rank has joined from its parts of several pieces."""
+        # Heads that draft tokens, and caches of earlier pieces, keep such keys. On every rank they are as many times as
+        # long as the queries, which keys of one other sequence are too where the lengths divide.
+        binding, sequences = self.binding, self.sequences
+        queries, keys = rows.columns.q_length, rows.columns.kv_length
+        pieces = sum(keys) // max(sum(queries), 1)
+        if sequences is None or pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)):
+            return
+        if sum(keys) not in sequences:
+            raise NotImplementedError(
+                f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
+                f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and attn_mask has another order. "
+                "Lay them out by SequenceLayout.from_chunks. Keys of one sequence: cut it by layout.shard"
+                f"{see('Keys of several pieces')}"
+            )
+
     def facts(self) -> dict[str, Any]:
         """The properties of the call that must be equal on all ranks, by name."""
         mask = None if self.attn_mask is None else _describe_mask(self.attn_mask)
         shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
-        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains}
+        sequences = {"the lengths of the sequences in the module's arguments": self.sequences}
+        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains} | sequences
 
 
 def agree_on_layouts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -287,6 +288,10 @@ class ScopedBinding:
         self.history = history or ScopeHistory()
         # One binding for each scope, not for each call, so that cached results live as long as the scope.
         self._binding_by_scope: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScopedBinding:
+        copied = memo[id(self)] = ScopedBinding(copy.deepcopy(self._binding, memo), self._layout)
+        return copied
 
     @property
     def unscoped(self) -> Binding:

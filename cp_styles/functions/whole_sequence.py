@@ -1,4 +1,4 @@
-"""Calls whose result depends on the whole sequence: the largest position, and keys that were concatenated."""
+"""Calls whose result depends on the whole sequence: the largest position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from cp_styles._compat import never_compiled
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.decoding import find_layer_caches
-from cp_styles.troubleshooting import see
 
 MAXIMUM = {torch.max, torch.Tensor.max}
 
@@ -45,20 +44,3 @@ def _is_view(x: torch.Tensor, base: Any) -> bool:
     if not x.numel() or x.shape[-1:] != base.shape[-1:]:
         return False
     return x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-
-
-def refuse_joined_keys(name: str, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raise for keys of a call with an attn_mask that were concatenated from parts as long as ``query``, [B, H, L, D].
-
-    No communication.
-    """
-    # Heads that draft tokens keep the keys of several passes over one sequence like this.
-    node, passes = key.grad_fn, key.shape[2] // max(query.shape[2], 1)
-    along_rows = getattr(node, "_saved_dim", None) in (2, 2**64 - 2)  # torch stores dim=-2 as an unsigned number
-    if type(node).__name__ == "CatBackward0" and along_rows and passes > 1 and key.shape[2] == passes * query.shape[2]:
-        raise NotImplementedError(
-            f"{name}: the key is a concatenation, {passes} times as long as the query, and each rank has a part of "
-            "every piece, so the columns of attn_mask are not in the order of these keys. Attend to the keys of the "
-            "first pass by context_attention(..., return_lse=True), and join a token's own keys by the logsumexp"
-            f"{see('Keys of several passes')}"
-        )

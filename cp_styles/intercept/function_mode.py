@@ -34,14 +34,14 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
-from cp_styles.engine.binding import Binding, ForwardState, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
-from cp_styles.functions.whole_sequence import MAXIMUM, largest_position, refuse_joined_keys
+from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
 from cp_styles.introspect import input_names
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
@@ -93,35 +93,32 @@ class AttentionCalls(TorchFunctionMode):
         scoped: ScopedBinding,
         name: str,
         sink: tuple[nn.Module, str] | None = None,
-        forward_state: ForwardState | None = None,
         *,
         joint: JointLayout | None = None,
     ) -> None:
         """``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
-        ``forward_state`` counts the calls. With ``joint``, some tokens are whole on every rank.
+        With ``joint``, some tokens are whole on every rank.
         """
         super().__init__()
         self._name = name
-        self._joint, self._joint_calls, self._scoped = joint, 0, scoped
+        self._joint, self._scoped = joint, scoped
+        self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
-        # The state of the binding by default, so that ranks can compare the number of their calls.
-        self.forward_state = self.unscoped.forward_state if forward_state is None else forward_state
+        self.forward_state = scoped.unscoped.forward_state
         self._in_graph = make_graph_config(scoped)
         self._entries: list[_ModeEntry] = []
         # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        forward_state = copy.deepcopy(self.forward_state, memo)
-        copied = memo[id(self)] = AttentionCalls(
-            self._scoped, self._name, forward_state=forward_state, joint=self._joint
-        )
+        # Not of the class of the mode: a block has modes of its own.
+        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self._scoped, memo), self._name, joint=self._joint)
         copied._sink = copy.deepcopy(self._sink, memo)
         return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), self.forward_state, joint=self._joint)
+        return AttentionCalls(self._scoped, self._name, (module, parameter), joint=self._joint)
 
     @staticmethod
     def current() -> AttentionCalls | None:
@@ -228,19 +225,23 @@ class AttentionCalls(TorchFunctionMode):
                 refuse_dropout(self._name, dropout_p)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
-            if attn_mask is not None and self._joint is None and not compiling:
-                refuse_joined_keys(self._name, query, key)
             self.check_call()
 
         tensors = query, key, value
+        if not compiling:
+            # A recomputation has no arguments of the module. Its first run was looked at.
+            masks_keys = attn_mask is not None and self._joint is None and graph_task_id() < 0
+            self.forward_state.sequences = self.list_sequences() if masks_keys else None
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         sink = None if self._sink is None else getattr(*self._sink)
         options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
         if self._joint is not None:
             share = partial(attend, self._scoped, **options)
-            self._joint_calls += 1
-            is_power_of_2, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
-            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=is_power_of_2)
+            given = [x for x in tensors if isinstance(x, torch.Tensor)]
+            trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
+            self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
+            options = {"refuse": refuse, "look": number & (number - 1) == 0}  # a power of 2
+            return attend_jointly(self._joint, self._name, self.unscoped.group, tensors, share, **options)
         out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
         return out
 
@@ -379,6 +380,10 @@ class AttentionCalls(TorchFunctionMode):
             f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
             "them, or cut all tokens"
         )
+
+    def list_sequences(self) -> tuple[int, ...]:
+        """The lengths of the sequences of which a layout has cut an argument of the module."""
+        return tuple(sorted({cut.length for _, cut in self.forward_state.cuts}))
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""

@@ -223,9 +223,9 @@ class CoreState:
         self._hook_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
-        # Copying a module copies its hooks and this state. The copied state shares the mesh and the binding.
+        # Copying a module copies its hooks and this state. The copied state shares the mesh.
         module = copy.deepcopy(self.module, memo)
-        copied = memo[id(self)] = CoreState(self.style, module, self._boundary, self._binding)
+        copied = memo[id(self)] = CoreState(self.style, module, self._boundary, copy.deepcopy(self._binding, memo))
         copied._holds_parameters = self._holds_parameters  # the parameters of the module are copied later
         return copied
 
@@ -300,14 +300,17 @@ class CoreState:
         """Convert the outputs to the form of the inputs."""
         assert self.running is not None
         (form, declared, private), self.running = self.running, None
-        # A recomputation may call no attention: a selective checkpoint has kept the output, on all ranks.
-        if not self.calls.forward_state.calls and graph_task_id() < 0:
+        try:
+            # A recomputation may call no attention: a selective checkpoint has kept the output, on all ranks.
+            if not self.calls.forward_state.calls and graph_task_id() < 0:
+                raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
+            on_sequence = not self.style.use_local_output if form is None else form.seq_axis is not None
+            scale = declared, self._declarable_length() if on_sequence else 0
+            leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
+            return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
+        except Exception:  # of any kind: the outputs of one rank may be another module's
             self._scoped.unscoped.refuse_call()
-            raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
-        on_sequence = not self.style.use_local_output if form is None else form.seq_axis is not None
-        scale = declared, self._declarable_length() if on_sequence else 0
-        leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
-        return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
+            raise
 
     def _declarable_length(self) -> int:
         """The number of queries on all ranks. Raises ValueError if a DTensor of this length is cut in another way."""
@@ -324,11 +327,10 @@ class CoreState:
     def _handle_failure(self, failure: BaseException) -> None:
         """Handle an exception raised by the module's forward: add a note, and notify the peers."""
         running, self.running = self.running, None
-        reached = running is not None and self.calls.forward_state.calls
         if running is not None and not getattr(failure, "__notes__", None) and (note := self._explain(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
-        if isinstance(failure, Exception) and not reached:
-            self._scoped.unscoped.refuse_call()  # sends nothing if _begin has reported the error
+        if isinstance(failure, Exception):
+            self._scoped.unscoped.refuse_call()  # sends nothing if the ranks know: see GroupPhase
 
     def _explain(self, failure: BaseException) -> str:
         """A note for an error raised by DTensor or torch.compile; empty for other errors."""
@@ -507,11 +509,11 @@ class CoreCalls(AttentionCalls):
         self.forward_state.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
-        heads, kv_heads = query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
+        heads, kv_heads = query.shape[_HEAD_DIM:_SEQ_DIM], key.shape[_HEAD_DIM:_SEQ_DIM]  # empty without this dim
 
         def refuse() -> None:
             refuse_dropout(self._name, dropout_p)
-            refuse_grouped(self._name, heads, kv_heads, enable_gqa)
+            refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         options["refuse"] = refuse if dropout_p or heads != kv_heads else None

@@ -46,7 +46,7 @@ REMEDIES = {
     "A path that matches no module": "ranks/doors/test_guards.py: a_plan_whose_path_matches_nothing",
     "A mask of another length": "ranks/doors/test_attn_mask.py: a_mask_inside_the_module_fits_parts_of_any_size",
     "A mask of one part": "first_hours/test_first_hours.py: after",
-    "Keys of several passes": "ranks/doors/test_complaints.py: keys_of_several_passes",
+    "Keys of several pieces": "ranks/doors/test_complaints.py: keys_of_several_passes",
     "A window that a part does not show": "ranks/doors/test_guards.py: windows_that_a_model_would_make_from_a_part",
     "Keys that were selected for other queries": "ranks/mixers/test_selection.py: any_cut",
     "An indexer of groups of keys": "ranks/mixers/test_selection.py: positions_of_an_indexer_of_ones_own",

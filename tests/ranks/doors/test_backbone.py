@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -826,3 +827,57 @@ def test_dropout_of_a_head_gives_the_mean_of_the_losses(inside: bool):
     (F.cross_entropy(plain * masks[0], TARGETS) / 2 + F.cross_entropy(plain * masks[1], TARGETS) / 2).backward()
     for _, grads in run_ranks(on, 2):
         assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+
+
+class Texts(nn.Module):
+    """Blocks in checkpoints, which are given a table of their tokens, [S, D] in dim 0; the mean over tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(Block() for _ in range(2)), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = {"cos": randn(4, x.shape[1], WIDTH)}
+        for block in self.blocks:
+            x = checkpoint(block, x, angles, use_reentrant=self.how == "reentrant")
+        return x.mean(1)
+
+
+# All pairs of sequences of which some rank has equally many tokens.
+PAIRS = [
+    (ranks, layout, pair)
+    for ranks in (2, 3)
+    for layout in (contiguous, head_tail, striped)
+    for pair in itertools.permutations(range(4 * ranks, 4 * ranks + 4), 2)
+    if any(a == b for a, b in zip(*(layout(length, ranks).lengths for length in pair), strict=True))
+]
+
+
+@sampled(1, how=["", "reentrant", "to the end"], case=PAIRS)
+def test_two_lengths_before_a_backward(how: str, case: Any):
+    """As of a chosen and a rejected answer: each checkpoint recomputes with the length of its own forward."""
+    ranks, layout, lengths = case
+    inputs = [randn(length, 2, length, WIDTH) for length in lengths]
+    torch.manual_seed(0)
+    model = Texts(how).double()
+
+    def train(mine: nn.Module) -> Result:
+        stops = torch.utils.checkpoint.set_checkpoint_early_stop(how != "to the end")
+        with stops:
+            first, second = (mine(x.clone().requires_grad_()) for x in inputs)
+            loss = (first * second.tanh()).sum()
+        loss.backward()
+        return result(loss.detach(), mine)
+
+    one = copy.deepcopy(model)
+    train(one)
+
+    def on(rank: int) -> float:
+        mesh, mine = cp_mesh(ranks), copy.deepcopy(model)
+        style = BackboneContextParallel(ModuleContextParallel(layout=layout), seq_dims={"angles": 0})
+        parallelize_module(mine, mesh, style)
+        train(mine)
+        sum_gradients(mine, mesh)
+        return max(error(a.grad, b.grad) for a, b in zip(mine.parameters(), one.parameters(), strict=True))
+
+    assert max(run_ranks(on, ranks)) < EXACT

@@ -243,3 +243,58 @@ def test_cross_attention_to_a_padded_text_that_each_rank_has(plan):
     pairs = [(layout.unshard(outs, 1), expected.detach())]
     pairs += [(grad, parameter.grad) for grad, parameter in zip(grads[0], alone.parameters(), strict=True)]
     assert max(error(*pair) for pair in pairs) < EXACT
+
+
+UNCUT = r"the 23 tokens besides the text are the same on all ranks.*no style"
+
+
+@pytest.mark.parametrize("before", [0, 5], ids=["at once", "behind five right steps"])
+@pytest.mark.parametrize("use", ["training", "sampling", "a copy"])
+def test_an_image_that_nobody_cut(use: str, before: int):
+    """Refused on every rank, in training (at the forwards number 1, 2, 4, ...), and at once in the first sampling and
+    of a copy, which are counted by themselves."""
+    image, text, cut = randn(90, BATCH, IMAGE, DIM), randn(91, BATCH, 5, DIM), head_tail(IMAGE, 3)
+
+    def on(rank: int) -> None:
+        mesh, mine = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), Model(True)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=JointLayout(prefix=5), verified=True))
+        for _ in range(before):
+            mine(cut.shard(image, 1, rank), text)[0].sum().backward()
+        mine = copy.deepcopy(mine) if use == "a copy" else mine
+        with torch.set_grad_enabled(use != "sampling"):
+            for _ in range(1 + before):
+                mine(image, text)
+
+    with pytest.raises(RankError, match=UNCUT) as caught:
+        run_ranks(on, 3)
+    assert len(caught.value.errors) == 3
+    assert len({*map(str, caught.value.errors.values())}) == 1
+
+
+def test_an_image_that_nobody_cut_by_the_function():
+    image = randn(90, BATCH, HEADS, IMAGE + 5, DIM)
+
+    def on(rank: int) -> None:
+        context_attention(image, image, image, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout=JOINT)
+
+    with pytest.raises(RankError, match=UNCUT):
+        run_ranks(on, 2)
+
+
+JOINT = JointLayout(prefix=5)
+
+
+@pytest.mark.parametrize("rest", ["one token", "equal tokens", "none", "other parts that begin alike"])
+def test_equal_parts_that_are_right(rest: str):
+    """As in a warm-up; and images whose first tokens are alike."""
+    whole = {"one token": randn(1, 1, 1, 1, 4), "equal tokens": torch.ones(1, 1, 6, 4), "none": torch.zeros(1, 1, 0, 4)}
+    text = randn(2, 1, 1, 5, 4)
+
+    def on(rank: int) -> None:
+        mine = whole.get(rest, randn(3, 1, 1, 6, 4)).double().clone()
+        if rest == "other parts that begin alike":
+            mine[:, :, -1] += rank
+        x = torch.cat((text, mine), 2)
+        context_attention(x, x, x, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout=JOINT)
+
+    run_ranks(on, 2)

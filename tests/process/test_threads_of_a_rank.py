@@ -1,0 +1,97 @@
+"""Two threads of each rank, each with its own model and its own group over the same ranks: two trainings at a time.
+
+In processes: on ranks that are threads, another thread would belong to none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles import BatchSharder, ModuleContextParallel, global_token_count, parallelize_module
+from cp_styles.comm.group_state import state_of
+from tests.oracle import error, randn
+from tests.process.several import Program, in_a_world
+from tests.ranks.attention_case import EXACT
+from tests.tiny_lm import LanguageModel
+
+pytestmark = pytest.mark.process
+
+RANKS, STEPS, WORDS = 2, 12, 17
+TOKENS = [torch.randint(WORDS, (2, length), generator=torch.Generator().manual_seed(length)) for length in (12, 9, 15)]
+
+
+def new_model() -> nn.Module:
+    model = LanguageModel(WORDS, width=8).double()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = randn(index, *parameter.shape) * 0.3
+    return model
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def alone(tokens: torch.Tensor) -> list[torch.Tensor]:
+    model = new_model()
+    nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return gradients(model)
+
+
+@in_a_world
+def run_threads(folder: Path) -> None:
+    wanted: list[Any] = [alone(tokens) for tokens in TOKENS]
+    found: dict[str, Any] = {}
+    groups = [dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=30)) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)) for group in groups]
+    models: list[Any] = [parallelize_module(new_model(), mesh, ModuleContextParallel(verified=True)) for mesh in meshes]
+
+    def forward(index: int) -> torch.Tensor:
+        return models[index](BatchSharder(meshes[index])(TOKENS[0]).tokens)
+
+    def train(index: int) -> float:
+        sharder, model, worst = BatchSharder(meshes[index]), models[index], 0.0
+        for step in range(STEPS):
+            batch = sharder(TOKENS[step % len(TOKENS)])
+            batch.loss(model(batch.tokens)).backward()
+            sharder.sum_gradients(model)
+            pairs = zip(gradients(model), wanted[step % len(TOKENS)], strict=True)
+            worst = max(worst, *(error(*pair) for pair in pairs))
+        return worst
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        # The first one has an open forward. The second one counts tokens, then once more behind a forward of its own.
+        first.submit(forward, 0).result()
+        for act in (lambda: None, lambda: forward(1)):
+            second.submit(act).result()
+            second.submit(global_token_count, TOKENS[0], meshes[1]).result()
+            found.setdefault("is open", []).append(state_of(groups[0]).forward_open)
+        first.submit(global_token_count, TOKENS[0], meshes[0]).result()
+        found["is open"].append(state_of(groups[0]).forward_open)
+        trained = first.submit(train, 0), second.submit(train, 1)
+        found["errors"] = [each.result(100) for each in trained]
+    (folder / f"threads {dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+PROGRAMS = {"threads of a rank": Program(RANKS, run_threads, first=2)}
+
+
+def test_two_threads_train_two_models(on_processes):
+    """Neither waits for a meeting of the other, and the gradients of both are exact."""
+    finished = on_processes["threads of a rank"]
+    assert finished.statuses == [0] * RANKS, finished.said
+    for rank in range(RANKS):
+        found = json.loads((finished.folder / f"threads {rank}.json").read_text())
+        assert found["is open"] == [True, True, False]
+        assert max(found["errors"]) < EXACT

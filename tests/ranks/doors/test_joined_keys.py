@@ -1,0 +1,169 @@
+"""Keys that each rank joins from its parts of several pieces, under a mask: refused however they are joined, and exact
+as the page says. Keys of one other sequence, which may be as many times as long, are exact."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    Causal,
+    ModuleContextParallel,
+    SequenceLayout,
+    SequenceScope,
+    context_attention,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    striped,
+    sum_gradients,
+)
+from cp_styles.testing import RankError, run_ranks
+from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
+from tests.oracle import error, randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+
+LENGTH, WIDTH = 9, 4
+
+
+def by_buffer(*parts: torch.Tensor) -> torch.Tensor:
+    joined = torch.empty(*parts[0].shape[:2], sum(x.shape[2] for x in parts), WIDTH, dtype=parts[0].dtype)
+    at = 0
+    for part in parts:
+        joined[:, :, at : at + part.shape[2]] = part
+        at += part.shape[2]
+    return joined
+
+
+JOINS: dict[str, Callable[..., torch.Tensor]] = {
+    "cat": lambda *parts: torch.cat(parts, 2),
+    "a copy": lambda *parts: torch.cat(parts, 2).clone(),
+    "detached": lambda *parts: torch.cat(parts, 2).detach(),
+    "stack": lambda *parts: torch.stack(parts, 2).flatten(2, 3),
+    "a buffer": by_buffer,
+}
+
+
+class Pieces(nn.Module):
+    """Queries of the last piece, [B, H, L, D], and keys of all."""
+
+    def __init__(self, join: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.join, self.inner = join, nn.Identity()
+
+    def forward(self, *pieces, mask):
+        pieces = [self.inner(x) for x in pieces]
+        keys = self.join(*pieces)
+        return F.scaled_dot_product_attention(pieces[-1], keys, keys, mask)
+
+
+@sampled(
+    2,
+    join=list(JOINS),
+    door=["module", "scope", "block", "buffers"],
+    layout=[contiguous, head_tail, striped],
+    pieces=[2, 3],
+    grad=[True, False],
+)
+def test_joined_keys_are_refused(join: str, door: str, layout: Any, pieces: int, grad: bool):
+    ranks = 3 if pieces == 2 else 2
+    inputs = [randn(index, 1, 2, LENGTH, WIDTH) for index in range(pieces)]
+    mask = torch.arange(pieces * LENGTH)[None].expand(LENGTH, -1) > 3
+
+    def on(rank: int) -> None:
+        mesh, model, cut = cp_mesh(ranks), Pieces(JOINS[join]), layout(LENGTH, ranks)
+        parts = [(x.clone() if door == "buffers" else cut.shard(x, 2, rank)).requires_grad_(grad) for x in inputs]
+        if door in ("module", "scope"):
+            parallelize_module(model, mesh, ModuleContextParallel(layout=layout))
+        around: Any = SequenceScope(cut) if door == "scope" else contextlib.nullcontext()
+        if door == "block":
+            around = context_parallel(mesh, layout=layout)
+        if door == "buffers":
+            around = context_parallel(mesh, layout=layout, buffers=parts, buffer_seq_dims=[2] * pieces)
+        with torch.set_grad_enabled(grad), around:
+            model(*parts, mask=mask)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, ranks)
+    texts = {str(told) for told in caught.value.errors.values()}
+    assert len(texts) == 1
+    assert f"are {pieces} times as long as the queries on every rank" in texts.pop() or door == "scope"
+    assert len(caught.value.errors) == ranks
+
+
+class Cross(nn.Module):
+    """Tokens attend to a sequence that is a whole number of times as long, of which a mask leaves out some."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.checkpointed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), checkpointed
+
+    def attend(self, x, memory, mask):
+        keys = self.key(memory)
+        return F.scaled_dot_product_attention(self.query(x), keys, keys, mask)
+
+    def forward(self, x, memory, mask):
+        if self.checkpointed:
+            return checkpoint(self.attend, x, memory, mask, use_reentrant=False)
+        return self.attend(x, memory, mask)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("door", ["module", "block", "buffers"])
+def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
+    """With lengths that divide, so that each rank has twice as many keys as queries."""
+    x, memory, mask = randn(0, 1, 2, 8, WIDTH), randn(1, 1, 2, 16, WIDTH), torch.arange(16)[None].expand(8, -1) > 3
+    torch.manual_seed(0)
+    one = Cross(False).double()
+    one(x, memory, mask).square().sum().backward()
+    weights = one.state_dict()
+
+    def on(rank: int) -> float:
+        mesh, model = cp_mesh(2), Cross(checkpointed).double()
+        model.load_state_dict(weights)
+        parts: Any = [each.clone() for each in (x, memory)]
+        if door != "buffers":
+            parts = [contiguous(each.shape[2], 2).shard(each, 2, rank) for each in parts]
+        if door == "module":
+            parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, verified=True))
+        buffers = {"buffers": parts, "buffer_seq_dims": [2, 2]} if door == "buffers" else {}
+        around: Any = contextlib.nullcontext()
+        if door != "module":
+            around = context_parallel(mesh, layout=contiguous, verified=True, **buffers)
+        with around:
+            model(*parts, mask).square().sum().backward()
+        sum_gradients(model, mesh)
+        return max(error(a.grad, b.grad) for a, b in zip(model.parameters(), one.parameters(), strict=True))
+
+    assert max(run_ranks(on, 2)) < EXACT
+
+
+@pytest.mark.parametrize("lengths", [(12, 20), (13, 21)])
+def test_the_page_lays_them_out(lengths: tuple[int, int]):
+    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(r"<!-- example: keys of several pieces -->\n```python\n(.*?)```", page, re.DOTALL)
+    whole = [[randn(10 * n + i, 1, 2, length, WIDTH) for i in range(3)] for n, length in enumerate(lengths)]
+    joined = [torch.cat(parts, 2) for parts in zip(*whole, strict=True)]
+    wanted = F.scaled_dot_product_attention(*joined, is_causal=True)
+
+    def on(rank: int) -> float:
+        names: dict[str, Any] = {"torch": torch, "SequenceLayout": SequenceLayout, "mesh": cp_mesh(2)}
+        names |= {"context_attention": context_attention, "mask": Causal()}
+        names["first"], names["second"] = (head_tail(length, 2) for length in lengths)
+        cuts = names["first"], names["second"]
+        parts = [[cut.shard(x, 2, rank) for x in piece] for cut, piece in zip(cuts, whole, strict=True)]
+        names["queries"], names["keys"], names["values"] = zip(*parts, strict=True)
+        exec(code, names)
+        return error(names["out"], names["layout"].shard(wanted, 2, rank))
+
+    assert max(run_ranks(on, 2)) < EXACT
