@@ -42,6 +42,7 @@ REMEDIES = {
     "Blocks that are not found": "ranks/doors/test_backbone.py: blocks_that_are_named",
     "Blocks that do not run in turn": "ranks/doors/test_backbone.py: blocks_that_are_named",
     "An argument of a block whose sequence dim is not known": "ranks/doors/test_backbone.py: arguments_of_blocks",
+    "Positions that are made between the blocks": "ranks/doors/test_backbone.py: positions_between_the_blocks",
     "Gradients of an output that differ": "ranks/doors/test_backbone.py: losses_that_differ",
     "A path that matches no module": "ranks/doors/test_guards.py: a_plan_whose_path_matches_nothing",
     "A mask of another length": "ranks/doors/test_attn_mask.py: a_mask_inside_the_module_fits_parts_of_any_size",
