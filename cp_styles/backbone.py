@@ -31,12 +31,13 @@ from cp_styles.batch import find_average
 from cp_styles.batch_sharder import describe_content
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks import observers_of, proof_of, running_ddp
-from cp_styles.checksum import device_checksum, on_host, version_of
+from cp_styles.checksum import device_checksum, on_host
 from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
 from cp_styles.comm.groups import axis_and_group
+from cp_styles.contents import Contents
 from cp_styles.decoding import find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.introspect import input_names, matches
@@ -408,7 +409,7 @@ class _Region:
         self.lengths: dict[int, int] = {}
         self._parts: list[tuple[ref[torch.Tensor], int]] = []
         self._nodes: set[Any] = set()  # the grad_fn of hidden states between the blocks
-        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[Any, tuple[torch.Tensor, Contents, torch.Tensor]] = {}
         # Hooks that run in front of the hooks of the style, and behind them.
         for block in blocks:
             before = block.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)
@@ -502,12 +503,13 @@ class _Region:
                     "without context parallelism"
                 )
             own = layout if size == length else binding.layout_for(x.shape[dim])
-            key = id(x), version_of(x), own, dim
             if recomputed or name == names[0] or x.requires_grad:
                 return own.shard(x, dim, rank)
-            if key not in self._tables:  # of positions, which all blocks get
-                self._tables[key] = x, own.shard(x, dim, rank)
-            return self._tables[key][1]
+            key, what = (id(x), own, dim), f"{name} of {self.path}, of shape {tuple(x.shape)},"
+            table = self._tables.get(key)  # of positions, which all blocks get
+            if table is None or not table[1].are_in(x, what):
+                table = self._tables[key] = x, Contents(x), own.shard(x, dim, rank)
+            return table[2]
 
         args = tuple(_map_tensors(partial(cut, name), x) for name, x in zip(names, args, strict=False))
         kwargs = {name: _map_tensors(partial(cut, name), x) for name, x in kwargs.items()}

@@ -295,6 +295,15 @@ backbone: hidden states behind a reentrant checkpoint are unknown | ranks/doors/
 backbone: a text that a block returns is cut again | ranks/doors/test_backbone.py -k text_of
     _Region._join | facts_about(x)[_IS_PART] = True
     becomes | pass
+contents: the memory itself is kept | ranks/flex/test_changed_in_place.py
+    Contents.__init__ | _numbers(tensor).clone()
+    becomes | _numbers(tensor)
+contents: what the device has found is not raised | ranks/engine/test_gpu_doors.py -k kernel_fills
+    raise_what_was_found | if result():
+    becomes | if False:
+contents: levels of an additive mask are kept on a CPU | ranks/flex/test_changed_in_place.py -k additive
+    _make_setup | q.device.type != "cpu" and not
+    becomes | not
 backbone: a mask in front of the blocks has no documents | clients/test_heads.py -k packed
     _make_whole_mask | pieces.documents is not None and attention_mask is None
     becomes | False

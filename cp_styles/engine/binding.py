@@ -30,6 +30,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
@@ -412,6 +413,8 @@ class _AttentionAgreement(CheckedCall):
             raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         forward_state = binding.forward_state
+        if running_comparisons.get():
+            raise_what_was_found()
         binding.mask.check_unchanged()
         if cut_tensors := find_cuts(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])

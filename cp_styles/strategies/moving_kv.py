@@ -23,6 +23,8 @@ import torch
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
+from cp_styles.contents import REMEDY, raise_later
+from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
@@ -176,9 +178,10 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
         positions = attention.q_layout.positions(attention.rank, q.device)
         biases, keys = partial(_masked_bias, mask, attention.heads, wide), attention.kv_layout.length
-        # The host waits for a device once for each content of a mask. In inference mode the content has no version.
+        # The host waits for a GPU once for each content of a mask. In inference mode the content has no version.
         content = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
-        key = None if torch.is_inference_mode_enabled() else (*content, keys, wide, kernel.positional)
+        waits = q.device.type != "cpu" and not torch.is_inference_mode_enabled()
+        key = (*content, keys, wide, kernel.positional) if waits else None
         # No row is drowned with a score_mod, which may change the logits of a query of zeros.
         read = partial(_read_once, key)
         levels = RowLevels.find(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
@@ -196,10 +199,19 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
 _level_flags: LatestEntries[Any, list[bool]] = LatestEntries(256)
 
 
-def _read_once(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
-    """The result of ``make``, cached for ``key`` unless it is None."""
-    flags = None if key is None else _level_flags.get(key)
-    return flags or (make() if key is None else _level_flags.put(key, make()))
+def _read_once(key: Any, flags: torch.Tensor) -> list[bool]:
+    """The numbers of ``flags``, cached for ``key`` unless it is None."""
+    known = None if key is None else _level_flags.get(key)
+    if known is None:
+        return _read_on_host(flags) if key is None else _level_flags.put(key, _read_on_host(flags))
+    if not all(known) and not captures_graph():
+        unknown = (flags > tensor_on(flags.device, known, torch.bool)).any()
+        raise_later(unknown, f"an additive mask was filled again. {REMEDY}")
+    return known
+
+
+def _read_on_host(flags: torch.Tensor) -> list[bool]:
+    return flags.tolist()
 
 
 _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]

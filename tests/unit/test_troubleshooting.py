@@ -54,6 +54,7 @@ REMEDIES = {
     "Dropout by position outside of the blocks": "ranks/doors/test_backbone.py: dropout_by_position",
     "Labels of sequences": "clients/test_heads.py: classes_under_the_other_style",
     "Dropout that is no module": "ranks/mixers/test_randomness.py: dropout",
+    "Memory that is filled again": "ranks/flex/test_changed_in_place.py: documents_of_the_next_batch",
     "A BlockMask of another length": "ranks/flex/test_flex.py: inside_a_module",
     "A learned attention bias": "ranks/flex/test_flex_compiled.py: a_compiled_model",
     "Positions that count from 0": "clients/test_transformers.py: positions_by_a_hook",

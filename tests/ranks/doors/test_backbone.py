@@ -547,6 +547,25 @@ def test_positions_between_the_blocks(makes: str, reentrant: bool | None):
     assert max(off(found, model) for found in run_ranks(on, 3)) < EXACT
 
 
+def test_a_table_that_is_filled_again_for_each_block():
+    """By .data, which raises no version."""
+
+    def flip(at: int, states: list[torch.Tensor], once: torch.Tensor) -> torch.Tensor:
+        once.data.copy_(once.flip(0))
+        return once
+
+    model = between(flip)
+    with torch.no_grad():
+        wanted = copy.deepcopy(model)(PICTURES)["logits"]
+
+    def on(rank: int) -> float:
+        with torch.no_grad():
+            mine = parallelize_module(copy.deepcopy(model), cp_mesh(3), BackboneContextParallel(seq_dims={"angles": 0}))
+            return error(mine(PICTURES)["logits"], wanted)
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
 @pytest.mark.parametrize("makes", MADE_IN_THE_LOOP)
 def test_positions_that_are_made_in_the_loop(makes: str):
     """Without gradients floats may come from hidden states; integers are refused there too."""
