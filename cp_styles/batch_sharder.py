@@ -76,6 +76,11 @@ class ShardedBatch(dict[str, Any]):
         self.layout = layout
         self._sharder, self._rank, self._document_ids = sharder, sharder._group.rank(), document_ids
 
+    def __missing__(self, name: str) -> torch.Tensor:
+        if name != "document_ids" or self._document_ids is None:
+            raise KeyError(name)
+        return self.layout.shard(self._document_ids, 1, self._rank)
+
     @property
     def tokens(self) -> torch.Tensor:
         """This rank's tokens [B, L]: the entry ``input_ids``."""
@@ -85,7 +90,7 @@ class ShardedBatch(dict[str, Any]):
     def positions(self) -> torch.Tensor:
         """The positions [L] of this rank's tokens in the whole sequence. The entry ``position_ids`` has the positions
         in documents."""
-        return self.layout.positions(self._rank, device=self.tokens.device)
+        return self.layout.positions(self._rank, device=_get_tokens(self).device)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -127,7 +132,8 @@ class ShardedBatch(dict[str, Any]):
         Communication: as global_loss, and as global_token_count if ``token_count`` is None.
 
         Raises:
-            ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
+            ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens. Or it has
+                document_ids, and no attention that has run since it was cut kept documents apart.
             TypeError: ``logits_BLV`` is not a tensor, such as the whole output of a model of transformers.
         """
         labels_BL = self._labels(ahead)
@@ -142,6 +148,7 @@ class ShardedBatch(dict[str, Any]):
                 f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
                 "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
+        self._sharder._refuse_joined_documents()
         if logits_BLV.dtype.itemsize < 4:  # the sum over tokens needs more digits than 16 bits have
             logits_BLV = logits_BLV.float()
         losses = F.cross_entropy(
@@ -188,8 +195,9 @@ class BatchSharder:
       documents, which restart at 0, are cut as they are.
 
     Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document. Labels end and
-    positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention.
-    (Attention of transformers reads documents from the positions, and needs no scope.)
+    positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention: put
+    it around the model. (Attention of transformers reads documents from the positions, and needs no scope.) The part
+    ``batch["document_ids"]`` is no entry of ``**batch``, because models do not take it.
 
     ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
     [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
@@ -262,6 +270,7 @@ class BatchSharder:
         self._positions = positions
         self._warned = False
         self._losses = 0  # the number of losses at the last sum of gradients
+        self._packed_at: int | None = None  # the number of forwards before the last batch, if it has several documents
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -305,7 +314,20 @@ class BatchSharder:
             f"for a Trainer of transformers use ContextParallelTrainer{see('Ranks with other samples')}"
         )
         agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
+        ids = None if isinstance(batch, torch.Tensor) else batch.get("document_ids")  # before padding
+        packed = ids is not None and bool((ids != ids[..., :1]).any())
+        self._packed_at = state_of(self._group).operations.forwards if packed else None
         return parts[0]
+
+    def _refuse_joined_documents(self) -> None:
+        """Raise if the last batch has several documents, and all attention since then has joined them."""
+        state, before = state_of(self._group), self._packed_at
+        if before is not None and state.operations.forwards > before >= state.separated:
+            raise ValueError(
+                f"{self._name}: the batch has document_ids, and no attention that has run since kept documents apart: "
+                "write `with batch.scope():` around the model. If documents are meant to see each other, give the "
+                f"batch shift_labels and position_ids in place of document_ids{see('Documents without a scope')}"
+            )
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
         """Sum ``.grad`` over the ranks, once after the last backward of a step: :func:`~cp_styles.sum_gradients`.
@@ -314,7 +336,8 @@ class BatchSharder:
             parameters: a module, or its parameters.
 
         Raises:
-            ValueError: as sum_gradients; and if ``averaged_over`` means that DDP or FSDP2 reduces the gradients.
+            ValueError: as sum_gradients; if ``averaged_over`` means that DDP or FSDP2 reduces the gradients; and if all
+                attention has joined the documents of a batch, see :meth:`ShardedBatch.loss`.
 
         Warns:
             MeanOfMeansWarning: once, if the attention of models that were not verified has run since the last call, but
@@ -326,6 +349,7 @@ class BatchSharder:
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} means that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
+        self._refuse_joined_documents()
         sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number

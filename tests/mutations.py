@@ -295,6 +295,15 @@ backbone: hidden states behind a reentrant checkpoint are unknown | ranks/doors/
 backbone: a text that a block returns is cut again | ranks/doors/test_backbone.py -k text_of
     _Region._join | facts_about(x)[_IS_PART] = True
     becomes | pass
+recurrence: arguments of the outputs are columns of a map | ranks/mixers/test_recurrence.py -k left_out
+    _KernelCall.affine_map | **self._left_out(both.shape[-1]),
+    becomes nothing
+batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k without_a_scope
+    BatchSharder._refuse_joined_documents | > before >= state.separated
+    becomes | < before
+batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
+    _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
+    becomes | binding.separates
 contents: the memory itself is kept | ranks/flex/test_changed_in_place.py
     Contents.__init__ | _numbers(tensor).clone()
     becomes | _numbers(tensor)

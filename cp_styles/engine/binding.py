@@ -44,7 +44,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Causal, Dense, Full, Mask
+from cp_styles.mask import Causal, Dense, Full, Mask, SlidingWindow
+from cp_styles.mask.algebra import All
 from cp_styles.mask.dense import digest
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
@@ -313,6 +314,13 @@ class Binding:
         return self.group_state.get_or_create(RankChecks)
 
     @cached_property
+    def separates(self) -> bool:
+        """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
+        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
+        seen = all(isinstance(part, Full | Causal | SlidingWindow) for part in parts)
+        return not seen or (self.kernel is not None and self.kernel.positional)
+
+    @cached_property
     def _fingerprint(self) -> int:
         return fingerprint(list(map(plain, self.facts().values())))
 
@@ -463,6 +471,8 @@ class _AttentionAgreement(CheckedCall):
         state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
+        if self.attn_mask is not None or binding.separates:
+            state.separated = state.operations.forwards
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
         return call

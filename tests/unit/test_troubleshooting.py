@@ -31,6 +31,7 @@ REMEDIES = {
     "Parameters that differ": "ranks/engine/test_unreduced.py: experts_that_live_on_one_rank",
     "Gradients that are summed twice": "ranks/engine/test_batch.py: gradients_in_front_of_a_split",
     "Gradients that are averaged": "ranks/doors/test_first_hour.py: without_averaged_over_is_refused_and_with_it_exact",
+    "Documents without a scope": "ranks/doors/test_batch_sharder.py: documents_without_a_scope",
     "A mean of means": "ranks/doors/test_first_hour.py: is_none_where_the_loss_is_one_of_all",
     "Gradients behind a gather": "ranks/engine/test_batch.py: gradients_behind_a_gather_that_are_shares",
     "A model that was never compared": "ranks/verify/test_verify.py: a_model_that_was_never_compared_warns_once",
