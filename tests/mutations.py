@@ -304,6 +304,9 @@ batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k wit
 batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
     _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
     becomes | binding.separates
+batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
+    _refuse_other_average | if divided:
+    becomes | if True:
 contents: the memory itself is kept | ranks/flex/test_changed_in_place.py
     Contents.__init__ | _numbers(tensor).clone()
     becomes | _numbers(tensor)

@@ -459,6 +459,7 @@ def test_documents_of_a_sharder_need_no_scope():
 
     def on(rank: int) -> float:
         mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        mine.set_attn_implementation(NAME)
         parallelize_module(mine, mesh, ModuleContextParallel(verified=True))
         batch = BatchSharder(mesh)({"input_ids": tokens, "labels": tokens, "document_ids": IDS})
         return error(batch.loss(mine(**batch.inputs).logits).detach(), loss.detach())
