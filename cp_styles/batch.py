@@ -212,8 +212,8 @@ def shard_batch(
         if not fits or whole.shape[dim] != layout.length:
             raise ValueError(
                 f'"{name}" of shape {tuple(whole.shape)} is not {layout.length} long at dim {dim}, where the layout '
-                f'cuts: correct seq_dims["{name}"], build the layout for this length, or give fill["{name}"] to pad a '
-                "shorter one"
+                f'cuts: correct seq_dims["{name}"], build the layout for this length, or pad a shorter one before '
+                f'(shard_batch does, with fill["{name}"])'
             )
         parts[name] = layout.shard(whole, dim, rank)
     return parts

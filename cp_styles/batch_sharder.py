@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -210,6 +210,9 @@ class BatchSharder:
             whole. (Objects that are not tensors, and tensors without dims, are passed on whole. Entries that are cut
             must be tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
+        shifted: names of further entries [B, S, ...] that belong to labels, such as their weights, advantages or old
+            log-probabilities: they are moved as ``labels`` are, before the cut, with 0 at the end. A float entry of the
+            shape of the labels that is not named warns once; ``shifted=()`` says that it belongs to the tokens.
         predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of the
             logits for the token after the next one.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
@@ -242,6 +245,7 @@ class BatchSharder:
         layout: SequenceLayout | Balancer = head_tail,
         seq_dims: Mapping[str, int | None] | None = None,
         shift: bool = True,
+        shifted: Sequence[str] | None = None,
         predicted: int = 1,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
@@ -263,9 +267,14 @@ class BatchSharder:
                 f"{self._name}: predicted={predicted} must be the number of next tokens that the model predicts: at "
                 "least 1, and more only with shift=True"
             )
+        if shifted and not shift:
+            raise ValueError(
+                f"{self._name}: shifted={shifted} are moved with labels, and shift=False moves none: cut them"
+            )
         self._layout = layout
+        self._belong_to_labels = shifted if shifted is None else tuple(shifted)
         self._shifted = [_get_label_name(ahead) for ahead in range(1, predicted + 1)] if shift else []
-        self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
+        self._seq_dims = _SEQ_DIMS | dict.fromkeys((*self._shifted, *(shifted or ())), 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
         self._warned = False
@@ -292,6 +301,8 @@ class BatchSharder:
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
             whole = self._complete_batch(batch)
+            if self._belong_to_labels is None and not isinstance(batch, torch.Tensor):
+                self._name_weights(batch)  # in this meeting: if a user makes warnings errors, all ranks raise
             facts = {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
             ids = whole.pop("document_ids", None)  # models do not take it; the scope reads the whole one
             cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
@@ -318,6 +329,22 @@ class BatchSharder:
         packed = ids is not None and bool((ids != ids[..., :1]).any())
         self._packed_at = state_of(self._group).operations.forwards if packed else None
         return parts[0]
+
+    def _name_weights(self, batch: Batch) -> None:
+        """Warn about floats that may belong to labels, which are moved, and stay where they are."""
+        labels = batch.get("labels")
+        if labels is None or not self._shifted or batch.get("shift_labels") is not None or self._group.rank():
+            return
+        floats = [name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        found = [name for name in floats if self._seq_dims.get(name) == 1 and batch[name].shape == labels.shape]
+        if found and self._group.size() > 1:
+            warnings.warn(
+                f"{self._name}: {found} have the shape of the labels, and are cut where they are, whereas labels are "
+                f"moved to the token before. If they belong to labels, as weights do, give shifted={found}; else "
+                f"shifted=(){see('Entries that belong to labels')}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _refuse_joined_documents(self) -> None:
         """Raise if the last batch has several documents, and all attention since then has joined them."""
@@ -453,6 +480,10 @@ class BatchSharder:
         tokens, labels, ids = _get_tokens(batch), batch.get("labels"), batch.get("document_ids")
         rows, length = tokens.shape[:2]
         mask = batch.get("attention_mask")
+        if self._shifted and labels is not None and batch.get("shift_labels") is None:
+            for name in self._belong_to_labels or ():
+                if isinstance(x := batch.get(name), torch.Tensor):
+                    batch[name] = torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
         for ahead, name in enumerate(self._shifted, 1):
             if labels is not None and batch.get(name) is None:
                 batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)

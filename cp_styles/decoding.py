@@ -35,7 +35,7 @@ from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, Later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import cast_for_attention
-from cp_styles.kernels.base import TilePositions
+from cp_styles.kernels.base import TilePositions, tile_function
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, merge_all
@@ -551,7 +551,7 @@ def _compute_part(
     if tile.positional:
         queries = torch.arange(cache.length - q.shape[2], cache.length, device=q.device)
         options["where"] = TilePositions(queries, cache.positions(q.device)[columns], 0)
-    out, lse = tile.forward(*tensors, **options)
+    out, lse = tile_function(tile, "forward")(*tensors, **options)
     return out.to(wide), lse.to(wide)
 
 

@@ -307,6 +307,15 @@ batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sha
 batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
     _refuse_other_average | if divided:
     becomes | if True:
+batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong_to_labels
+    BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
+    becomes | x
+kernel: any result of a kernel from outside is taken | ranks/engine/test_contributing.py -k outside_returns
+    _check_first_result | if not fits:
+    becomes | if False:
+engine: attention along another dim is taken | ranks/doors/test_unseen.py -k another_dim
+    _refuse_other_dims | and q.shape[0] % tokens == 0
+    becomes | and False
 contents: the memory itself is kept | ranks/flex/test_changed_in_place.py
     Contents.__init__ | _numbers(tensor).clone()
     becomes | _numbers(tensor)

@@ -156,7 +156,10 @@ class Binding:
         if not isinstance(self.layout, SequenceLayout):
             return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
-            remedy = "build the layout for this length, or give a balancer such as head_tail"
+            remedy = (
+                "build the layout for this length, or give a balancer such as head_tail. Attention along another dim "
+                "than the tokens needs no style"
+            )
             if length == self.layout.length * self.group.size():
                 remedy = "it seems that each was given the whole sequence: cut it with layout.shard"
             raise ValueError(
@@ -301,7 +304,7 @@ class Binding:
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
-            "the contents of the kernel": contents[1],
+            "the contents of the kernel (what a score_mod reads is whole, and equal on all ranks)": contents[1],
             "agreement": self.checks.agreement,
         }
 
@@ -429,6 +432,8 @@ class _AttentionAgreement(CheckedCall):
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
+            if q.shape[0] > 1:
+                _refuse_other_dims(binding, forward_state.cuts, q, k)
         elif forward_state.calls == 1 and call.get("is_causal"):
             self.orders = graph_task_id() < 0
         if v.shape[dim] != k.shape[dim]:
@@ -555,6 +560,22 @@ def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> li
     return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
+def _refuse_other_dims(
+    binding: Binding, cuts: Sequence[tuple[torch.Tensor, SequenceLayout]], q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """Raise for attention whose batch has the tokens: along another dim, of another length, which nothing has cut."""
+    for x, cut in cuts:
+        rows = cut.lengths[binding.group.rank()]
+        tokens = x.shape[0] * rows if x.ndim > 1 and x.shape[1] == rows else 0
+        if rows > 1 and tokens and q.shape[0] % tokens == 0 and rows not in (q.shape[_SEQ_DIM], k.shape[_SEQ_DIM]):
+            raise ValueError(
+                f"{binding.name}: attention over {k.shape[_SEQ_DIM]} positions, with a batch of {q.shape[0]}, in which "
+                f"are the {rows} tokens of each row on this rank: it attends along another dim than the tokens (over "
+                "layers, in space or in time), which nothing has cut. Leave the style off this module, and give it to "
+                f"the modules that attend over tokens{see('Attention along another dim')}"
+            )
+
+
 def _explain_local_mask(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """The text of an error for a mask of the size of some rank's shard; empty for other masks."""
     lengths = rows.columns.kv_length, rows.columns.q_length
@@ -579,6 +600,12 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
             "the numbers of one device. Set dropout to 0, or apply it after the attention"
             f"{see('Dropout in the attention')}"
         )
+
+
+def refuse_unknown(name: str, function: str, arguments: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for arguments of a later torch than this package knows, unless they are None."""
+    if any(value is not None for value in arguments.values()):
+        raise NotImplementedError(f"{name}: {function} with an unknown argument: {dict(arguments)}; leave it out")
 
 
 def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:

@@ -15,7 +15,7 @@ from cp_styles.bounded_cache import facts_about
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.contents import Contents
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import Binding, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.kernels import Kernel
@@ -129,8 +129,7 @@ def varlen_operator(
                 f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not supported under context "
                 "parallelism: a cache is for inference; call it outside"
             )
-        if any(value is not None for value in (*others, *named.values())):
-            raise NotImplementedError(f"{name}: varlen_attn with an unknown argument: {others or named}; leave it out")
+        refuse_unknown(name, "varlen_attn", {str(at): value for at, value in enumerate(others, 14)} | named)
         if num_splits is not None:
             raise NotImplementedError(
                 f"{name}: num_splits={num_splits} makes sums bitwise equal in any batch, but under context parallelism "

@@ -26,7 +26,7 @@ from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.contents import REMEDY, raise_later
 from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.base import TilePositions
+from cp_styles.kernels.base import TilePositions, tile_function
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import Pack, part_of
@@ -287,15 +287,13 @@ class _PlanRun:
 
     def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step and add the results to ``merged``."""
-        tensors = self.wait_for_keys(step)
+        tensors, forward = self.wait_for_keys(step), tile_function(self.attention.kernel, "forward")
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for keys, (k, v) in zip(step.keys, tensors, strict=True):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     for heads in self._split_heads(keys):
-                        out, lse = self._call_kernel(
-                            self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,)
-                        )
+                        out, lse = self._call_kernel(forward, keys, call, packed, heads, k, v, (q,))
                         merged.add(heads[0], call.q, out, lse, packed[1])
                         del out, lse  # free the memory for the next tile
 
@@ -312,14 +310,14 @@ class _PlanRun:
 
         ``q_args`` and ``out_args`` are the kernel's arguments before and after k and v, with the query heads of keys.
         """
-        k, v = tensors
+        (k, v), backward = tensors, tile_function(kernel, "backward")
         dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
         with named_range("step", self.number, "gradients with keys of", keys.source):
             for heads in self._split_heads(keys):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     _, q_index, kv_index = packed
-                    backward_args = kernel.backward, keys, call, packed, heads, k, v, q_args, out_args
+                    backward_args = backward, keys, call, packed, heads, k, v, q_args, out_args
                     tile_dq, tile_dk, tile_dv = self._call_kernel(*backward_args)
                     dq.add(heads[0], call.q, tile_dq, q_index)
                     dk.add(heads[1], call.kv, tile_dk, kv_index)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,39 @@ def test_documents_without_a_scope(way: str):
             assert len(found.value.errors) == 2
         else:
             run_ranks(on, 2, loss)
+
+
+WEIGHTS = TOKENS / 7.0
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_entries_that_belong_to_labels(fixed: bool):
+    """Moved as the labels are, also in front of padding; with labels that are next tokens already they stay."""
+    options: dict[str, Any] = {"layout": head_tail(16, 3)} if fixed else {}
+    batch = {"input_ids": TOKENS, "labels": LABELS, "weights": WEIGHTS}
+    parts = cut(batch, shifted=["weights"], **options)
+    moved = torch.cat((WEIGHTS[:, 1:], torch.zeros(ROWS, 1)), 1)
+    assert torch.equal(whole(parts, "weights")[:, :LENGTH], moved)
+    assert torch.equal(whole(parts, "labels")[:, :LENGTH], LABELS)
+    parts = cut(batch | {"shift_labels": LABELS}, shifted=["weights"])
+    assert torch.equal(whole(parts, "weights"), WEIGHTS)
+    with pytest.raises(RankError, match="shift=False moves none"):
+        cut(batch, shifted=["weights"], shift=False)
+
+
+def test_floats_that_may_belong_to_labels_warn():
+    batch = {"input_ids": TOKENS, "labels": LABELS, "weights": WEIGHTS, "of_tokens": WEIGHTS[..., None]}
+    dims = {"weights": 1, "of_tokens": 1}
+    with pytest.warns(UserWarning, match=r"\['weights'\] have the shape of the labels"):
+        cut(batch, seq_dims=dims)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"shifted": ()}, {"shift": False}, {"shifted": ["weights"]}):
+            cut(batch, seq_dims=dims, **options)
+        cut(batch | {"shift_labels": LABELS}, seq_dims=dims)
+        with pytest.raises(RankError, match="have the shape of the labels") as found:
+            cut(batch, seq_dims=dims)
+    assert len(found.value.errors) == 3
 
 
 def test_positions_of_embeddings_alone():
