@@ -304,7 +304,7 @@ class Binding:
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
-            "the contents of the kernel (what a score_mod reads is whole, and equal on all ranks)": contents[1],
+            "the contents of the kernel": contents[1],
             "agreement": self.checks.agreement,
         }
 
