@@ -31,14 +31,16 @@ from cp_styles._compat import (
 )
 from cp_styles.batch import find_average
 from cp_styles.batch_sharder import describe_content
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checks import observers_of, proof_of, running_ddp
-from cp_styles.checksum import device_checksum, on_host, version_of
+from cp_styles.checksum import device_checksum, on_host
 from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import axis_and_group
+from cp_styles.contents import Contents
 from cp_styles.decoding import find_cache
 from cp_styles.device_copies import tensor_on
 from cp_styles.engine.binding import Binding
@@ -70,8 +72,9 @@ class BackboneContextParallel(ParallelStyle):
 
     For models that pool tokens behind their blocks (heads for classes, answers, rewards, embeddings), and for models
     that make tokens in front of them (encoders of pictures). Apply it to the model with its head. Hidden states are cut
-    in front of the first block of a list and gathered behind the last one. All code outside of the blocks runs on the
-    whole sequence on every rank: embeddings, positions, masks, pooling, the head, a loss from ``labels``.
+    in front of the first block of a list and gathered behind the last one. All code in front of the first block and
+    behind the last one runs on the whole sequence on every rank: embeddings, positions, masks, pooling, the head, a
+    loss from ``labels``. Code between two blocks sees a part, as the blocks do.
 
     Every rank is given the same whole batch, and returns the same outputs. The loss is taken as on one device, by the
     model or from its outputs, equal on all ranks and without a factor. Gradients of parameters, and of inputs, are each
@@ -96,8 +99,8 @@ class BackboneContextParallel(ParallelStyle):
 
     Raises:
         ValueError: when applied, if no list of blocks is found, or a path matches no module. At a call, on every rank,
-            if inputs differ between ranks, for arguments of other lengths, and if FSDP2 or DDP averages the gradients
-            of a part of the parameters alone.
+            if inputs differ between ranks, for arguments of other lengths, for arguments that are made between the
+            blocks for a part, and if FSDP2 or DDP averages the gradients of a part of the parameters alone.
         NotImplementedError: on every rank, for other arguments of blocks that are tensors, a cache, blocks that are
             left out, and gradients of the outputs that differ between ranks.
         TypeError: when applied, for a ``style`` that is no ModuleContextParallel. On every rank, for blocks that do not
@@ -416,7 +419,8 @@ class _Region:
         self.ran = self.open = False
         self.length: int | None = None
         self._parts: list[tuple[ref[torch.Tensor], int]] = []
-        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._nodes: set[Any] = set()  # the grad_fn of hidden states between the blocks
+        self._tables: dict[Any, tuple[torch.Tensor, Contents, torch.Tensor]] = {}
         # Hooks that run in front of the hooks of the style, and behind them.
         for block in blocks:
             before = block.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)
@@ -425,12 +429,12 @@ class _Region:
     def begin(self) -> None:
         """Begin a forward of the model."""
         self.ran = self.open = False
-        self._parts, self._tables = [], {}
+        self._parts, self._nodes, self._tables = [], set(), {}
 
     def end(self) -> dict[int, Callable[[], torch.Tensor]]:
         """End a forward. For each hidden state between the blocks that is still alive, by its id: how to gather it."""
         alive = [(part, dim) for part, dim in ((part(), dim) for part, dim in self._parts) if part is not None]
-        self.open, self._parts, self._tables = False, [], {}
+        self.open, self._parts, self._nodes, self._tables = False, [], set(), {}
         return {id(part): partial(self._gather, part, dim) for part, dim in alive}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
@@ -461,8 +465,8 @@ class _Region:
                 f"{backbone.name}: {self.path} runs outside of a call of the model, whose outputs alone get the right "
                 "gradients: call the model, model(...), or apply the style to the module that is called"
             )
-        length = hidden.shape[dim] if first else self.length
-        layout = None if length is None else binding.layout_for(length)
+        latest = hidden.shape[dim] if first else self.length
+        layout = None if latest is None else binding.layout_for(latest)
         is_part = layout is not None and hidden.shape[dim] == layout.lengths[rank] and (recomputed or self.open)
         if layout is None or not (first or is_part):
             raise NotImplementedError(
@@ -470,11 +474,14 @@ class _Region:
                 "first block was given. Name lists of blocks that all run in turn and keep the number of tokens, "
                 f'blocks=("stages.0.blocks", "stages.1.blocks"){see("Blocks that do not run in turn")}'
             )
+        length = layout.length
         if min(layout.lengths) < 2:  # models of transformers take a single query for a new token, without a causal mask
             raise ValueError(
                 f"{backbone.name}: {length} tokens are too few for {layout.ranks} ranks, each of which needs two: take "
                 "fewer ranks, or longer sequences"
             )
+        if not (first or recomputed):  # behind a reentrant checkpoint, whose inside has no nodes
+            self._nodes |= {hidden.grad_fn} - {None}
         if first:
             self.length, self.open = length, not recomputed
         if not recomputed:
@@ -486,15 +493,25 @@ class _Region:
             if name not in dims:
                 raise NotImplementedError(
                     f"{backbone.name}: {self.path} is given {name} of shape {tuple(x.shape)}, whose sequence dim is "
-                    f'not known: give seq_dims={{"{name}": 1}}, or None for an argument that stays whole'
-                    f"{see('An argument of a block whose sequence dim is not known')}"
+                    f'not known: give seq_dims={{"{name}": {_likely_dim(x, length)}}}, or None for an argument that '
+                    f"stays whole{see('An argument of a block whose sequence dim is not known')}"
                 )
             dim = dims[name]
+            if dim is not None and not -x.ndim <= dim < x.ndim:
+                raise ValueError(
+                    f"{backbone.name}: {self.path} is given {name} of shape {tuple(x.shape)}, which has no dim {dim}: "
+                    f'give seq_dims={{"{name}": {_likely_dim(x, length)}}}, or None for an argument that stays whole'
+                    f"{see('An argument of a block whose sequence dim is not known')}"
+                )
             size = None if dim is None else x.shape[dim]
             if size is not None and size < length and (type(block).__name__, name) in _WITHOUT_FIRST_ROWS:
                 at = layout.positions(rank, "cpu") - (length - size)
                 return x.index_select(dim or 0, tensor_on(x.device, at[at >= 0]))
-            if dim is None or size in (1, None if first else layout.lengths[rank]):
+            if dim is None or size == 1 or (size != length and _IS_PART in facts_about(x)):
+                return x
+            if not first and size == layout.lengths[rank] and not name.startswith("encoder_"):
+                if not recomputed and name != names[0]:
+                    self._refuse_other_parts(name, x, length, dim)
                 return x
             if size != length and not name.startswith("encoder_"):
                 raise ValueError(
@@ -503,12 +520,13 @@ class _Region:
                     "without context parallelism"
                 )
             own = layout if size == length else binding.layout_for(x.shape[dim])
-            key = id(x), version_of(x), own, dim
             if recomputed or name == names[0] or x.requires_grad:
                 return own.shard(x, dim, rank)
-            if key not in self._tables:  # of positions, which all blocks get
-                self._tables[key] = x, own.shard(x, dim, rank)
-            return self._tables[key][1]
+            key, what = (id(x), own, dim), f"{name} of {self.path}, of shape {tuple(x.shape)},"
+            table = self._tables.get(key)  # of positions, which all blocks get
+            if table is None or not table[1].are_in(x, what):
+                table = self._tables[key] = x, Contents(x), own.shard(x, dim, rank)
+            return table[2]
 
         args = tuple(_map_tensors(partial(cut, name), x) for name, x in zip(names, args, strict=False))
         kwargs = {name: _map_tensors(partial(cut, name), x) for name, x in kwargs.items()}
@@ -530,6 +548,9 @@ class _Region:
                 "hidden states of as many tokens as it is given, alone or first in a tuple: name other modules in "
                 "blocks="
             )
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor):
+                facts_about(x)[_IS_PART] = True
         if block is not self.blocks[-1]:
             self._keep_part(first, dim)
             return None
@@ -559,6 +580,20 @@ class _Region:
     def _keep_part(self, part: torch.Tensor, dim: int) -> None:
         if graph_task_id() < 0:
             self._parts.append((ref(part), dim))
+            self._nodes |= {part.grad_fn} - {None}
+
+    def _refuse_other_parts(self, name: str, x: torch.Tensor, length: int, dim: int) -> None:
+        """Raise for an argument of a later block that has the rows of a part, and that no block has made."""
+        if x.grad_fn is not None and not self._nodes.isdisjoint(walk_graph(x.grad_fn)):
+            return  # computed from hidden states
+        # Without gradients nothing says from what a number was computed.
+        if not self._nodes and (x.is_floating_point() or x.is_complex()):
+            return
+        raise ValueError(
+            f"{self._backbone.name}: {self.path} is given {name} of shape {tuple(x.shape)}, which was made between the "
+            f"blocks, for this rank's part of {length} tokens. Make it once, before the first block, from the whole "
+            f'sequence, and give seq_dims={{"{name}": {dim}}}{see("Positions that are made between the blocks")}'
+        )
 
     @property
     def _binding(self) -> Binding:
@@ -581,6 +616,14 @@ class _WithLength:
             return self.fn(*args)
         finally:
             self.region.length = latest
+
+
+_IS_PART = "is a part"  # a fact about a tensor: a block has returned it
+
+
+def _likely_dim(x: torch.Tensor, length: int) -> int:
+    """The first dim of ``length`` rows; else dim 1, if there is one."""
+    return next((dim for dim, size in enumerate(x.shape) if size == length), min(1, x.ndim - 1))
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles._compat import meshes_of_fsdp
+from cp_styles._compat import meshes_of_fsdp, replaces_mean_of_fsdp
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world, states_here
@@ -212,8 +212,8 @@ def shard_batch(
         if not fits or whole.shape[dim] != layout.length:
             raise ValueError(
                 f'"{name}" of shape {tuple(whole.shape)} is not {layout.length} long at dim {dim}, where the layout '
-                f'cuts: correct seq_dims["{name}"], build the layout for this length, or give fill["{name}"] to pad a '
-                "shorter one"
+                f'cuts: correct seq_dims["{name}"], build the layout for this length, or pad a shorter one before '
+                f'(shard_batch does, with fill["{name}"])'
             )
         parts[name] = layout.shard(whole, dim, rank)
     return parts
@@ -373,7 +373,8 @@ def global_loss(
         ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``. On a GPU the host waits for
             this check only in the first call over the group. In later calls the loss and its gradient become nan.
             Also if a DTensor is not replicated, if ``token_count`` has several numbers, or if ``averaged_over`` is
-            below 1 or missing. (Reducers are searched in the calls number 1, 2, 4, 8, ....)
+            below 1, missing, or neither 1 nor the number of these ranks over which FSDP2 or DDP averages. (Reducers are
+            searched in the calls number 1, 2, 4, 8, ....)
 
     Example::
 
@@ -398,7 +399,7 @@ def global_loss(
             "tokens of all ranks together, from global_token_count"
         )
     state_of(group).get_or_create(Losses).number += 1
-    _refuse_unnamed_average(group, averaged_over)
+    _refuse_other_average(group, averaged_over)
     averaged_over = averaged_over or 1
     end_forwards(group)
     with collective(group, "global_loss", ValueError):
@@ -414,24 +415,38 @@ class Losses:
     checked: set[str] = field(default_factory=set)  # functions whose check a host has read from a device
 
 
-def _refuse_unnamed_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
+def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
+    """Raise unless ``averaged_over`` is the number of ranks of ``group`` over which gradients are averaged."""
     ranks = set(dist.get_process_group_ranks(group))
     averaging: list[Average] = []
+    divided = False  # by a number of the user
     for other, state in states_here(group):
         if state.training and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
                 model = proof.model()
-                if averaged_over is None and model is not None and not proof.losses & (proof.losses - 1):  # power of 2
+                if averaged_over != 1 and model is not None and not proof.losses & (proof.losses - 1):  # power of 2
                     averaging.append(find_average(model, proof.reducer and proof.reducer(), ranks))
+                    sharded = [x for x in model.modules() if isinstance(x, FSDPModule)]
+                    divided |= any(map(replaces_mean_of_fsdp, sharded))
             state.training.clear()
     reducer, over, _ = max(averaging, key=attrgetter("ranks"), default=Average("", 0, set()))
-    if over > 1:
+    if over <= 1 or averaged_over in (1, *(each.ranks for each in averaging)):
+        return
+    if averaged_over is None:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
             f"{over} times too small. Give averaged_over={over} to global_loss, or to BatchSharder. If it sums them "
             f"(set_gradient_divide_factor(1.0)), give averaged_over=1{see('Gradients that are averaged')}"
         )
+    if divided:
+        return
+    raise ValueError(
+        f"global_loss over ranks {sorted(ranks)}: averaged_over={averaged_over}, and {reducer} averages gradients over "
+        f"{over} of these ranks. With data parallelism too, the loss and the reducer take both axes, "
+        f"both = mesh['dp', 'cp']._flatten('dp_cp'): BatchSharder(mesh['cp'], loss_mesh=both, "
+        f"averaged_over=both.size()){see('Gradients that are averaged')}"
+    )
 
 
 class Average(NamedTuple):

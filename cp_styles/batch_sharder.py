@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -76,6 +76,11 @@ class ShardedBatch(dict[str, Any]):
         self.layout = layout
         self._sharder, self._rank, self._document_ids = sharder, sharder._group.rank(), document_ids
 
+    def __missing__(self, name: str) -> torch.Tensor:
+        if name != "document_ids" or self._document_ids is None:
+            raise KeyError(name)
+        return self.layout.shard(self._document_ids, 1, self._rank)
+
     @property
     def tokens(self) -> torch.Tensor:
         """This rank's tokens [B, L]: the entry ``input_ids``."""
@@ -85,7 +90,7 @@ class ShardedBatch(dict[str, Any]):
     def positions(self) -> torch.Tensor:
         """The positions [L] of this rank's tokens in the whole sequence. The entry ``position_ids`` has the positions
         in documents."""
-        return self.layout.positions(self._rank, device=self.tokens.device)
+        return self.layout.positions(self._rank, device=_get_tokens(self).device)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -127,7 +132,8 @@ class ShardedBatch(dict[str, Any]):
         Communication: as global_loss, and as global_token_count if ``token_count`` is None.
 
         Raises:
-            ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
+            ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens. Or it has
+                document_ids, and no attention that has run since it was cut kept documents apart.
             TypeError: ``logits_BLV`` is not a tensor, such as the whole output of a model of transformers.
         """
         labels_BL = self._labels(ahead)
@@ -142,6 +148,7 @@ class ShardedBatch(dict[str, Any]):
                 f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
                 "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
+        self._sharder._refuse_joined_documents()
         if logits_BLV.dtype.itemsize < 4:  # the sum over tokens needs more digits than 16 bits have
             logits_BLV = logits_BLV.float()
         losses = F.cross_entropy(
@@ -188,8 +195,9 @@ class BatchSharder:
       documents, which restart at 0, are cut as they are.
 
     Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document. Labels end and
-    positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention.
-    (Attention of transformers reads documents from the positions, and needs no scope.)
+    positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention: put
+    it around the model. (Attention of transformers reads documents from the positions, and needs no scope.) The part
+    ``batch["document_ids"]`` is no entry of ``**batch``, because models do not take it.
 
     ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
     [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
@@ -202,6 +210,9 @@ class BatchSharder:
             whole. (Objects that are not tensors, and tensors without dims, are passed on whole. Entries that are cut
             must be tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
+        shifted: names of further entries [B, S, ...] that belong to labels, such as their weights, advantages or old
+            log-probabilities: they are moved as ``labels`` are, before the cut, with 0 at the end. A float entry of the
+            shape of the labels that is not named warns once; ``shifted=()`` says that it belongs to the tokens.
         predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of the
             logits for the token after the next one.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
@@ -234,6 +245,7 @@ class BatchSharder:
         layout: SequenceLayout | Balancer = head_tail,
         seq_dims: Mapping[str, int | None] | None = None,
         shift: bool = True,
+        shifted: Sequence[str] | None = None,
         predicted: int = 1,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
@@ -255,13 +267,19 @@ class BatchSharder:
                 f"{self._name}: predicted={predicted} must be the number of next tokens that the model predicts: at "
                 "least 1, and more only with shift=True"
             )
+        if shifted and not shift:
+            raise ValueError(
+                f"{self._name}: shifted={shifted} are moved with labels, and shift=False moves none: cut them"
+            )
         self._layout = layout
+        self._belong_to_labels = shifted if shifted is None else tuple(shifted)
         self._shifted = [_get_label_name(ahead) for ahead in range(1, predicted + 1)] if shift else []
-        self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
+        self._seq_dims = _SEQ_DIMS | dict.fromkeys((*self._shifted, *(shifted or ())), 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
         self._warned = False
         self._losses = 0  # the number of losses at the last sum of gradients
+        self._packed_at: int | None = None  # the number of forwards before the last batch, if it has several documents
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -283,6 +301,8 @@ class BatchSharder:
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
             whole = self._complete_batch(batch)
+            if self._belong_to_labels is None and not isinstance(batch, torch.Tensor):
+                self._name_weights(batch)  # in this meeting: if a user makes warnings errors, all ranks raise
             facts = {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
             ids = whole.pop("document_ids", None)  # models do not take it; the scope reads the whole one
             cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
@@ -305,7 +325,36 @@ class BatchSharder:
             f"for a Trainer of transformers use ContextParallelTrainer{see('Ranks with other samples')}"
         )
         agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
+        ids = None if isinstance(batch, torch.Tensor) else batch.get("document_ids")  # before padding
+        packed = ids is not None and bool((ids != ids[..., :1]).any())
+        self._packed_at = state_of(self._group).operations.forwards if packed else None
         return parts[0]
+
+    def _name_weights(self, batch: Batch) -> None:
+        """Warn about floats that may belong to labels, which are moved, and stay where they are."""
+        labels = batch.get("labels")
+        if labels is None or not self._shifted or batch.get("shift_labels") is not None or self._group.rank():
+            return
+        floats = [name for name, x in batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        found = [name for name in floats if self._seq_dims.get(name) == 1 and batch[name].shape == labels.shape]
+        if found and self._group.size() > 1:
+            warnings.warn(
+                f"{self._name}: {found} have the shape of the labels, and are cut where they are, whereas labels are "
+                f"moved to the token before. If they belong to labels, as weights do, give shifted={found}; else "
+                f"shifted=(){see('Entries that belong to labels')}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _refuse_joined_documents(self) -> None:
+        """Raise if the last batch has several documents, and all attention since then has joined them."""
+        state, before = state_of(self._group), self._packed_at
+        if before is not None and state.operations.forwards > before >= state.separated:
+            raise ValueError(
+                f"{self._name}: the batch has document_ids, and no attention that has run since kept documents apart: "
+                "write `with batch.scope():` around the model. If documents are meant to see each other, give the "
+                f"batch shift_labels and position_ids in place of document_ids{see('Documents without a scope')}"
+            )
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
         """Sum ``.grad`` over the ranks, once after the last backward of a step: :func:`~cp_styles.sum_gradients`.
@@ -314,7 +363,8 @@ class BatchSharder:
             parameters: a module, or its parameters.
 
         Raises:
-            ValueError: as sum_gradients; and if ``averaged_over`` means that DDP or FSDP2 reduces the gradients.
+            ValueError: as sum_gradients; if ``averaged_over`` means that DDP or FSDP2 reduces the gradients; and if all
+                attention has joined the documents of a batch, see :meth:`ShardedBatch.loss`.
 
         Warns:
             MeanOfMeansWarning: once, if the attention of models that were not verified has run since the last call, but
@@ -326,6 +376,7 @@ class BatchSharder:
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} means that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
+        self._refuse_joined_documents()
         sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number
@@ -429,6 +480,10 @@ class BatchSharder:
         tokens, labels, ids = _get_tokens(batch), batch.get("labels"), batch.get("document_ids")
         rows, length = tokens.shape[:2]
         mask = batch.get("attention_mask")
+        if self._shifted and labels is not None and batch.get("shift_labels") is None:
+            for name in self._belong_to_labels or ():
+                if isinstance(x := batch.get(name), torch.Tensor):
+                    batch[name] = torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
         for ahead, name in enumerate(self._shifted, 1):
             if labels is not None and batch.get(name) is None:
                 batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)

@@ -73,12 +73,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def version_key(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is changed in place: its version, or a checksum in inference mode."""
-    # A version does not count changes through tensor.data or NumPy. Tensors of inference mode have none.
-    return checksum(tensor) if tensor.is_inference() else version_of(tensor)
-
-
 def digest(tensor: torch.Tensor) -> int:
     """The :func:`checksum` of a tensor, cached until the tensor changes."""
     table = facts_about(tensor)

@@ -32,11 +32,11 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import DeviceTables, read_later, tensor_on
+from cp_styles.device_copies import DeviceTables, Later, tensor_on
 from cp_styles.engine.custom_ops import modes_entered
 from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import cast_for_attention
-from cp_styles.kernels.base import TilePositions
+from cp_styles.kernels.base import TilePositions, tile_function
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, merge_all
@@ -424,7 +424,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             parts = None if alone else _gather_parts(name, out, lse, cache, q_BHLD, call.equal_number)
         if parts is not None:
             outs, lses, numbers = parts
-            cache._pending_check = read_later((numbers != numbers[:1]).any().long())
+            cache._pending_check = Later((numbers != numbers[:1]).any().long())
             if q.device.type == "cpu":
                 _refuse_differences(name, cache, cache._pending_check())
             out, lse = merge_all(outs, lses)
@@ -554,7 +554,7 @@ def _compute_part(
     if tile.positional:
         queries = torch.arange(cache.length - q.shape[2], cache.length, device=q.device)
         options["where"] = TilePositions(queries, cache.positions(q.device)[columns], 0)
-    out, lse = tile.forward(*tensors, **options)
+    out, lse = tile_function(tile, "forward")(*tensors, **options)
     return out.to(wide), lse.to(wide)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -65,24 +65,25 @@ def _table_of(values: tuple[int, ...]) -> DeviceTables:
     return DeviceTables(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
 
-def read_later(number: torch.Tensor) -> Callable[[], int]:
-    """A function that returns the integer in a tensor without dims.
+class Later:
+    """The integer in a tensor without dims, whose copy from a GPU starts here. A call returns it, and waits."""
 
-    The copy from a GPU starts here. Only a call of the returned function waits for it.
-    """
-    if number.device.type == "cpu":
-        value = int(number)
-        return lambda: value
-    host = torch.empty((), dtype=number.dtype, pin_memory=True, device="cpu")
-    host.copy_(number, non_blocking=True)
-    copied = torch.Event(number.device)
-    copied.record()
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number, self._copied = number, None
+        if number.device.type != "cpu":
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True, device="cpu")
+            self._number.copy_(number, non_blocking=True)
+            self._copied = torch.Event(number.device)
+            self._copied.record()
 
-    def read() -> int:
-        copied.synchronize()
-        return int(host)
+    def has_arrived(self) -> bool:
+        """Whether a call does not wait."""
+        return self._copied is None or self._copied.query()
 
-    return read
+    def __call__(self) -> int:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._number)
 
 
 def captures_graph() -> bool:

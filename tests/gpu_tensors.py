@@ -321,8 +321,11 @@ class _Event:
         _Event.records += 1
         self.number = _Event.records
 
+    def query(self) -> bool:
+        return _Event.records - self.number >= 64
+
     def synchronize(self) -> None:
-        if _Event.records - self.number < 64:
+        if not self.query():
             _waits("an event that was recorded just now")
 
 

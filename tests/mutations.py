@@ -331,6 +331,45 @@ backbone: an encoder of another length is cut as the tokens | clients/test_heads
 backbone: hidden states between the blocks stay parts | ranks/doors/test_backbone.py -k between
     _Region.end | for part, dim in alive
     becomes | for part, dim in alive[:0]
+backbone: what is made for a part in the loop is taken | ranks/doors/test_backbone.py -k made_in_the_loop
+    _Region._refuse_other_parts | if not self._nodes and
+    becomes | if True or
+backbone: hidden states behind a reentrant checkpoint are unknown | ranks/doors/test_backbone.py -k positions_between
+    _Region._cut | self._nodes |= {hidden.grad_fn} - {None}
+    becomes | pass
+backbone: a text that a block returns is cut again | ranks/doors/test_backbone.py -k text_of
+    _Region._join | facts_about(x)[_IS_PART] = True
+    becomes | pass
+recurrence: arguments of the outputs are columns of a map | ranks/mixers/test_recurrence.py -k left_out
+    _KernelCall.affine_map | **self._left_out(both.shape[-1]),
+    becomes nothing
+batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k without_a_scope
+    BatchSharder._refuse_joined_documents | > before >= state.separated
+    becomes | < before
+batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
+    _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
+    becomes | binding.separates
+batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
+    _refuse_other_average | if divided:
+    becomes | if True:
+batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong_to_labels
+    BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
+    becomes | x
+kernel: any result of a kernel from outside is taken | ranks/engine/test_contributing.py -k outside_returns
+    _check_first_result | if not fits:
+    becomes | if False:
+engine: attention along another dim is taken | ranks/doors/test_unseen.py -k another_dim
+    _refuse_other_dims | and q.shape[0] % tokens == 0
+    becomes | and False
+contents: the memory itself is kept | ranks/flex/test_changed_in_place.py
+    Contents.__init__ | _numbers(tensor).clone()
+    becomes | _numbers(tensor)
+contents: what the device has found is not raised | ranks/engine/test_gpu_doors.py -k kernel_fills
+    raise_what_was_found | if result():
+    becomes | if False:
+contents: levels of an additive mask are kept on a CPU | ranks/flex/test_changed_in_place.py -k additive
+    _make_setup | q.device.type != "cpu" and not
+    becomes | not
 backbone: a mask in front of the blocks has no documents | clients/test_heads.py -k packed
     _make_whole_mask | pieces.documents is not None and attention_mask is None
     becomes | False

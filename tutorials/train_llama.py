@@ -377,8 +377,6 @@ def report(
     layout = layout_of(args, last.documents, args.seq_len, args.cp)
     mask: Mask = Causal() if last.documents is None else Causal() & last.documents
     print(f"\n{title} took {run.seconds:.1f} s for {args.steps} steps")
-    if reference is not None:
-        print(f"one process took {reference.seconds:.1f} s")
     if last.documents is not None:
         print(f"the last step's sequence packs {len(last.documents.lengths)} documents")
     print(f"the busiest cp rank has {imbalance(layout, mask):.2f} times the mean work in attention")

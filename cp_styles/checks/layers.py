@@ -94,13 +94,22 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
         past = find_layer_caches(calls.inputs)
         if past is not None and past.prefilled:
             return
+    by = "Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers"
+    if isinstance(layer, nn.Conv1d) and _looks_ahead(layer):
+        by = "It looks both ways: give its taps the tokens of context_roll(x, shift, seq_dim, mesh, fill=0.0)"
     raise NotImplementedError(
         f"{name}: {path} ({type(layer).__name__}) carries values from token to token, but gets this rank's tokens "
-        "alone. Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers, or gather the tokens "
+        f"alone. {by}, or gather the tokens "
         "before it (cp_styles.collectives.gather) and cut its result. If its input is whole on each rank, or it mixes "
         f"within a row of its input, name it in local=[{path!r}] of the style"
         f"{see('A layer that mixes tokens')}"
     )
+
+
+def _looks_ahead(layer: nn.Conv1d) -> bool:
+    """Whether its padding puts later tokens under its taps. A causal one is padded in front, or its end is cut off."""
+    reach = (layer.kernel_size[0] - 1) * layer.dilation[0]
+    return layer.padding == "same" or (isinstance(layer.padding, tuple) and 0 < int(layer.padding[0]) < reach)
 
 
 def _mixes(layer: nn.Module) -> bool:

@@ -111,6 +111,7 @@ class GroupState:
         phase: whether an error of this rank must be reported to peers.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         thread: the thread that has run the latest forward; 0 before the first one.
+        separated: the number of the last forward whose mask may have kept the documents of a pack apart.
         lengths: global numbers of queries and keys, by the local numbers, in the latest call with these.
         modules: the number of modules to which each style was applied over this group.
         meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.dtensors`.
@@ -132,6 +133,7 @@ class GroupState:
     phase: GroupPhase = GroupPhase.IDLE
     forward_open: bool = False
     thread: int = 0
+    separated: int = 0
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
     meshes: dict[Any, Any] = field(default_factory=dict)

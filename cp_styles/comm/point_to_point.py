@@ -137,10 +137,11 @@ def transfer_error(
     """A TransferError for an error of the transport. It names this rank, the other ranks and the user of the group."""
     operations = Operations() if group is None else state_of(group).operations
     ranks = peers if group is None else [dist.get_global_rank(group, peer) for peer in peers if peer != group.rank()]
+    late = "timed out" in str(error).lower()  # gloo; else the connection was ended
+    why = "that rank did not take part in time" if late else "that rank has ended, or left an operation by an error"
     return TransferError(
         f"{operations.name_of(user or operations.user)}: on rank {dist.get_rank()}, a transfer with rank "
-        f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
-        f"or left an operation by an error, or did not take part in time; its log has the reason"
+        f"{', '.join(map(str, ranks))} (of all processes) failed: {why}; its log has the reason"
         f"{see('A rank that has ended')}. Error of the transport: {error}"
     )
 

@@ -32,6 +32,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
@@ -45,7 +46,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Causal, Dense, Full, Mask
+from cp_styles.mask import Causal, Dense, Full, Mask, SlidingWindow
+from cp_styles.mask.algebra import All
 from cp_styles.mask.dense import digest
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
@@ -161,7 +163,10 @@ class Binding:
         if not isinstance(self.layout, SequenceLayout):
             return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
-            remedy = "build the layout for this length, or give a balancer such as head_tail"
+            remedy = (
+                "build the layout for this length, or give a balancer such as head_tail. Attention along another dim "
+                "than the tokens needs no style"
+            )
             if length == self.layout.length * self.group.size():
                 remedy = "it seems that each was given the whole sequence: cut it with layout.shard"
             raise ValueError(
@@ -331,6 +336,13 @@ class Binding:
         return self.group_state.get_or_create(RankChecks)
 
     @cached_property
+    def separates(self) -> bool:
+        """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
+        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
+        seen = all(isinstance(part, Full | Causal | SlidingWindow) for part in parts)
+        return not seen or (self.kernel is not None and self.kernel.positional)
+
+    @cached_property
     def _fingerprint(self) -> int:
         return fingerprint(list(map(plain, self.facts().values())))
 
@@ -432,12 +444,16 @@ class _AttentionAgreement(CheckedCall):
             raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         forward_state = binding.forward_state
+        if running_comparisons.get():
+            raise_what_was_found()
         binding.mask.check_unchanged()
         if cut_tensors := find_cuts(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
+            if q.shape[0] > 1:
+                _refuse_other_dims(binding, forward_state.cuts, q, k)
         elif forward_state.calls == 1 and call.get("is_causal"):
             self.orders = graph_task_id() < 0
         if v.shape[dim] != k.shape[dim]:
@@ -483,6 +499,8 @@ class _AttentionAgreement(CheckedCall):
         if graph_task_id() < 0:
             state.forward_open, state.thread = True, threading.get_ident()
         state.operations.forwards += binding.group.size() > 1
+        if self.attn_mask is not None or binding.separates:
+            state.separated = state.operations.forwards
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
         return call
@@ -584,6 +602,22 @@ def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> li
     return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
+def _refuse_other_dims(
+    binding: Binding, cuts: Sequence[tuple[torch.Tensor, SequenceLayout]], q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """Raise for attention whose batch has the tokens: along another dim, of another length, which nothing has cut."""
+    for x, cut in cuts:
+        rows = cut.lengths[binding.group.rank()]
+        tokens = x.shape[0] * rows if x.ndim > 1 and x.shape[1] == rows else 0
+        if rows > 1 and tokens and q.shape[0] % tokens == 0 and rows not in (q.shape[_SEQ_DIM], k.shape[_SEQ_DIM]):
+            raise ValueError(
+                f"{binding.name}: attention over {k.shape[_SEQ_DIM]} positions, with a batch of {q.shape[0]}, in which "
+                f"are the {rows} tokens of each row on this rank: it attends along another dim than the tokens (over "
+                "layers, in space or in time), which nothing has cut. Leave the style off this module, and give it to "
+                f"the modules that attend over tokens{see('Attention along another dim')}"
+            )
+
+
 def _explain_local_mask(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """The text of an error for a mask of the size of some rank's shard; empty for other masks."""
     lengths = rows.columns.kv_length, rows.columns.q_length
@@ -608,6 +642,12 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
             "the numbers of one device. Set dropout to 0, or apply it after the attention"
             f"{see('Dropout in the attention')}"
         )
+
+
+def refuse_unknown(name: str, function: str, arguments: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for arguments of a later torch than this package knows, unless they are None."""
+    if any(value is not None for value in arguments.values()):
+        raise NotImplementedError(f"{name}: {function} with an unknown argument: {dict(arguments)}; leave it out")
 
 
 def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:

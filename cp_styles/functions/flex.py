@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from cp_styles._compat import never_compiled
 from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.engine.binding import Binding, refuse_grouped
+from cp_styles.engine.binding import Binding, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.introspect import captured_tensors
@@ -38,6 +38,7 @@ from cp_styles.unsupported_derivatives import refuse_transforms
 class FlexCall:
     """The arguments of a call of flex_attention, except the tensors. The names are torch's.
 
+    ``others``: arguments that this package does not know.
     ``compiled``: flex_attention or its caller was compiled by torch.compile.
     """
 
@@ -48,6 +49,7 @@ class FlexCall:
     return_lse: bool = False
     kernel_options: Mapping[str, Any] | None = None
     return_aux: AuxRequest | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
     compiled: bool = False
 
     @property
@@ -56,11 +58,14 @@ class FlexCall:
 
     def check(self, name: str, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> None:
         """Raise for arguments that are not supported."""
+        refuse_unknown(name, "flex_attention", self.others)
         if self.return_lse and self.return_aux is not None:
             raise ValueError(f"{name}: return_lse and return_aux both ask for the logsumexp: pass return_aux alone")
         if self.return_aux is not None and self.return_aux.max_scores:
             raise NotImplementedError(
-                f"{name}: max_scores are not supported under context parallelism; leave AuxRequest(max_scores=True) out"
+                f"{name}: max_scores are not supported under context parallelism; leave AuxRequest(max_scores=True) "
+                "out. For QK-clip, the product of the largest norms of queries and keys of all ranks is a bound of "
+                "the logits"
             )
         backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
         if backend not in ("AUTO", "TRITON"):  # the remaining options tune torch's own kernel and change no result

@@ -12,10 +12,10 @@ import torch
 
 from cp_styles._compat import never_compiled
 from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.engine.binding import Binding
+from cp_styles.contents import Contents
+from cp_styles.engine.binding import Binding, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_plain
 from cp_styles.engine.scope import binding_of_call
 from cp_styles.kernels import Kernel
@@ -56,7 +56,9 @@ def context_varlen_attention(
         v_TGE: local value.
         mesh: the ranks that share the pack: a 1-D mesh, (mesh, axis name), or a process group.
         cu_seqlens: cumulative lengths of the documents of the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers,
-            the same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for them.
+            the same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for them. A tensor
+            may be filled again for each call. On a GPU a change that its version does not show is an error at a later
+            call: see :mod:`cp_styles.contents`.
         window_size: number of positions before and after its own that a query attends to; -1 is no bound. (-1, 0) is
             causal.
         scale: factor of the logits; default 1/sqrt(D).
@@ -127,8 +129,7 @@ def varlen_operator(
                 f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not supported under context "
                 "parallelism: a cache is for inference; call it outside"
             )
-        if any(value is not None for value in (*others, *named.values())):
-            raise NotImplementedError(f"{name}: varlen_attn with an unknown argument: {others or named}; leave it out")
+        refuse_unknown(name, "varlen_attn", {str(at): value for at, value in enumerate(others, 14)} | named)
         if num_splits is not None:
             raise NotImplementedError(
                 f"{name}: num_splits={num_splits} makes sums bitwise equal in any batch, but under context parallelism "
@@ -149,17 +150,23 @@ def varlen_operator(
 
 
 def _make_mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
-    # Every layer gets the same tensor, and reading it from a GPU makes the host wait.
-    facts, version = {}, 0
-    if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference():
-        facts, version = facts_about(cu_seqlens), version_of(cu_seqlens)
-    documents = facts.get(Documents)
-    if documents is None or documents[0] != version:
-        documents = facts[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)
+    documents = _read_documents(cu_seqlens)
     if len(window_size) != 2 or min(window_size) < -1:
         raise ValueError(f"{name}: window_size must be (before, after), with -1 for no bound, got {window_size}")
     left, right = (None if size == -1 else size for size in window_size)
-    return documents[1] if left is right is None else documents[1] & SlidingWindow(left, right)
+    return documents if left is right is None else documents & SlidingWindow(left, right)
+
+
+def _read_documents(cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+    """The documents of ``cu_seqlens``. Every layer gets the same tensor, and reading it from a GPU makes the host wait.
+    So a tensor is read again only if it holds other numbers, see :class:`~cp_styles.contents.Contents`."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.is_inference():
+        return Documents.from_cu_seqlens(cu_seqlens)
+    facts = facts_about(cu_seqlens)
+    contents, documents = facts.get(Documents, (None, None))
+    if contents is None or not contents.are_in(cu_seqlens, f"cu_seqlens of shape {tuple(cu_seqlens.shape)}"):
+        contents, documents = facts[Documents] = Contents(cu_seqlens), Documents.from_cu_seqlens(cu_seqlens)
+    return documents
 
 
 @never_compiled

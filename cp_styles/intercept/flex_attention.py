@@ -24,6 +24,7 @@ def flex_attention(
     kernel_options: Any = None,
     *,
     return_aux: AuxRequest | None = None,
+    **others: Any,
 ) -> Any:
     """torch's flex_attention, with its arguments and results, for models that run under context parallelism.
 
@@ -44,6 +45,7 @@ def flex_attention(
         return_lse: also return the logsumexp.
         kernel_options: torch's. Under context parallelism ``BACKEND`` is refused, and tuning changes nothing.
         return_aux: ``AuxRequest(lse=True)`` for the logsumexp. Under context parallelism ``max_scores`` are refused.
+        others: further arguments of torch's function, which are refused under context parallelism.
 
     Returns:
         The output [B, H, L, E]; ``(out, lse)`` with ``return_lse``, ``(out, AuxOutput)`` with ``return_aux``.
@@ -71,5 +73,5 @@ def flex_attention(
     options |= {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     calls = AttentionCalls.current()
     if calls is None:
-        return FLEX_FUNCTION(*tensors, **options)
-    return calls.attend_flex(tensors, options, compiled=torch.compiler.is_dynamo_compiling())
+        return FLEX_FUNCTION(*tensors, **options, **others)
+    return calls.attend_flex(tensors, options | {"others": others}, compiled=torch.compiler.is_dynamo_compiling())

@@ -34,7 +34,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
-from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.flex import FlexCall, flex_attend
@@ -206,6 +206,7 @@ class AttentionCalls(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **others: Any,
     ) -> torch.Tensor:
         self.forward_state.calls += 1
         compiling = torch.compiler.is_dynamo_compiling()
@@ -223,6 +224,8 @@ class AttentionCalls(TorchFunctionMode):
                 )
             if dropout_p:
                 refuse_dropout(self._name, dropout_p)
+            if others:
+                refuse_unknown(self._name, "scaled_dot_product_attention", others)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_call()

@@ -6,14 +6,16 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from cp_styles.bounded_cache import facts_about
 from cp_styles.kernels.merge import FUSED_MERGE, Merge
 
 
@@ -155,6 +157,44 @@ class Kernel(ABC):
         ``backward``, raises RuntimeError if a tensor that the kernel holds has changed since the forward.
         """
         return self, ()
+
+
+def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
+    """The ``forward`` or ``backward`` of a kernel. What a kernel from outside of this package returns is checked once.
+
+    Raises:
+        TypeError: in its first call, if that is not what :class:`Kernel` asks for.
+    """
+    function = getattr(kernel, phase)
+    if type(kernel).__module__.startswith(_PACKAGE) or phase in facts_about(kernel):
+        return function
+    return partial(_check_first_result, kernel, phase)
+
+
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
+
+def _check_first_result(kernel: Kernel, phase: str, *tensors: torch.Tensor, **options: Any) -> Any:
+    found = getattr(kernel, phase)(*tensors, **options)
+    q, k, v = tensors[:3] if phase == "forward" else tensors[1:4]
+    wanted = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    if phase == "forward":
+        wanted = {"out": (*q.shape[:3], kernel.dims(k, v)[1]), "lse": q.shape[:3]}
+    sums = torch.float32, torch.float64
+    fits = isinstance(found, tuple | list) and len(found) == len(wanted)
+    for (name, shape), x in zip(wanted.items(), found if fits else (), strict=False):
+        fits = fits and isinstance(x, torch.Tensor) and (x.shape, x.device) == (shape, q.device)
+        fits = fits and x.is_floating_point() and (name != "lse" or x.dtype in sums)
+    if not fits:
+        each = found if isinstance(found, tuple | list) else (found,)
+        texts = [f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else x for x in each]
+        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in wanted.items())
+        raise TypeError(
+            f"{type(kernel).__name__}.{phase} returned {texts}, and must return {shapes} on {q.device}, in floating "
+            "point, and a logsumexp in float32 or float64: see the docstring of cp_styles.kernels.Kernel"
+        )
+    facts_about(kernel)[phase] = True
+    return found
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,13 @@ class RowLevels:
         dtype: torch.dtype,
         *,
         drowns: bool,
-        read: Callable[[Callable[[], list[bool]]], list[bool]],
+        read: Callable[[torch.Tensor], list[bool]],
     ) -> RowLevels | None:
         """The levels of some queries over all ``keys`` keys. None if no row has a level.
 
         ``biases`` returns biases for queries and keys at given positions, -inf where there is no attention. ``dtype``
-        is the dtype of the logits. ``drowns``: rows can be drowned. ``read`` calls its argument, for which the host
-        waits for the device, or returns a cached result. No communication.
+        is the dtype of the logits. ``drowns``: rows can be drowned. ``read`` returns the two numbers in its
+        argument, or cached ones, for which the host does not wait for the device. No communication.
         """
         kv_positions = torch.arange(keys, device=q_positions_L.device)
         one_row = keys * biases(q_positions_L[:1], kv_positions[:1]).numel()
@@ -65,7 +65,7 @@ class RowLevels:
         level = level.to(torch.promote_types(level.dtype, dtype))[(None,) * (3 - level.ndim)]
         level = level.masked_fill(~level.isfinite() | (level.abs() < _LEAST), 0.0)
         drowned = (level.abs() * torch.finfo(dtype).eps >= _ORDINARY) & drowns
-        has_level, has_drowned = read(lambda: _read_on_host(torch.stack([level.any(), drowned.any()])))
+        has_level, has_drowned = read(torch.stack([level.any(), drowned.any()]))
         return cls(level, drowned.unsqueeze(-1) if has_drowned else None) if has_level else None
 
     def subtract(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:
@@ -82,10 +82,6 @@ class RowLevels:
         """The queries for :class:`SplitQueries`, twice as wide."""
         assert self.drowned is not None
         return torch.cat((self.zero_drowned(q_BHLD), q_BHLD.masked_fill(~self.drowned, 0.0)), -1)
-
-
-def _read_on_host(flags: torch.Tensor) -> list[bool]:
-    return flags.tolist()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import Kernel, tile_function
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.reference import ReferenceKernel
@@ -137,7 +137,7 @@ class ByTile(Kernel):
         """``query`` is the index of the query among ``tensors``."""
         kernel, arguments = self.choose_for_tile(tensors[query : query + 3], **options)
         if kernel is not None:
-            return getattr(kernel, phase)(*tensors, scale=scale, **arguments)
+            return tile_function(kernel, phase)(*tensors, scale=scale, **arguments)
         single = options | {"pack": None, "scale": scale}
         return options["pack"].one_by_one(
             lambda *tile: self._call_each_kernel(phase, tile, query, **single), tensors, query

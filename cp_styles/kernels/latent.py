@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_styles.kernels.autocast import without_autocast
-from cp_styles.kernels.base import Kernel, TensorSpec
+from cp_styles.kernels.base import Kernel, TensorSpec, tile_function
 from cp_styles.kernels.merge import accumulation_dtype
 
 
@@ -98,7 +98,7 @@ class LatentKernel(Kernel):
         with without_autocast(q_BHLD.device):
             for _, weight_hKR, (q,), of_range in self._ranges(k_BGMD, (q_BHLD,), bias, options):
                 k, v = self._expand(weight_hKR, k_BGMD, v_BGME)
-                parts.append(self.tiles.forward(q, k, v, **of_range))
+                parts.append(tile_function(self.tiles, "forward")(q, k, v, **of_range))
         outs, lses = zip(*parts, strict=True)
         return _join_heads(outs), _join_heads(lses)
 
@@ -110,7 +110,7 @@ class LatentKernel(Kernel):
             tensors = grad_BHLE, q_BHLD, out_BHLE, lse_BHL
             for heads, weight_hKR, (grad, q, out, lse), of_range in self._ranges(k_BGMD, tensors, bias, options):
                 k, v = self._expand(weight_hKR, k_BGMD, v_BGME)
-                dq, dk, dv = self.tiles.backward(grad, q, k, v, out, lse, **of_range)
+                dq, dk, dv = tile_function(self.tiles, "backward")(grad, q, k, v, out, lse, **of_range)
                 del k, v
                 dqs.append(dq)
                 drot_BMr += dk[..., self.nope_dim :].sum(1, dtype=wide)

@@ -18,7 +18,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import checksum, version_key
+from cp_styles.checksum import checksum
+from cp_styles.contents import Contents
 from cp_styles.device_copies import DeviceTables
 from cp_styles.introspect import captured_tensors
 from cp_styles.mask import Mask, PerRow
@@ -45,8 +46,9 @@ class FlexMask(Mask):
 
     Raises:
         TypeError: ``block_mask`` is not a BlockMask.
-        RuntimeError: here, or on every rank at an attention with the mask: a tensor that ``mask_mod`` reads was changed
-            in place after the analysis. A backward uses what its forward used.
+        RuntimeError: here, or on every rank at an attention with the mask: a tensor of the BlockMask, or that
+            ``mask_mod`` reads, holds other numbers than at the analysis (on a GPU at a later attention, if the version
+            of the tensor is the same). A backward uses what its forward used.
 
     Example::
 
@@ -219,7 +221,7 @@ class _Analysis:
         states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
         places: the index into ``bits`` of each partial block, in the shape of ``states``.
         bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
-        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.checksum.version_key`).
+        read: the tensors of the BlockMask and those that mask_mod reads, with what they held.
         content: a checksum of ``states`` and ``bits``, which ranks compare.
     """
 
@@ -228,15 +230,16 @@ class _Analysis:
     states: torch.Tensor
     places: torch.Tensor
     bits: torch.Tensor
-    read: tuple[tuple[torch.Tensor, int], ...]
+    read: tuple[tuple[torch.Tensor, Contents], ...]
     content: int
 
     def check_unchanged(self) -> None:
-        for tensor, state in self.read:
-            if version_key(tensor) != state:
+        for tensor, contents in self.read:
+            what = f"a tensor of shape {tuple(tensor.shape)} of a BlockMask, or that its mask_mod reads,"
+            if not contents.are_in(tensor, what):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that the BlockMask's mask_mod reads was changed in place "
-                    "after the BlockMask was first used: make a new BlockMask for the new values"
+                    f"{what} was changed in place after the BlockMask was first used: make a new BlockMask for the new "
+                    f"values{see('Memory that is filled again')}"
                 )
 
 
@@ -292,7 +295,9 @@ def _analyze(mask: BlockMask) -> _Analysis:
     joint = pattern(slice(0, masks))
     rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if joint.grid and batch > 1 else []
     bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
-    read = tuple((tensor, version_key(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
+    own = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    read = *(x for x in own if x is not None), *captured_tensors(mask.mask_mod, (0, 0, 0, 0), device)
+    read = tuple((tensor, Contents(tensor)) for tensor in read)
     if not joint.grid or not bits_of_groups:
         bits_of_groups = [torch.zeros(1, rows, columns, dtype=torch.bool, device=device)]
     bits = torch.cat(bits_of_groups)

@@ -10,6 +10,7 @@ A kernel without an initial state that computes each channel separately runs on 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ class Recurrence:
         wants: name of the flag for a second result, the final state.
         transposed: its states are [B, H, V, K], as in kernels that are called with state_v_first=True.
         diagonal: ``A_t`` is diagonal, or a number for each head. Ranks send its K numbers, and not K * K.
-        left_out: arguments that change the outputs only.
+        left_out: arguments that change the outputs only. Runs for the map of a state are without them; if the kernel
+            must be given one with a column for each of v, it gets its first column for all.
     """
 
     value: tuple[str, ...] = ("v", "value")
@@ -233,14 +235,27 @@ class _KernelCall:
         like, zeros = {"dtype": self.wide, "device": self.value.device}, self.value.new_zeros(())
         tokens = self.value.shape[:3]
         if self.how.diagonal:
-            left_out = dict.fromkeys(self.how.left_out)
             ones = torch.ones(batch, heads, keys, 1, **like)
-            _, factor = self.run(rows, ones, **left_out, **{self._value: zeros.expand(*tokens, 1)})
+            _, factor = self.run(rows, ones, **self._left_out(1), **{self._value: zeros.expand(*tokens, 1)})
             return torch.cat((self.run(rows, None)[1], factor), -1)
         both = torch.cat((self.value, zeros.expand(*tokens, keys)), -1)
         begin = torch.eye(keys, **like).expand(batch, heads, keys, keys)
         begin = torch.cat((torch.zeros(*self.shape, **like), begin), -1)
-        return self.run(rows, begin, **{self._value: both})[1]
+        return self.run(rows, begin, **self._left_out(both.shape[-1]), **{self._value: both})[1]
+
+    def _left_out(self, columns: int) -> dict[str, torch.Tensor | None]:
+        """What takes the place of arguments that change the outputs only, for values of another number of columns:
+        nothing, or of an argument that the kernel must be given, as many columns."""
+        changed = dict.fromkeys(self.how.left_out)
+        parameters = inspect.signature(self.kernel).parameters
+        for at in self.how.left_out:
+            if at in parameters and parameters[at].default is inspect.Parameter.empty:
+                x = self.cut.get(at)
+                if x is None or x.shape[-1] != self.shape[3]:
+                    del changed[at]
+                else:
+                    changed[at] = x[..., :1].expand(*x.shape[:-1], columns)
+        return changed
 
     def compose(self, before: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
         """``[S_ext | M]`` of fragments together with the maps ``before`` them, which are zeros before a document."""

@@ -29,6 +29,9 @@ def context_roll(
 ) -> torch.Tensor:
     """``torch.roll`` of each document of a sharded sequence.
 
+    With ``shifts=1`` and ``fill=0`` each token gets the token before it, and the first one 0: token shifts, n-grams.
+    With -1 and 1, and ``fill=0``, they are the neighbors of a convolution that looks both ways.
+
     With ``shifts=-1`` each token gets the value of the next token, which may be on another rank: the embeddings of the
     next tokens in multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
 

@@ -23,6 +23,7 @@ from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
+from cp_styles.contents import Contents
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.layout import Balancer, SequenceLayout
@@ -320,7 +321,7 @@ def _share(peers: Peers, layout: SequenceLayout, positions_BLK: torch.Tensor) ->
         )
     both = both.bool()
     rows, own = both[: layout.length].split(layout.lengths), both[layout.length :].chunk(peers.size)
-    return Selected(positions_BLK, Selection(layout, peers.rank, tuple(rows), tuple(own)))
+    return Selected(positions_BLK, Selection(layout, peers.rank, tuple(rows), tuple(own)), Contents(positions_BLK))
 
 
 class _Allowed:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 
 from cp_styles.checksum import version_of
+from cp_styles.contents import Contents
 from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Full, Mask
@@ -53,7 +55,8 @@ class Selected(Mask):
     Args:
         positions_BLK: int32 or int64 [B, L, K], or [1, L, K] for all rows of the batch: the positions of the selected
             keys of this rank's queries, in any order; -1 for none. Do not change the tensor in place.
-        selection: the rows that travel.
+        of_rank: the rows that travel.
+        contents: what the tensor held when these rows were found.
 
     Example::
 
@@ -63,6 +66,7 @@ class Selected(Mask):
 
     positions_BLK: torch.Tensor
     of_rank: Selection
+    contents: Contents | None = field(default=None, repr=False)
     _version: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -107,8 +111,16 @@ class Selected(Mask):
             )
 
     def check_unchanged(self) -> None:
+        self._check_version()
+        if self.contents is not None and not self.contents.are_in(self.positions_BLK, f"the tensor of {self!r}"):
+            self._refuse_changes()
+
+    def _check_version(self) -> None:
         if version_of(self.positions_BLK) != self._version:
-            raise RuntimeError(f"the positions of {self!r} were changed in place; give a copy")
+            self._refuse_changes()
+
+    def _refuse_changes(self) -> NoReturn:
+        raise RuntimeError(f"the positions of {self!r} were changed in place; give a copy")
 
     def row(self, index: int) -> Mask:
         if self.positions_BLK.shape[0] == 1:
@@ -116,7 +128,7 @@ class Selected(Mask):
         return Selected(self.positions_BLK[index : index + 1], self.of_rank)
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
-        self.check_unchanged()
+        self._check_version()
         positions, keys = self.positions_BLK, kv_positions_M.shape[0]
         device = positions.device
         rows = torch.searchsorted(self.of_rank.positions.on(device)[0], q_positions_L.to(device))

@@ -23,8 +23,10 @@ import torch
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
+from cp_styles.contents import REMEDY, raise_later
+from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.base import TilePositions
+from cp_styles.kernels.base import TilePositions, tile_function
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import Pack, part_of
@@ -176,9 +178,10 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
         positions = attention.q_layout.positions(attention.rank, q.device)
         biases, keys = partial(_masked_bias, mask, attention.heads, wide), attention.kv_layout.length
-        # The host waits for a device once for each content of a mask. In inference mode the content has no version.
+        # The host waits for a GPU once for each content of a mask. In inference mode the content has no version.
         content = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
-        key = None if torch.is_inference_mode_enabled() else (*content, keys, wide, kernel.positional)
+        waits = q.device.type != "cpu" and not torch.is_inference_mode_enabled()
+        key = (*content, keys, wide, kernel.positional) if waits else None
         # No row is drowned with a score_mod, which may change the logits of a query of zeros.
         read = partial(_read_once, key)
         levels = RowLevels.find(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
@@ -196,10 +199,19 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
 _level_flags: LatestEntries[Any, list[bool]] = LatestEntries(256)
 
 
-def _read_once(key: Any, make: Callable[[], list[bool]]) -> list[bool]:
-    """The result of ``make``, cached for ``key`` unless it is None."""
-    flags = None if key is None else _level_flags.get(key)
-    return flags or (make() if key is None else _level_flags.put(key, make()))
+def _read_once(key: Any, flags: torch.Tensor) -> list[bool]:
+    """The numbers of ``flags``, cached for ``key`` unless it is None."""
+    known = None if key is None else _level_flags.get(key)
+    if known is None:
+        return _read_on_host(flags) if key is None else _level_flags.put(key, _read_on_host(flags))
+    if not all(known) and not captures_graph():
+        unknown = (flags > tensor_on(flags.device, known, torch.bool)).any()
+        raise_later(unknown, f"an additive mask was filled again. {REMEDY}")
+    return known
+
+
+def _read_on_host(flags: torch.Tensor) -> list[bool]:
+    return flags.tolist()
 
 
 _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
@@ -275,15 +287,13 @@ class _PlanRun:
 
     def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step and add the results to ``merged``."""
-        tensors = self.wait_for_keys(step)
+        tensors, forward = self.wait_for_keys(step), tile_function(self.attention.kernel, "forward")
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for keys, (k, v) in zip(step.keys, tensors, strict=True):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     for heads in self._split_heads(keys):
-                        out, lse = self._call_kernel(
-                            self.attention.kernel.forward, keys, call, packed, heads, k, v, (q,)
-                        )
+                        out, lse = self._call_kernel(forward, keys, call, packed, heads, k, v, (q,))
                         merged.add(heads[0], call.q, out, lse, packed[1])
                         del out, lse  # free the memory for the next tile
 
@@ -300,14 +310,14 @@ class _PlanRun:
 
         ``q_args`` and ``out_args`` are the kernel's arguments before and after k and v, with the query heads of keys.
         """
-        k, v = tensors
+        (k, v), backward = tensors, tile_function(kernel, "backward")
         dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
         with named_range("step", self.number, "gradients with keys of", keys.source):
             for heads in self._split_heads(keys):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
                     _, q_index, kv_index = packed
-                    backward_args = kernel.backward, keys, call, packed, heads, k, v, q_args, out_args
+                    backward_args = backward, keys, call, packed, heads, k, v, q_args, out_args
                     tile_dq, tile_dk, tile_dv = self._call_kernel(*backward_args)
                     dq.add(heads[0], call.q, tile_dq, q_index)
                     dk.add(heads[1], call.kv, tile_dk, kv_index)

@@ -33,7 +33,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase
-from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_call
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -500,12 +500,13 @@ class CoreCalls(AttentionCalls):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **others: Any,
     ) -> Any:
         tensors = query, key, value
         private = next(filter(is_private, tensors), None)
         if private is None:
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            return F.scaled_dot_product_attention(*tensors, attn_mask, **options)
+            return F.scaled_dot_product_attention(*tensors, attn_mask, **options, **others)
         self.forward_state.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
@@ -513,10 +514,12 @@ class CoreCalls(AttentionCalls):
 
         def refuse() -> None:
             refuse_dropout(self._name, dropout_p)
-            refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
+            refuse_unknown(self._name, "scaled_dot_product_attention", others)
+            if heads != kv_heads:
+                refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        options["refuse"] = refuse if dropout_p or heads != kv_heads else None
+        options["refuse"] = refuse if dropout_p or heads != kv_heads or others else None
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)

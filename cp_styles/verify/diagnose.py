@@ -196,12 +196,17 @@ class _WrongCall:
         first, reaches, lengths = zip(*self._gather((first_is_wrong, reach, longest)), strict=True)
         reach = max(reaches)
         if any(first):  # the first fragment of the sequence lacks no earlier token
-            return "Such a layer is not context parallel: keep it out of the model"
+            return (
+                "It reads later tokens too. Add a sum over tokens up over the ranks, gather(part[None], 0, mesh, "
+                "reduce_gradients=True).sum(0) of cp_styles.collectives; give a convolution that looks both ways its "
+                "neighbors by context_roll(x, shift, seq_dim, mesh, fill=0.0) of cp_styles.mixers; or gather the "
+                "tokens, call it on all, and cut the result"
+            )
         if all(reach < length for length in lengths if length):
             return (
                 f"Only the first {reach} tokens of a part are wrong: the rows before it are missing, as in a "
                 f"convolution of {reach + 1} taps. Call it by context_causal_conv1d(conv, x, mesh, width={reach + 1}) "
-                "of cp_styles.mixers"
+                "of cp_styles.mixers; a shift of ids or other tensors by context_roll(x, shift, seq_dim, mesh, fill=0)"
             )
         return (
             "The first part is right: the state is not passed on. Call the kernel of a recurrence by "
@@ -325,9 +330,16 @@ class _WrongCall:
         attended = {attention.layouts[0] for attention in self._attentions if attention is not None}
         if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
             return None
+        inputs, attention = cut.pop(), attended.pop()
+        if inputs.length != attention.length:
+            return (
+                f"its inputs have {inputs.length} positions, and its attention ran over {attention.length}: if it "
+                "attends along another dim than the tokens (over layers, in space or in time), leave the style off "
+                f"this module{see('Attention along another dim')}"
+            )
         return (
-            f"layout mismatch: its inputs are cut with {cut.pop().describe()}, and its attention ran with "
-            f"{attended.pop().describe()}. Give all styles the layout with which the step cuts"
+            f"layout mismatch: its inputs are cut with {inputs.describe()}, and its attention ran with "
+            f"{attention.describe()}. Give all styles the layout with which the step cuts"
         )
 
     def _rerun(

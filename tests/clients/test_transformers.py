@@ -503,6 +503,23 @@ def test_packed_documents(model_type: str, balancer):
     assert largest_error(found, expected(model, inputs, labels)) < EXACT
 
 
+def test_documents_of_a_sharder_need_no_scope():
+    """The model reads them from the positions that the sharder makes."""
+    model, tokens = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)), tokens_of()
+    wanted = model(input_ids=tokens, position_ids=PACKED).logits
+    labels = labels_of(tokens, document_ids=IDS)
+    loss = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten())
+
+    def on(rank: int) -> float:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel(verified=True))
+        batch = BatchSharder(mesh)({"input_ids": tokens, "labels": tokens, "document_ids": IDS})
+        return error(batch.loss(mine(**batch.inputs).logits).detach(), loss.detach())
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
 @pytest.mark.parametrize("balancer", [head_tail, contiguous])
 def test_packed_documents_that_begin_at_1(balancer: Any):
     """Rows whose documents all begin at 1, or at 0. Ranks that each count from 1 are refused, as from 0."""

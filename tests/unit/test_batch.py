@@ -120,7 +120,7 @@ def test_entries_are_padded_where_a_fill_is_given():
     with pytest.raises(ValueError, match=r'fill\["cu_seqlens"\] is given, and .* stays whole'):
         shard_batch(whole, layout, 0, seq_dims=seq_dims, fill=fill | {"cu_seqlens": 10})
     for fill in (None, {"labels": -100}):
-        with pytest.raises(ValueError, match=r'"tokens" of shape \(2, 7\) is not 10 long .* give fill\["tokens"\]'):
+        with pytest.raises(ValueError, match=r'"tokens" of shape \(2, 7\) is not 10 long .* with fill\["tokens"\]'):
             shard_batch(whole, layout, 0, seq_dims=seq_dims, fill=fill)
     with pytest.raises(ValueError, match=r'"tokens" of shape \(2, 7\) is not 6 long'):
         shard_batch({"tokens": whole["tokens"]}, contiguous(6, 2), 0, seq_dims=seq_dims, fill={"tokens": 0})

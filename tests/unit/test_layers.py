@@ -17,6 +17,7 @@ LAYERS = (
         "_compat",
         "bounded_cache",
         "checksum",
+        "contents",
         "device_copies",
         "introspect",
         "live_storages",

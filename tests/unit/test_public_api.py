@@ -31,6 +31,7 @@ MODULES = ["cp_styles", *(f"cp_styles.{name}" for name in re.findall(r'"([\w.]+)
 OPEN = {
     "run_ranks",
     "ContextParallelTrainer.evaluation_loop",
+    "flex_attention",
 }
 
 

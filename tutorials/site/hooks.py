@@ -86,7 +86,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Changes links of the repository to links of the site. All pages with such links are at its top."""
+    """Changes links of the repository to links of the site. All pages with such links are at its top. In a search the
+    guides come before the reference."""
+    page.meta.setdefault("search", {"boost": 0.5 if page.file.src_uri.startswith(("api/", "source/")) else 2})
     origin = {path: source for source, path in PAGES.items()}.get(page.file.src_uri, f"tutorials/{page.file.src_uri}")
     if page.file.src_uri.startswith(("api/", "source/")):
         return markdown

@@ -7,6 +7,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,6 +480,150 @@ def test_arguments_of_blocks():
     assert max(off(found, model) for found in run_ranks(lambda rank: on(rank, seq_dims=dims), 2)) < EXACT
     wrong = errors_of(lambda rank: on(rank, seq_dims=dims | {"time": 0}))
     assert "is given time with 2 rows for 17 tokens" in wrong
+
+
+class Between(Encoder):
+    """``makes`` gives each block what it multiplies its hidden states with: of the block's number, of the hidden states
+    that there are, and of the positions that are made in front of the loop. ``call`` runs a block."""
+
+    makes: Callable[[int, list[torch.Tensor], torch.Tensor], torch.Tensor]
+    call: Callable[..., torch.Tensor]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        once, states = count(x), [x]
+        for at, block in enumerate(self.blocks):
+            states.append(self.call(at, block, states[-1], self.makes(at, states, once)))
+        return states[-1]
+
+
+def count(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[1])[:, None]
+
+
+def call_block(at: int, block: Any, x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    return block(x, {"cos": cos})
+
+
+def between(makes: Any, call: Any = call_block) -> Between:
+    torch.manual_seed(0)
+    model = Between().double()
+    model.makes, model.call = makes, call
+    return model
+
+
+RIGHT = {
+    "once": lambda at, states, once: once / 9,
+    "of hidden states": lambda at, states, once: states[max(0, at - 1)].tanh(),
+    "an output of a block": lambda at, states, once: states[max(0, at - 1)],
+}
+MADE_IN_THE_LOOP = {
+    "integers": lambda at, states, once: count(states[-1]),
+    "angles": lambda at, states, once: count(states[-1]).cos(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("makes", RIGHT)
+def test_positions_between_the_blocks(makes: str, reentrant: bool | None):
+    """Made once, in front of the loop, they are cut for each block. Hidden states go from block to block."""
+
+    def call(at: int, block: Any, x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+        if reentrant is None or at:
+            return call_block(at, block, x, cos)
+        return checkpoint(call_block, at, block, x, cos, use_reentrant=reentrant)
+
+    model = between(RIGHT[makes], call)
+
+    def on(rank: int) -> Result:
+        mesh, mine = cp_mesh(3), copy.deepcopy(model)
+        parallelize_module(mine, mesh, BackboneContextParallel(seq_dims={"angles": -2}))
+        found = result(summed(mine, mesh), mine)
+        with torch.no_grad():
+            assert error(mine(PICTURES)["logits"], wanted) < EXACT
+        return found
+
+    with torch.no_grad():
+        wanted = copy.deepcopy(model)(PICTURES)["logits"]
+    assert max(off(found, model) for found in run_ranks(on, 3)) < EXACT
+
+
+def test_a_table_that_is_filled_again_for_each_block():
+    """By .data, which raises no version."""
+
+    def flip(at: int, states: list[torch.Tensor], once: torch.Tensor) -> torch.Tensor:
+        once.data.copy_(once.flip(0))
+        return once
+
+    model = between(flip)
+    with torch.no_grad():
+        wanted = copy.deepcopy(model)(PICTURES)["logits"]
+
+    def on(rank: int) -> float:
+        with torch.no_grad():
+            mine = parallelize_module(copy.deepcopy(model), cp_mesh(3), BackboneContextParallel(seq_dims={"angles": 0}))
+            return error(mine(PICTURES)["logits"], wanted)
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+@pytest.mark.parametrize("makes", MADE_IN_THE_LOOP)
+def test_positions_that_are_made_in_the_loop(makes: str):
+    """Without gradients floats may come from hidden states; integers are refused there too."""
+    model, style = between(MADE_IN_THE_LOOP[makes]), BackboneContextParallel(seq_dims={"angles": 0})
+
+    def on(rank: int, grad: bool) -> None:
+        with torch.set_grad_enabled(grad):
+            parallelize_module(copy.deepcopy(model), cp_mesh(2), style)(PICTURES)
+
+    for grad in {True, makes == "angles"}:
+        text = errors_of(partial(on, grad=grad))
+        assert re.search(r"given angles of shape \((8|9), 1\), which was made between the blocks, for this", text)
+        assert 'from the whole sequence, and give seq_dims={"angles": 0}' in text
+
+
+class Reading(Block):
+    """A block that reads a text, and hands it on as ``encoder_hidden_states``."""
+
+    def forward(self, x: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+        q, kv = x[:, None], encoder_hidden_states[:, None]
+        read = F.scaled_dot_product_attention(q, kv, kv)[:, 0]
+        return super().forward(x + read), encoder_hidden_states.tanh()
+
+
+class ReadingEncoder(Encoder):
+    def __init__(self, length: int, *, hands_on: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reading() for _ in range(3))
+        self.text, self.hands_on = nn.Parameter(torch.randn(2, length, WIDTH)), hands_on
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x, text = x[:, 1:], self.text
+        for block in self.blocks:
+            x, after = block(x, text)
+            text = after if self.hands_on else text
+        return x
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+@pytest.mark.parametrize("length", [PATCHES // 2, 9])
+def test_a_text_of_a_parts_length(length: int, hands_on: bool):
+    """A text of 8 tokens is cut for each block although parts of the 16 patches have 8; what a block returns is not."""
+    torch.manual_seed(0)
+    model = ReadingEncoder(length, hands_on=hands_on).double()
+
+    def on(rank: int) -> Result:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        parallelize_module(mine, mesh, BackboneContextParallel())
+        return result(summed(mine, mesh), mine)
+
+    assert max(off(found, model) for found in run_ranks(on, 2)) < EXACT
+
+
+def test_a_dim_that_an_argument_does_not_have():
+    model, style = encoder(angles={"time": randn(6, 17)}), BackboneContextParallel(seq_dims={"time": 1})
+    text = errors_of(lambda rank: parallelize_module(copy.deepcopy(model), cp_mesh(2), style)(PICTURES))
+    assert 'given time of shape (17,), which has no dim 1: give seq_dims={"time": 0}' in text
 
 
 class Staged(Encoder):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import (
     BatchSharder,
     Documents,
     ModuleContextParallel,
+    SlidingWindow,
     batch_sharder,
     contiguous,
+    flex_attention,
     head_tail,
     next_token_labels,
     parallelize_module,
@@ -100,6 +104,93 @@ def gradients(model: nn.Module) -> torch.Tensor:
 IDS = torch.tensor([[0] * 4 + [1] * 9, [3] * 11 + [5] * 2])
 
 
+class Documented(nn.Module):
+    """Attention of a user that is given its documents in a call, or only causal."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.embed, self.head = way, nn.Embedding(40, 8), nn.Linear(8, 40)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)[:, None]
+        same = IDS[:, None, :, None] == IDS[:, None, None]
+        if self.way == "BlockMask":
+            mask = create_block_mask(lambda b, h, q, k: same[b, 0, q, k] & (q >= k), ROWS, None, LENGTH, LENGTH, "cpu")
+            x = flex_attention(x, x, x, block_mask=mask)
+        elif self.way == "attn_mask":
+            x = F.scaled_dot_product_attention(x, x, x, same.tril())
+        else:
+            x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.head(x[:, 0])
+
+
+@pytest.mark.parametrize("way", ["no scope", "scope", "style", "BlockMask", "attn_mask", "one document", "window"])
+def test_documents_without_a_scope(way: str):
+    """Refused where all attention has joined them; other programs, in which something keeps them apart, go on."""
+    model, ids = Documented(way).double(), IDS * (way != "one document")
+    masks = {"style": Documents.from_ids(IDS), "window": SlidingWindow(3, 0)}
+
+    def on(rank: int, loss: str) -> None:
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(2), ModuleContextParallel(mask=masks.get(way), verified=True))
+        sharder = BatchSharder(cp_mesh(2), pad_to_multiple_of=1 if way in ("BlockMask", "attn_mask", "style") else 4)
+        for _ in range(2):
+            batch = sharder({"input_ids": TOKENS, "labels": TOKENS, "document_ids": ids})
+            with batch.scope() if way == "scope" else contextlib.nullcontext():
+                logits = mine(batch.tokens)
+            if loss == "its own":
+                batch.loss(logits).backward()
+            else:
+                F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum").backward()
+        sharder.sum_gradients(mine)
+
+    for loss in ("its own", "another"):
+        if way in ("no scope", "window"):
+            with pytest.raises(RankError, match="no attention that has run since kept documents apart") as found:
+                run_ranks(on, 2, loss)
+            assert len(found.value.errors) == 2
+        else:
+            run_ranks(on, 2, loss)
+
+
+WEIGHTS = TOKENS / 7.0
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_entries_that_belong_to_labels(fixed: bool):
+    """Moved as the labels are, also in front of padding; with labels that are next tokens already they stay."""
+    options: dict[str, Any] = {"layout": head_tail(16, 3)} if fixed else {}
+    batch = {"input_ids": TOKENS, "labels": LABELS, "weights": WEIGHTS}
+    parts = cut(batch, shifted=["weights"], **options)
+    moved = torch.cat((WEIGHTS[:, 1:], torch.zeros(ROWS, 1)), 1)
+    assert torch.equal(whole(parts, "weights")[:, :LENGTH], moved)
+    assert torch.equal(whole(parts, "labels")[:, :LENGTH], LABELS)
+    parts = cut(batch | {"shift_labels": LABELS}, shifted=["weights"])
+    assert torch.equal(whole(parts, "weights"), WEIGHTS)
+    with pytest.raises(RankError, match="shift=False moves none"):
+        cut(batch, shifted=["weights"], shift=False)
+
+
+def test_floats_that_may_belong_to_labels_warn():
+    batch = {"input_ids": TOKENS, "labels": LABELS, "weights": WEIGHTS, "of_tokens": WEIGHTS[..., None]}
+    dims = {"weights": 1, "of_tokens": 1}
+    with pytest.warns(UserWarning, match=r"\['weights'\] have the shape of the labels"):
+        cut(batch, seq_dims=dims)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"shifted": ()}, {"shift": False}, {"shifted": ["weights"]}):
+            cut(batch, seq_dims=dims, **options)
+        cut(batch | {"shift_labels": LABELS}, seq_dims=dims)
+        with pytest.raises(RankError, match="have the shape of the labels") as found:
+            cut(batch, seq_dims=dims)
+    assert len(found.value.errors) == 3
+
+
+def test_positions_of_embeddings_alone():
+    parts = cut({"inputs_embeds": TOKENS[..., None].double(), "labels": LABELS}, 2)
+    assert torch.equal(head_tail(LENGTH, 2).unshard([part.positions for part in parts], 0), torch.arange(LENGTH))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
@@ -123,7 +214,9 @@ def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
         loss = batch.loss(logits)
         loss.backward()
         sharder.sum_gradients(mine)
-        assert "document_ids" not in batch
+        assert "document_ids" not in batch  # which model(**batch) would be given
+        if packed:
+            assert torch.equal(batch["document_ids"], batch.layout.shard(IDS, 1, rank))
         return max(error(loss.detach(), expected.detach()), error(gradients(mine), gradients(alone)))
 
     assert max(run_ranks(on, 3)) < EXACT

@@ -198,8 +198,9 @@ def test_lengths_that_the_layout_cannot_cut():
         wrapped(refusals(call(style={"layout": head_tail(13, RANKS)}))),
         """\
 ValueError: Calls (AttentionContextParallel over mesh axis 'cp'): the layout cuts 13 positions, the ranks of
-mesh axis 'cp' hold 12 together; build the layout for this length, or give a balancer such as head_tail. See
-"A layout of another length" in tutorials/troubleshooting.md""",
+mesh axis 'cp' hold 12 together; build the layout for this length, or give a balancer such as head_tail.
+Attention along another dim than the tokens needs no style. See "A layout of another length" in
+tutorials/troubleshooting.md""",
     )
 
     assert "each was given the whole sequence: cut it" in refusals(call(style={"layout": head_tail(4, RANKS)}))

@@ -210,6 +210,53 @@ class TestAReducerThatAverages:
             assert "averaged_over=2" in str(found)
         assert max(run_ranks(partial(on, averaged_over=2), 2)) < EXACT
 
+    # The axes of the reducer, axes of the loss, averaged_over; and the words of the error.
+    RECIPES = (
+        (("cp",), ("cp",), 2, ""),
+        (("dp", "cp"), ("dp_cp",), 4, ""),  # HSDP
+        (("dp_cp",), ("dp_cp",), 4, ""),
+        (("dp",), ("dp_cp",), 2, ""),  # and sum_gradients over cp
+        (("dp_cp",), ("dp_cp",), 1, ""),  # a reducer that was told to sum
+        (("dp_cp",), ("cp",), 2, ""),  # the mean of the means of dp
+        (("dp_cp",), ("cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
+        (("dp_cp",), ("dp_cp",), 2, "averaged_over=2, and {} averages gradients over 4 of these ranks"),
+        (("cp",), ("dp_cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
+        (("dp",), ("dp_cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
+    )
+
+    @pytest.mark.parametrize("reducer", ["FSDP2", "DDP"])
+    @pytest.mark.parametrize("recipe", RECIPES, ids=str)
+    def test_averaged_over_is_held_against_the_reducer(self, recipe, reducer: str):
+        axes, loss, averaged_over, words = recipe
+        if reducer == "DDP" and len(axes) == 2:
+            pytest.skip("DDP takes one group")
+
+        def on(rank: int) -> None:
+            mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), GPT()
+            both = mesh["dp", "cp"]._flatten("dp_cp")
+            forward = self.shard(by_module(model, mesh["cp"]), both if "dp_cp" in axes else mesh[axes], reducer)
+            loss_mesh = both if loss == ("dp_cp",) else mesh["cp"]
+            a_step(model, mesh["cp"], forward, averaged_over=averaged_over, loss_mesh=loss_mesh)
+
+        if not words:
+            run_ranks(on, 4)
+            return
+        found = run_ranks(on, 4, return_errors=True)
+        name = "DistributedDataParallel" if reducer == "DDP" else reducer
+        assert all(words.format(name) in str(each) for each in found), found
+
+    def test_a_divisor_of_the_user_is_left_to_the_user(self):
+        """FSDP2 that divides by 2 in place of 4 ranks."""
+
+        def on(rank: int) -> None:
+            mesh, model = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), GPT().double()
+            forward = self.shard(by_module(model, mesh), mesh, "FSDP2")
+            forward.set_gradient_divide_factor(2.0)
+            part = BatchSharder(mesh, averaged_over=2)({"input_ids": INPUTS, "shift_labels": TARGETS})
+            part.loss(forward(part.tokens, pos=part.positions))
+
+        run_ranks(on, 4)
+
     @sampled(1, door=DOORS, loss=["global", "own"], given=["the reducer", "the model", "a parameter"])
     def test_a_sum_after_ddp_is_refused(self, door, loss: str, given: str):
         """In the second step, after a right sum without DDP. A checkpoint runs the attention again outside of DDP."""
@@ -223,7 +270,7 @@ class TestAReducerThatAverages:
             ddp = nn.parallel.DistributedDataParallel(model, process_group=both.get_group())
             forward = ddp if door is not by_block else by_block(ddp, mesh["cp"])
             if loss == "global":
-                a_step(model, mesh["cp"], forward, averaged_over=4)
+                a_step(model, mesh["cp"], forward, averaged_over=2)
             else:
                 layout = head_tail(LENGTH, 2)
                 part, pos = layout.shard(INPUTS, 1, rank % 2), layout.positions(rank % 2)

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import DataLoader
 
@@ -315,3 +318,86 @@ def test_the_scale_of_a_whole_tensor(delayed: bool):
         return apart(trained(mine, loss), wanted)
 
     assert max(run_ranks(on, RANKS)) < EXACT
+
+
+def sharded(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """By FSDP2 over cp, and by a plan over tp if there is one."""
+    torch.manual_seed(0)
+    model = LanguageModel(WORDS, LENGTH, WIDTH).double()
+    if "tp" in (mesh.mesh_dim_names or ()):
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(model, mesh["cp"], ModuleContextParallel())
+    fully_shard(model, mesh=mesh["cp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = BatchSharder(mesh["cp"], averaged_over=mesh["cp"].size())((TOKENS + step) % WORDS)
+        loss = batch.loss(model(batch.tokens, batch.positions))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def of_one_process(steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model, losses = LanguageModel(WORDS, LENGTH, WIDTH).double(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        tokens = (TOKENS + step) % WORDS
+        loss = F.cross_entropy(model(tokens, torch.arange(LENGTH))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
+    """Two ranks on cp and two on tp, then three on cp."""
+
+    def run(rank: int, shape: tuple[int, ...], steps: range) -> list[float]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp")[: len(shape)])
+        model, optimizer = sharded(mesh)
+        names: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        exec(example("example: checkpoint"), names)
+        if steps.start:
+            for parameter in model.parameters():
+                parameter.detach().zero_()  # what is right afterwards was loaded
+            names["resume"](tmp_path)
+        losses = run_steps(model, optimizer, mesh, steps)
+        if not steps.start:
+            names["save"](tmp_path)
+        return losses
+
+    wanted = of_one_process(4)
+    for losses in run_ranks(run, 4, (2, 2), range(2)):
+        assert losses == pytest.approx(wanted[:2], abs=1e-11)
+    for losses in run_ranks(run, 3, (3,), range(2, 4)):
+        assert losses == pytest.approx(wanted[2:], abs=1e-11)
+
+
+def test_clipping_by_mesh():
+    """The gradients of one process, whose norm is clipped to 1."""
+    torch.manual_seed(0)
+    one = LanguageModel(WORDS, LENGTH, WIDTH).double()
+    loss = F.cross_entropy(one(TOKENS, torch.arange(LENGTH))[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()) * 9
+    loss.backward()
+    assert torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0) > 1
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model, _ = sharded(mesh)
+        batch = BatchSharder(mesh["cp"], averaged_over=2)(TOKENS)
+        (batch.loss(model(batch.tokens, batch.positions)) * 9).backward()
+        with pytest.raises(RuntimeError, match="must have the same mesh"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        exec(example("example: clip by mesh"), {"model": model, "torch": torch})
+        found = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+        return max(error(found[name], x.grad) for name, x in one.named_parameters())
+
+    assert max(run_ranks(on, 4)) < EXACT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, contiguous
+from cp_styles import ModuleContextParallel, contiguous, flex_attention
+from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import attention_inputs, randn
@@ -114,3 +116,111 @@ def test_blocks_without_attention(before: bool, recwarn):
     run_ranks(on, 2)
     texts = [str(each.message) for each in recwarn if "no attention was called inside" in str(each.message)]
     assert bool(texts) is not before
+
+
+class Residuals(nn.Module):
+    """Attention over tokens, or over the layers of each token, as attention residuals have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layers = Tokens(), Layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tokens(self.layers([x, x * 2, x + 1]))
+
+
+class Tokens(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q)[:, 0]
+
+
+class Layers(nn.Module):
+    def forward(self, states: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.stack(states, 2).flatten(0, 1)[:, None]
+        return F.scaled_dot_product_attention(x[:, :, :1], x, x)[:, 0, 0].view(states[0].shape)
+
+
+def test_attention_along_another_dim():
+    """A style on the model would join the layers of different tokens. On the attention over tokens it is exact."""
+    x, layout = randn(0, 2, 10, 4), contiguous(10, 2)
+    wanted = Residuals()(x)
+
+    def on(rank: int, plan: Any) -> torch.Tensor:
+        return parallelize_module(Residuals(), cp_mesh(2), plan)(layout.shard(x, 1, rank))
+
+    with pytest.raises(RankError, match=r"attention over 3 positions, with a batch of 10, in which are the 5") as error:
+        run_ranks(on, 2, ModuleContextParallel(layout=contiguous))
+    assert str(error.value).count("it attends along another dim than the tokens") == 2
+    with pytest.raises(RankError, match="Attention along another dim than the tokens needs no style"):
+        run_ranks(lambda rank: parallelize_module(Layers(), cp_mesh(2), ModuleContextParallel(layout=layout))([x]), 2)
+    found = run_ranks(on, 2, {"tokens": ModuleContextParallel(layout=contiguous)})
+    assert torch.allclose(layout.unshard(found, 1), wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 10])
+def test_attention_that_shortens_its_tokens(batch: int):
+    """Fewer tokens than were cut, in a batch that is no multiple of them, go on."""
+    x, layout = randn(0, batch, 12, 4), contiguous(12, 2)
+
+    class Shorter(Tokens):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[:, ::2])
+
+    def on(rank: int) -> torch.Tensor:
+        return parallelize_module(Shorter(), cp_mesh(2), ModuleContextParallel(layout=contiguous))(
+            layout.shard(x, 1, rank)
+        )
+
+    assert torch.allclose(contiguous(6, 2).unshard(run_ranks(on, 2), 1), Tokens()(x[:, ::2]), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "flex_attention", "varlen_attn"])
+@pytest.mark.parametrize("value", [30.0, None])
+def test_arguments_of_a_later_torch(function: str, value: float | None):
+    """Refused on every rank, by name. None is no argument."""
+
+    class Core(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            if function == "flex_attention":
+                return flex_attention(x, x, x, softcap=value)
+            calls = AttentionCalls.current()
+            assert calls is not None
+            if function == "varlen_attn":
+                pack, ends = x[0].transpose(0, 1), torch.tensor([0, 10], dtype=torch.int32)
+                return calls._attend_varlen(pack, pack, pack, ends, ends, 10, 10, softcap=value)
+            return calls._attend(x, x, x, softcap=value)
+
+    def on(rank: int) -> None:
+        core = parallelize_module(Core(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        core(contiguous(10, 2).shard(randn(0, 1, 2, 10, 4), 2, rank))
+
+    if value is None:
+        run_ranks(on, 2)
+        return
+    with pytest.raises(RankError, match=f"{function} with an unknown argument: {{'softcap': 30.0}}; leave") as found:
+        run_ranks(on, 2)
+    assert len(found.value.errors) == 2
+
+
+@pytest.mark.parametrize("padding", [1, "same", 2, 0])
+def test_convolutions_by_where_they_look(padding: Any):
+    """A convolution that looks both ways is not sent to a function for causal ones."""
+
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.tokens = nn.Conv1d(4, 4, 3, padding=padding).double(), Tokens()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tokens(self.conv(x.mT).mT)
+
+    def on(rank: int) -> None:
+        model = parallelize_module(Convolved(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        model(contiguous(10, 2).shard(randn(0, 1, 10, 4), 1, rank))
+
+    with pytest.raises(RankError, match="carries values from token to token") as found:
+        run_ranks(on, 2)
+    both = padding in (1, "same")
+    assert ("It looks both ways: give its taps the tokens of context_roll(" in str(found.value)) == both
+    assert ("context_causal_conv1d" in str(found.value)) != both

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_styles import Ring, Ulysses, context_attention, head_tail
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.mask import Full
+from cp_styles.testing import run_ranks
 from tests import cases
 from tests.cases import Case, judge, sensible
 from tests.covering import at_night, in_parts
 from tests.layouts import layouts
 from tests.oracle import MASKS, MaskValue, allowed, attention_inputs, error, expected_attention, mask_cases, randn
+from tests.ranks.attention_case import cp_mesh
 from tests.seeds import shown
 from tests.tables import KERNELS, LAYOUTS, STRATEGIES
 from tests.unit.test_plan import check_plans
@@ -158,3 +163,46 @@ def test_a_balancer_that_loses_positions_is_noticed():
     (balancer,) = example("balancer", "range(0, length, block)", "range(block, length, block)").values()
     with pytest.raises(ValueError, match="where position 0 comes next"):
         balancer(Full())(23, 3)
+
+
+class Wrong(ReferenceKernel):
+    """Another kernel, one of whose results is changed."""
+
+    def __init__(self, phase: str, change: Any) -> None:
+        object.__setattr__(self, "changes", {phase: change})
+
+    def forward(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        return self.changes.get("forward", lambda x: x)(super().forward(*tensors, **options))
+
+    def backward(self, *tensors: torch.Tensor, **options: Any) -> Any:
+        return self.changes.get("backward", lambda x: x)(super().backward(*tensors, **options))
+
+
+RESULTS: dict[str, tuple[str, Any]] = {
+    "lse in 16 bits": ("forward", lambda found: (found[0], found[1].bfloat16())),
+    "lse with a dim more": ("forward", lambda found: (found[0], found[1][..., None])),
+    "rows first": ("forward", lambda found: (found[0].transpose(1, 2), found[1])),
+    "out alone": ("forward", lambda found: found[0]),
+    "on another device": ("forward", lambda found: (found[0].to("meta"), found[1])),
+    "no gradient of values": ("backward", lambda found: (*found[:2], None)),
+    "gradients in another order": ("backward", lambda found: (found[2], found[0], found[1])),
+}
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()])
+@pytest.mark.parametrize("result", RESULTS)
+def test_what_a_kernel_from_outside_returns_is_checked(result: str, strategy: Any):
+    """On every rank, in its first call, with its name."""
+    phase, change = RESULTS[result]
+    inputs, layout = [randn(at, 2, 2, 13, 4 if at < 2 else 6) for at in range(3)], head_tail(13, 2)
+
+    def on(rank: int) -> None:
+        leaves = [layout.shard(x, 2, rank).requires_grad_() for x in inputs]
+        options = {"layout": layout, "strategy": strategy, "kernel": Wrong(phase, change)}
+        context_attention(*leaves, cp_mesh(2), **options).sum().backward()
+
+    found = run_ranks(on, 2, return_errors=True)
+    assert all(isinstance(each, TypeError) for each in found), found
+    assert all(re.match(rf"Wrong.{phase} returned .*, and must return (out|dq) \(2, \d, ", str(x)) for x in found), (
+        found
+    )

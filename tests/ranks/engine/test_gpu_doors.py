@@ -19,9 +19,11 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles.batch import global_loss, global_token_count, shard_batch, sum_gradients
 from cp_styles.checks.gradient_watch import UnreducedGradientsError
+from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import head_tail
+from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
@@ -73,7 +75,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 SEEDS = count(100)  # what a mask holds is new to the caches
 TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.checks.gradient_watch.on_host"
-DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._read_on_host"
+DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
 
 
 class Masked(Core):
@@ -142,6 +144,38 @@ def test_packed_documents(way: tuple[Strategy, int], backend: str):
     with gpus(nccl_only=BACKENDS[backend], waits=["cp_styles.mask.bands.Documents.from_cu_seqlens"]) as gpu:
         assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
     assert gpu.waits == ranks
+
+
+@pytest.mark.parametrize("what", ["cu_seqlens", "an additive mask"])
+def test_memory_that_a_kernel_fills_again(what: str, monkeypatch):
+    """No call waits to see it. The results of comparisons are read once they have arrived, and all ranks raise."""
+    monkeypatch.setattr("cp_styles.mask.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
+    layout, packs = head_tail(LENGTH, 2), what == "cu_seqlens"
+    before, after = CU_SEQLENS, torch.tensor([0, 3, 10, 26], dtype=torch.int32)
+    if not packs:
+        before, after = torch.zeros(LENGTH, LENGTH), torch.full((LENGTH, LENGTH), -1e9)
+
+    def on(rank: int) -> tuple[int, str]:
+        mesh, given = init_device_mesh("cuda", (2,)), put(before.clone())
+        tensors = [put(layout.shard(randn(at, 1, 2, LENGTH, 4), 2, rank)) for at in range(3)]
+        for call in range(100):
+            if call == 2:
+                given.inner.copy_(after)  # as a kernel does that torch does not know
+            for _ in range(64):  # of the rest of a model
+                torch.Event("cuda").record()
+            try:
+                if packs:
+                    context_varlen_attention(*(x[0].transpose(0, 1) for x in tensors), mesh, given, layout=layout)
+                else:
+                    context_attention(*tensors, mesh, mask=Dense(given), layout=layout, kernel=ON_GPU)
+            except RuntimeError as error:
+                return call, str(error)
+        return -1, ""
+
+    with gpus(waits=["cp_styles.mask.bands.Documents.from_cu_seqlens", DIGEST, LEVELS]):
+        calls, texts = zip(*run_ranks(on, 2), strict=True)
+    assert calls == (3, 3)
+    assert any("was filled again. torch does not count changes by NumPy" in text for text in texts)
 
 
 @pytest.mark.parametrize("way", BY_DAY)

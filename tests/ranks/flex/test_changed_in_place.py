@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.varlen import varlen_attn
 
-from cp_styles import Causal, Dense, FlexMask, Mask, PerRow, head_tail
+from cp_styles import (
+    Causal,
+    Dense,
+    Documents,
+    FlexMask,
+    Mask,
+    ModuleContextParallel,
+    PerRow,
+    context_attention,
+    context_varlen_attention,
+    head_tail,
+    parallelize_module,
+)
+from cp_styles.mixers import selected_keys
 from cp_styles.testing import run_ranks
 from tests.doors import door
 from tests.oracle import error, expected_attention, randn
@@ -50,11 +67,21 @@ def allowed(name: str, ids: torch.Tensor) -> torch.Tensor:
     return (same if "rows" in name else same[:1]) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
+# Memory that is filled again: with a version, and without one.
+FILLS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "in place": lambda x, new: x.copy_(new),
+    "numpy": lambda x, new: np.copyto(x.numpy(), new.numpy()),
+    "data": lambda x, new: x.data.copy_(new),
+    "storage": lambda x, new: x.untyped_storage().copy_(new.clone().untyped_storage()),
+}
+
+
 @pytest.mark.parametrize("changes", [range(RANKS), [1]], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize(
     ("name", "mask"), [*((name, "band") for name in DOORS), *(("module", mask) for mask in MASKS if mask != "band")]
 )
-def test_every_rank_raises_at_the_next_call(name: str, mask: str, changes):
+def test_every_rank_raises_at_the_next_call(name: str, mask: str, fill: str, changes):
     """A backward that comes after the change uses the values of its forward."""
     before = torch.arange(LENGTH).expand(2, -1) // torch.tensor([[5], [7]])
     *whole, grad = INPUTS
@@ -66,7 +93,7 @@ def test_every_rank_raises_at_the_next_call(name: str, mask: str, changes):
         leaves = [LAYOUT.shard(x, 2, rank).requires_grad_() for x in whole]
         out = attend(*leaves)
         if rank in changes:
-            ids.zero_()
+            FILLS[fill](ids, torch.zeros_like(ids))
         found = [out.detach(), *torch.autograd.grad(out, leaves, LAYOUT.shard(grad, 2, rank))]
         try:
             attend(*leaves)
@@ -83,6 +110,85 @@ def test_every_rank_raises_at_the_next_call(name: str, mask: str, changes):
             assert "changed in place after the BlockMask was first used" in str(problem)
         else:
             assert "rank 1" in str(problem) or "ranks [1]" in str(problem), problem
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_block_mask_that_is_filled_again(fill: str):
+    """Its own tensors; numbers that are equal are no change."""
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    block_mask = block_mask_of(ids)
+    mask = FlexMask(block_mask)
+    FILLS[fill](ids, torch.zeros_like(ids))
+    mask.check_unchanged()
+    FILLS[fill](block_mask.kv_indices, torch.ones_like(block_mask.kv_indices))
+    with pytest.raises(RuntimeError, match="of a BlockMask, or that its mask_mod reads, was changed in place"):
+        FlexMask(block_mask)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("through", ["function", "module"])
+def test_documents_of_the_next_batch(through: str, fill: str):
+    """A loader fills cu_seqlens again for each batch, and every layer of it gets the same tensor."""
+    whole = [x[0].transpose(0, 1) for x in INPUTS[:3]]
+    batches = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 10, 13], [0, 2, 4, 13], [0, 1, 12, 13])]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        cu, mesh = batches[0].clone(), cp_mesh(RANKS)
+        parts, found = [LAYOUT.shard(x, 0, rank) for x in whole], []
+        model = parallelize_module(Packed(), mesh, ModuleContextParallel(layout=LAYOUT, verified=True))
+        for ends in batches:
+            FILLS[fill](cu, ends)
+            for _ in range(2):
+                if through == "module":
+                    found.append(model(*parts, cu))
+                else:
+                    found.append(context_varlen_attention(*parts, mesh, cu, layout=LAYOUT))
+        return found
+
+    for at, parts in enumerate(zip(*run_ranks(on, RANKS), strict=True)):
+        ids = Documents.from_cu_seqlens(batches[at // 2]).bounds(torch.arange(LENGTH))[0]
+        wanted = expected_attention([x[:1] for x in INPUTS[:3]], INPUTS[3][:1], ids[:, None] == ids)[0]
+        assert error(LAYOUT.unshard(parts, 0).transpose(0, 1)[None], wanted) < EXACT
+
+
+class Packed(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+        return varlen_attn(q, k, v, cu, cu, LENGTH, LENGTH)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_selected_positions(fill: str):
+    def on(rank: int) -> None:
+        mesh, positions = cp_mesh(RANKS), torch.zeros(1, LAYOUT.lengths[rank], 1, dtype=torch.int64)
+        mask = selected_keys(positions, mesh, layout=LAYOUT)
+        parts = [LAYOUT.shard(x, 2, rank) for x in INPUTS[:3]]
+        context_attention(*parts, mesh, mask=mask, layout=LAYOUT)
+        FILLS[fill](positions, torch.full_like(positions, LENGTH - 1))
+        context_attention(*parts, mesh, mask=mask, layout=LAYOUT)
+
+    for problem in run_ranks(on, RANKS, return_errors=True):
+        assert "were changed in place; give a copy" in str(problem)
+
+
+@pytest.mark.parametrize("fill", [fill for fill in FILLS if fill != "in place"])
+def test_an_additive_mask_of_the_next_batch(fill: str):
+    """Rows of padding at finfo.min, where the batch before had none: their levels are found anew."""
+    sees = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    least = torch.finfo(torch.float64).min
+    biases = [torch.zeros(LENGTH, LENGTH).double().masked_fill(~sees, hidden) for hidden in (float("-inf"), least)]
+    biases[1][:3] = least
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mask, mesh = biases[0].clone(), cp_mesh(RANKS)
+        parts, found = [LAYOUT.shard(x, 2, rank) for x in INPUTS[:3]], []
+        for bias in biases:
+            FILLS[fill](mask, bias)
+            found.append(context_attention(*parts, mesh, mask=Dense(mask), layout=LAYOUT))
+        return found
+
+    for parts, bias in zip(zip(*run_ranks(on, RANKS), strict=True), biases, strict=True):
+        wanted = F.scaled_dot_product_attention(*INPUTS[:3], bias)
+        assert error(LAYOUT.unshard(parts, 2), wanted) < EXACT
 
 
 def test_tensors_of_inference_mode():

@@ -232,6 +232,7 @@ def test_it_is_called_as_torchs_is():
     ours, torchs = (
         inspect.signature(each).parameters.values() for each in (flex_attention, flex_module.flex_attention)
     )
+    ours = [x for x in ours if x.name != "others"]  # what a later torch adds is refused by name
     assert [(x.name, x.kind, x.default) for x in ours] == [(x.name, x.kind, x.default) for x in torchs]
 
 

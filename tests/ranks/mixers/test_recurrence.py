@@ -24,6 +24,7 @@ from tests.covering import at_night
 from tests.layouts import layouts
 from tests.mixers import Mixing
 from tests.oracle import error, randn
+from tests.ranks.attention_case import cp_mesh
 from tests.ranks.mixers import kernels
 
 # Sums in float64, in another order: 1e-15 a step of the state. A state that is not passed on gives 1e-1.
@@ -303,6 +304,37 @@ def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
     assert isinstance(errors[0], MemoryError)
     assert all(isinstance(each, TransferError) for each in errors[1:]), errors
     assert time.monotonic() - began < 60  # and none waits for a timeout
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("required", [True, False])
+def test_arguments_that_are_left_out(required: bool, diagonal: bool):
+    """A gate of the outputs, and an offset for each head: fragments in the middle, from three ranks on, are run for the
+    map of their state too, with values of other columns."""
+    (kernel, tokens, _), gate, offset = gla(12), randn(8, BATCH, 12, HEADS, VALUES), randn(9, HEADS)
+    if not diagonal:
+        kernel, tokens, _ = delta_rule(12)
+    layout = contiguous(12, 3)
+
+    def gated(q, k, v, g, gate, offset, beta=None, initial_state=None, output_final_state=False):
+        more = {} if beta is None else {"beta": beta}
+        run = {"initial_state": initial_state, "output_final_state": output_final_state}
+        out, final = kernel(q, k, v, g, **more, **run)
+        return out if gate is None else out * gate + offset[:, None], final
+
+    def optional(q, k, v, g, beta=None, gate=None, offset=None, initial_state=None, output_final_state=False):
+        return gated(q, k, v, g, gate, offset, beta, initial_state, output_final_state)
+
+    used = gated if required else optional
+
+    def main(rank: int) -> torch.Tensor:
+        how = Recurrence(diagonal=diagonal, left_out=("gate", "offset"))
+        scan = context_recurrence(used, cp_mesh(3), layout=layout, recurrence=how)
+        mine = {name: layout.shard(x, 1, rank) for name, x in (tokens | {"gate": gate}).items()}
+        return scan(**mine, offset=offset)[0]
+
+    wanted = used(**tokens, gate=gate, offset=offset)[0]
+    assert error(layout.unshard(run_ranks(main, 3), 1), wanted) < EXACT
 
 
 @pytest.mark.parametrize("of_a_user", [False, True])

@@ -28,7 +28,7 @@ CAUSES = {
         "is wrong at 9 positions .* or a table cut from its first row, is wrong at exactly these"
     ),
     f"{ON_CORE}: divided by the length": "on each rank is the result for its part alone, .* is not known",
-    f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
+    f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* It reads later tokens too",
     f"{ON_CORE}: a recurrence": rf"layer.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
     f"{ON_CORE}: a causal convolution": (
         rf"layer.layer \(CausalConvolution\): it {MIXES} .* first 2 tokens .* context_causal_conv1d.*width=3"
