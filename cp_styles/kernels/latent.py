@@ -50,10 +50,13 @@ class LatentKernel(Kernel):
     weight_HKR: torch.Tensor | None = field(default=None, repr=False, compare=False)
     share_HKR: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
-    positional, small_tiles, windows, streams_keys, merge = (  # pyright: ignore[reportAssignmentType]
-        property(attrgetter(f"tiles.{name}"))
-        for name in ("positional", "small_tiles", "windows", "streams_keys", "merge")
+    small_tiles, windows, streams_keys, merge = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"tiles.{name}")) for name in ("small_tiles", "windows", "streams_keys", "merge")
     )
+
+    @property
+    def positional(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner is not None and self.inner.positional
 
     @property
     def content(self):

@@ -320,10 +320,15 @@ def test_the_scale_of_a_whole_tensor(delayed: bool):
     assert max(run_ranks(on, RANKS)) < EXACT
 
 
-def sharded(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """By FSDP2 over cp, and by a plan over tp if there is one."""
+def language_model() -> nn.Module:
+    """Drawn before there are threads, which would share the generator."""
     torch.manual_seed(0)
-    model = LanguageModel(WORDS, LENGTH, WIDTH).double()
+    return LanguageModel(WORDS, LENGTH, WIDTH).double()
+
+
+def sharded(one: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of ``one``, by FSDP2 over cp, and by a plan over tp if there is one."""
+    model = copy.deepcopy(one)
     if "tp" in (mesh.mesh_dim_names or ()):
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
     parallelize_module(model, mesh["cp"], ModuleContextParallel())
@@ -344,8 +349,7 @@ def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
 
 
 def of_one_process(steps: int) -> list[float]:
-    torch.manual_seed(0)
-    model, losses = LanguageModel(WORDS, LENGTH, WIDTH).double(), []
+    model, losses = language_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         tokens = (TOKENS + step) % WORDS
@@ -359,10 +363,11 @@ def of_one_process(steps: int) -> list[float]:
 
 def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
     """Two ranks on cp and two on tp, then three on cp."""
+    one = language_model()
 
     def run(rank: int, shape: tuple[int, ...], steps: range) -> list[float]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp")[: len(shape)])
-        model, optimizer = sharded(mesh)
+        model, optimizer = sharded(one, mesh)
         names: dict[str, Any] = {"model": model, "optimizer": optimizer}
         exec(example("example: checkpoint"), names)
         if steps.start:
@@ -383,15 +388,15 @@ def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
 
 def test_clipping_by_mesh():
     """The gradients of one process, whose norm is clipped to 1."""
-    torch.manual_seed(0)
-    one = LanguageModel(WORDS, LENGTH, WIDTH).double()
+    one = language_model()
     loss = F.cross_entropy(one(TOKENS, torch.arange(LENGTH))[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()) * 9
+    plain = copy.deepcopy(one)
     loss.backward()
     assert torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0) > 1
 
     def on(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        model, _ = sharded(mesh)
+        model, _ = sharded(plain, mesh)
         batch = BatchSharder(mesh["cp"], averaged_over=2)(TOKENS)
         (batch.loss(model(batch.tokens, batch.positions)) * 9).backward()
         with pytest.raises(RuntimeError, match="must have the same mesh"):

@@ -332,8 +332,14 @@ def test_a_rank_that_sends_and_receives_hears_of_an_end_by_what_it_receives():
 
 
 def attends(*shapes: tuple[int, int], **options: Any) -> Callable[[], object]:
-    """Attends with query, key and value of these numbers of heads and positions."""
-    return lambda: context_attention(*(randn(1, 1, *shape, 8) for shape in shapes), cp_mesh(4), **options)
+    """Attends with query, key and value of these numbers of heads and positions, of which all ranks have the first two
+    alike, as a text that is whole on each."""
+
+    def act() -> object:
+        own = ((randn(1, 1, heads, 2, 8), randn(2 + dist.get_rank(), 1, heads, rows - 2, 8)) for heads, rows in shapes)
+        return context_attention(*(torch.cat(both, 2) for both in own), cp_mesh(4), **options)
+
+    return act
 
 
 OF_KEYS: dict[str, Callable[[], object]] = {
