@@ -587,7 +587,7 @@ class _Region:
         if x.grad_fn is not None and not self._nodes.isdisjoint(walk_graph(x.grad_fn)):
             return  # computed from hidden states
         # Without gradients nothing says from what a number was computed.
-        if not self._nodes and (x.is_floating_point() or x.is_complex()):
+        if x.dtype == torch.bool or (not self._nodes and (x.is_floating_point() or x.is_complex())):
             return
         raise ValueError(
             f"{self._backbone.name}: {self.path} is given {name} of shape {tuple(x.shape)}, which was made between the "

@@ -75,6 +75,8 @@ class ShardedBatch(dict[str, Any]):
         super().__init__(part)
         self.layout = layout
         self._sharder, self._rank, self._document_ids = sharder, sharder._group.rank(), document_ids
+        # The number of forwards before this batch, if it has several documents with labels.
+        self._packed_at: int | None = None
 
     def __missing__(self, name: str) -> torch.Tensor:
         if name != "document_ids" or self._document_ids is None:
@@ -148,7 +150,7 @@ class ShardedBatch(dict[str, Any]):
                 f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
                 "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
-        self._sharder._refuse_joined_documents()
+        self._sharder._refuse_joined_documents(self._packed_at)
         if logits_BLV.dtype.itemsize < 4:  # the sum over tokens needs more digits than 16 bits have
             logits_BLV = logits_BLV.float()
         losses = F.cross_entropy(
@@ -279,7 +281,8 @@ class BatchSharder:
         self._positions = positions
         self._warned = False
         self._losses = 0  # the number of losses at the last sum of gradients
-        self._packed_at: int | None = None  # the number of forwards before the last batch, if it has several documents
+        self._batches = self._sums = 0
+        self._packed_at: int | None = None  # of the latest batch
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -325,9 +328,10 @@ class BatchSharder:
             f"for a Trainer of transformers use ContextParallelTrainer{see('Ranks with other samples')}"
         )
         agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
-        ids = None if isinstance(batch, torch.Tensor) else batch.get("document_ids")  # before padding
-        packed = ids is not None and bool((ids != ids[..., :1]).any())
-        self._packed_at = state_of(self._group).operations.forwards if packed else None
+        self._batches += 1
+        if not isinstance(batch, torch.Tensor) and _joins_matter(batch.get("document_ids"), batch.get("labels")):
+            parts[0]._packed_at = state_of(self._group).operations.forwards
+        self._packed_at = parts[0]._packed_at
         return parts[0]
 
     def _name_weights(self, batch: Batch) -> None:
@@ -346,9 +350,10 @@ class BatchSharder:
                 stacklevel=2,
             )
 
-    def _refuse_joined_documents(self) -> None:
-        """Raise if the last batch has several documents, and all attention since then has joined them."""
-        state, before = state_of(self._group), self._packed_at
+    def _refuse_joined_documents(self, before: int | None) -> None:
+        """Raise if a batch has several documents, and all attention since it was cut has joined them. ``before``: the
+        number of forwards before it was cut; None for other batches."""
+        state = state_of(self._group)
         if before is not None and state.operations.forwards > before >= state.separated:
             raise ValueError(
                 f"{self._name}: the batch has document_ids, and no attention that has run since kept documents apart: "
@@ -376,7 +381,9 @@ class BatchSharder:
                 f"{self._name}.sum_gradients: averaged_over={self.averaged_over} means that DDP or FSDP2 reduces the "
                 "gradients: leave out sum_gradients, or averaged_over"
             )
-        self._refuse_joined_documents()
+        self._sums += 1
+        if self._batches == self._sums:  # batches that were cut ahead have not run
+            self._refuse_joined_documents(self._packed_at)
         sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number
@@ -569,3 +576,14 @@ def describe_content(value: Any) -> Any:
 
 def _get_tokens(batch: Batch) -> Any:
     return batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+
+
+def _joins_matter(ids: torch.Tensor | None, labels: torch.Tensor | None) -> bool:
+    """Whether a row has several documents with labels. Padding behind a document, with its own number, has none."""
+    if ids is None:
+        return False
+    if labels is not None and labels.shape == ids.shape:
+        labelled = labels != IGNORE_INDEX
+        first, last = torch.where(labelled, ids, ids.amax()).amin(-1), torch.where(labelled, ids, ids.amin()).amax(-1)
+        return bool((first < last).any())
+    return bool((ids != ids[..., :1]).any())

@@ -57,9 +57,16 @@ class Contents:
         return same
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that are compared: a view, or a copy of a part."""
+    """The numbers that are compared: a view, or a copy of a part. Floats are compared by bits, since nan is not nan."""
     tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point():
+        tensor = tensor.view(_BITS[tensor.dtype.itemsize])
     if tensor.numel() <= _MOST:
         return tensor
     return tensor.reshape(-1)[:: -(-tensor.numel() // _MOST)]

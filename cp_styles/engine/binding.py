@@ -32,6 +32,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
 from cp_styles.kernels import Kernel
@@ -465,7 +466,6 @@ class _AttentionAgreement(CheckedCall):
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
             *(contents, binding._fingerprint, *call, *call.values(), self.trains),
-            self.sequences,
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         numbers = []
@@ -528,7 +528,10 @@ class _AttentionAgreement(CheckedCall):
         return call
 
     def _refuse_joined_keys(self, rows: StatusRows) -> None:
-        """Raise, on every rank, for keys that each rank has joined from its parts of several pieces."""
+        """Raise, on every rank, for keys that each rank has joined from its parts of several pieces.
+
+        Communication: one all-gather of a number, if the keys are several times as long as the queries on every rank.
+        """
         # Heads that draft tokens, and caches of earlier pieces, keep such keys. On every rank they are as many times as
         # long as the queries, which keys of one other sequence are too where the lengths divide.
         binding, sequences = self.binding, self.sequences
@@ -536,11 +539,15 @@ class _AttentionAgreement(CheckedCall):
         pieces = sum(keys) // max(sum(queries), 1)
         if sequences is None or pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)):
             return
-        if sum(keys) not in sequences:
+        is_marked = int(sum(keys) in sequences)  # a mark that one rank has lost, as in a broadcast, is on another one
+        marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
+        if not any(map(any, marks)):
+            binding.group_state.phase = GroupPhase.TOGETHER
             raise NotImplementedError(
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
                 f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and attn_mask has another order. "
-                "Lay them out by SequenceLayout.from_chunks. Keys of one sequence: cut it by layout.shard"
+                "Lay them out by SequenceLayout.from_chunks. Keys of one other sequence: cut it by layout.shard, and "
+                "give the style to the module that takes both parts"
                 f"{see('Keys of several pieces')}"
             )
 
@@ -549,8 +556,7 @@ class _AttentionAgreement(CheckedCall):
         mask = None if self.attn_mask is None else _describe_mask(self.attn_mask)
         shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
         inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
-        sequences = {"the lengths of the sequences in the module's arguments": self.sequences}
-        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains} | sequences
+        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains}
 
 
 def agree_on_layouts(
@@ -606,10 +612,13 @@ def _refuse_other_dims(
     binding: Binding, cuts: Sequence[tuple[torch.Tensor, SequenceLayout]], q: torch.Tensor, k: torch.Tensor
 ) -> None:
     """Raise for attention whose batch has the tokens: along another dim, of another length, which nothing has cut."""
+    parts = {cut.lengths[binding.group.rank()] for _, cut in cuts}
+    if not parts.isdisjoint((q.shape[_SEQ_DIM], k.shape[_SEQ_DIM])):
+        return  # along the tokens of one of the inputs
     for x, cut in cuts:
         rows = cut.lengths[binding.group.rank()]
         tokens = x.shape[0] * rows if x.ndim > 1 and x.shape[1] == rows else 0
-        if rows > 1 and tokens and q.shape[0] % tokens == 0 and rows not in (q.shape[_SEQ_DIM], k.shape[_SEQ_DIM]):
+        if rows > 1 and tokens and q.shape[0] % tokens == 0:
             raise ValueError(
                 f"{binding.name}: attention over {k.shape[_SEQ_DIM]} positions, with a batch of {q.shape[0]}, in which "
                 f"are the {rows} tokens of each row on this rank: it attends along another dim than the tokens (over "

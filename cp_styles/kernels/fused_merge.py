@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -93,6 +95,8 @@ def merge_rows(
     batch, heads, rows, dim = new_out_BHLE.shape
     columns = min(1 << (dim - 1).bit_length(), _MOST_COLUMNS)
     block = _NUMBERS // columns
+    constants: Any = {"DIM": dim, "HEADS_FIRST": out_BHLE.stride(1) > out_BHLE.stride(2)}  # Triton's constexpr
+    constants |= {"BLOCK": block, "COLUMNS": columns}
     with torch.cuda.device_of(out_BHLE):  # Triton starts kernels on the current device
         _merge[(batch * -(-heads * rows // block),)](  # pyright: ignore[reportIndexIssue]
             out_BHLE,
@@ -106,8 +110,5 @@ def merge_rows(
             *lse_BHL.stride(),
             *new_out_BHLE.stride(),
             *new_lse_BHL.stride(),
-            DIM=dim,
-            HEADS_FIRST=out_BHLE.stride(1) > out_BHLE.stride(2),
-            BLOCK=block,
-            COLUMNS=columns,
+            **constants,
         )

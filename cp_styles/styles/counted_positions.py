@@ -22,12 +22,19 @@ _NOT_IN_GRAPHS = (
 
 
 def hand_over_positions(model: nn.Module, calls: AttentionCalls) -> None:
-    """Hook ``model``, if it takes tokens and no positions, and has tables of positions that take them.
+    """Hook ``model``, if it takes tokens and no positions, and has tables of transformers that take positions.
 
     Where a layout has cut its tokens, the tables get the positions of this rank's tokens. Other tokens are counted by
     the model, as before. No communication.
     """
-    tables = [child for child in model.children() if isinstance(child, nn.Embedding) and _takes_positions(child)]
+    # In a model of the user's own, positions from 0 may be those of a document that begins with this rank's part.
+    tables = [
+        child
+        for child in model.children()
+        if isinstance(child, nn.Embedding)
+        and type(child).__module__.startswith("transformers.")
+        and _takes_positions(child)
+    ]
     if tables and is_model(model) and not _takes_positions(model):
         cut = _CutTokens(calls)
         model.register_forward_pre_hook(cut.note, with_kwargs=True)

@@ -142,7 +142,8 @@ def test_documents_without_a_scope(way: str):
                 batch.loss(logits).backward()
             else:
                 F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum").backward()
-        sharder.sum_gradients(mine)
+            sharder.sum_gradients(mine)
+            mine.zero_grad()
 
     for loss in ("its own", "another"):
         if way in ("no scope", "window"):
@@ -151,6 +152,29 @@ def test_documents_without_a_scope(way: str):
             assert len(found.value.errors) == 2
         else:
             run_ranks(on, 2, loss)
+
+
+@pytest.mark.parametrize("way", ["cut ahead", "padding"])
+def test_documents_that_need_no_scope(way: str):
+    """A batch with documents that has not run yet; and padding with a number of its own behind a document."""
+    model = Documented("no scope").double()
+    ids = torch.where(torch.arange(TOKENS.shape[1]) < TOKENS.shape[1] - 3, 0, 1).expand_as(TOKENS).contiguous()
+    plain, packed = {"input_ids": TOKENS, "labels": TOKENS}, {"document_ids": IDS if way == "cut ahead" else ids}
+    packed |= {"input_ids": TOKENS, "labels": TOKENS if way == "cut ahead" else TOKENS.masked_fill(ids > 0, -100)}
+
+    def on(rank: int) -> None:
+        mine = parallelize_module(copy.deepcopy(model), cp_mesh(2), ModuleContextParallel(verified=True))
+        sharder = BatchSharder(cp_mesh(2))
+        batch, ahead = sharder(packed if way == "padding" else plain), sharder(packed)
+        batch.loss(mine(batch.tokens)).backward()
+        sharder.sum_gradients(mine)
+        mine.zero_grad()
+        with ahead.scope():
+            logits = mine(ahead.tokens)
+        ahead.loss(logits).backward()
+        sharder.sum_gradients(mine)
+
+    run_ranks(on, 2)
 
 
 WEIGHTS = TOKENS / 7.0
@@ -593,3 +617,38 @@ def test_padding_beside_attention_that_is_not_causal():
         return error(mine.table.weight.grad, one.table.weight.grad)
 
     assert max(run_ranks(on, 2)) < EXACT
+
+
+class PositionTable(nn.Embedding):
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(torch.arange(tokens.shape[1]) if position_ids is None else position_ids)
+
+
+class WithTable(nn.Module):
+    """A model of the user's own that takes tokens, and whose table of positions is like a table of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.attention = nn.Embedding(40, 8), PositionTable(64, 8), Documented("no scope")
+
+    def forward(self, input_ids: torch.Tensor, pos: torch.Tensor | None = None) -> torch.Tensor:
+        return (
+            self.tokens(input_ids) + self.places(input_ids, position_ids=pos) + 0 * self.attention(input_ids)[..., :8]
+        )
+
+
+def test_positions_of_a_document_that_begins_with_a_part():
+    """They count from 0 by right, and are not taken for a count of the model's."""
+    tokens, ids = torch.arange(20)[None] % 40, torch.arange(20)[None] // 10
+    model = WithTable().double()
+    wanted = model.tokens(tokens) + model.places(tokens, torch.arange(20)[None] % 10)
+
+    def on(rank: int) -> torch.Tensor:
+        mine = parallelize_module(copy.deepcopy(model), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        batch = BatchSharder(cp_mesh(2), layout=contiguous)(
+            {"input_ids": tokens, "labels": tokens, "document_ids": ids}
+        )
+        with batch.scope(), torch.no_grad():
+            return mine(batch["input_ids"], batch["position_ids"])
+
+    assert error(torch.cat(run_ranks(on, 2), 1), wanted.detach()) < EXACT

@@ -4,6 +4,7 @@ as the page says. Keys of one other sequence, which may be as many times as long
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -167,3 +168,20 @@ def test_the_page_lays_them_out(lengths: tuple[int, int]):
         return error(names["out"], names["layout"].shard(wanted, 2, rank))
 
     assert max(run_ranks(on, 2)) < EXACT
+
+
+@pytest.mark.parametrize("memory", ["the same", "longer"])
+def test_a_mark_that_some_ranks_have_lost(memory: str):
+    """Rank 0 has cut the sequence and sent the remaining ranks their parts, as a program with one reader does."""
+    x, longer = randn(0, 1, 2, 8, WIDTH), randn(1, 1, 2, 16, WIDTH)
+    keys = longer if memory == "longer" else x
+    mask = torch.arange(keys.shape[2])[None].expand(8, -1) > 3
+    one = Cross(False).double()
+    wanted = one(x, keys, mask).detach()
+
+    def on(rank: int) -> torch.Tensor:
+        mine = parallelize_module(copy.deepcopy(one), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        parts = [contiguous(whole.shape[2], 2).shard(whole, 2, rank) for whole in (x, keys)]
+        return mine(*(part if rank == 0 else part.clone() for part in parts), mask).detach()
+
+    assert error(contiguous(8, 2).unshard(run_ranks(on, 2), 2), wanted) < EXACT

@@ -224,3 +224,25 @@ def test_convolutions_by_where_they_look(padding: Any):
     both = padding in (1, "same")
     assert ("It looks both ways: give its taps the tokens of context_roll(" in str(found.value)) == both
     assert ("context_causal_conv1d" in str(found.value)) != both
+
+
+@pytest.mark.parametrize(("queries", "passages"), [((2, 8), (8, 12)), ((1, 16), (16, 24))])
+def test_two_inputs_of_which_one_has_a_batch_of_the_length_of_the_other(queries: Any, passages: Any):
+    """A bi-encoder with as many passages as a query has tokens on a rank: it attends along the tokens of each."""
+    given = randn(0, *queries, 4), randn(1, *passages, 4)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Tokens()
+
+        def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+            return [self.encoder(x) for x in inputs]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        model = parallelize_module(Both(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        return model(*(contiguous(x.shape[1], 2).shard(x, 1, rank) for x in given))
+
+    parts = zip(*run_ranks(on, 2), strict=True)
+    for x, both, wanted in zip(given, parts, Both()(*given), strict=True):
+        assert torch.allclose(contiguous(x.shape[1], 2).unshard(list(both), 1), wanted, atol=1e-12, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from cp_styles import (
     ModuleContextParallel,
     PerRow,
     context_attention,
+    context_flex_attention,
     context_varlen_attention,
     head_tail,
     parallelize_module,
@@ -213,3 +215,21 @@ def test_a_dense_mask():
 
     for problem in run_ranks(on, RANKS, return_errors=True):
         assert "was changed in place after it was given as a mask" in str(problem)
+
+
+def test_a_table_with_nan():
+    """Missing times are nan, which is not equal to itself."""
+    times = torch.arange(24.0)
+    times[[5, 11]] = torch.nan
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (times[q] >= times[k]) | (q == k), None, None, 24, 24, device="cpu"
+    )
+    layout, x = head_tail(24, 2), randn(0, 1, 2, 24, 8)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, part = cp_mesh(2), layout.shard(x, 2, rank)
+        attend = partial(context_flex_attention, part, part, part, mesh, block_mask=block_mask, layout=layout)
+        return [attend(), attend()]
+
+    for first, second in run_ranks(on, 2):
+        assert torch.equal(first, second)
