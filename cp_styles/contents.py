@@ -1,4 +1,4 @@
-"""What tensors of a caller held when they were read, and whether they hold it still.
+"""Numbers that tensors of a caller held when they were read, and whether they hold these numbers still.
 
 torch counts changes in place, but not those through NumPy, ``tensor.data``, a storage, or a kernel of one's own. So
 numbers are compared.

@@ -20,7 +20,7 @@ from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are made of positions
-# What such arguments are of, where they are not of the tokens of the sequence: image_position_ids, visual_pos_masks.
+# Words of arguments about something else than the tokens of the sequence: image_position_ids, visual_pos_masks.
 _NOT_OF_TOKENS = {"image", "img", "video", "pixel", "patch", "frame", "audio", "vision", "visual", "entity", "bbox"}
 _COUNTS = "create_position_ids_from_input_ids"  # the function of transformers that counts from the padding's position
 _POSITIONS_OF_TOKENS = (

@@ -231,8 +231,8 @@ def list_windows(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def option_of(config: Any, option: str, layer: int | None = None) -> Any:
-    """An option of a configuration, or None. Where its layers have their own: that of ``layer``, or of the first layer
-    that has one."""
+    """An option of a configuration, or None. Where its layers have their own: the option of ``layer``, or of the first
+    layer that has one."""
     try:
         return getattr(config, option, None)
     except RuntimeError:  # of transformers: the layers have their own

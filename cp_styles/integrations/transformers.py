@@ -668,7 +668,7 @@ class _MaskPieces:
         chunk: size of chunks, counted from each row's first token that is not left padding, or in each document.
         documents: the number of the document of each token [B, L], if transformers has found more than one.
         widened: masks in addition to which each token sees its own block.
-        blocks: for each row, or for all, the first and the one-past-last position of each block. Empty: no blocks.
+        blocks: for each row, or for all, the first position and the end of each block. Empty: no blocks.
         numbered: the number of tokens of which it is known whether they are in a block.
         unpacked: the error of packed documents; empty if there is none.
     """
@@ -800,7 +800,7 @@ def _find_block_ids(function: Callable[..., Any]) -> torch.Tensor | None:
 
 
 def _find_blocks(ids_BS: torch.Tensor) -> list[tuple[tuple[int, int], ...]] | None:
-    """For each row, the first and the one-past-last position of the tokens of each number; -1 is none. None if the
+    """For each row, the first position and the end of the tokens of each number; -1 is none. None if the
     tokens of a number are not consecutive."""
     rows = list[tuple[tuple[int, int], ...]]()
     for row in ids_BS.cpu():

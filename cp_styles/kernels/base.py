@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from cp_styles.bounded_cache import facts_about
 from cp_styles.kernels.merge import FUSED_MERGE, Merge
+from cp_styles.kernels.outside import check_first_result
 
 
 class TensorSpec(NamedTuple):
@@ -160,7 +161,7 @@ class Kernel(ABC):
 
 
 def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
-    """The ``forward`` or ``backward`` of a kernel. What a kernel from outside of this package returns is checked once.
+    """The ``forward`` or ``backward`` of a kernel. Results of a kernel from outside of this package are checked once.
 
     Raises:
         TypeError: in its first call, if that is not what :class:`Kernel` asks for.
@@ -168,33 +169,10 @@ def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
     function = getattr(kernel, phase)
     if type(kernel).__module__.startswith(_PACKAGE) or phase in facts_about(kernel):
         return function
-    return partial(_check_first_result, kernel, phase)
+    return partial(check_first_result, kernel, phase)
 
 
 _PACKAGE = f"{__name__.partition('.')[0]}."
-
-
-def _check_first_result(kernel: Kernel, phase: str, *tensors: torch.Tensor, **options: Any) -> Any:
-    found = getattr(kernel, phase)(*tensors, **options)
-    q, k, v = tensors[:3] if phase == "forward" else tensors[1:4]
-    wanted = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
-    if phase == "forward":
-        wanted = {"out": (*q.shape[:3], kernel.dims(k, v)[1]), "lse": q.shape[:3]}
-    sums = torch.float32, torch.float64
-    fits = isinstance(found, tuple | list) and len(found) == len(wanted)
-    for (name, shape), x in zip(wanted.items(), found if fits else (), strict=False):
-        fits = fits and isinstance(x, torch.Tensor) and (x.shape, x.device) == (shape, q.device)
-        fits = fits and x.is_floating_point() and (name != "lse" or x.dtype in sums)
-    if not fits:
-        each = found if isinstance(found, tuple | list) else (found,)
-        texts = [f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else x for x in each]
-        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in wanted.items())
-        raise TypeError(
-            f"{type(kernel).__name__}.{phase} returned {texts}, and must return {shapes} on {q.device}, in floating "
-            "point, and a logsumexp in float32 or float64: see the docstring of cp_styles.kernels.Kernel"
-        )
-    facts_about(kernel)[phase] = True
-    return found
 
 
 @dataclass(frozen=True)

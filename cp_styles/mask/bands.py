@@ -236,7 +236,7 @@ class WithBlocks(Mask):
 
     Attributes:
         inner: a mask whose intervals contain the query's own position, or no key.
-        blocks: the first and the one-past-last position of each block, in order. At least one block.
+        blocks: the first position and the end of each block, in order. At least one block.
         tokens: the length of the whole sequence.
 
     Example::

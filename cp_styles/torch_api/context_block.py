@@ -351,7 +351,7 @@ class _BlockCalls(AttentionCalls):
         return {} if module is None else dict(zip(input_names(module), args, strict=False)) | kwargs
 
     def list_sequences(self) -> tuple[int, ...]:
-        """Those of the buffers, and of the arguments of the modules that run."""
+        """Sequences of the buffers, and of the arguments of the modules that run."""
         calls = [(*args, *kwargs.values()) for _, args, kwargs in running_modules()]
         cuts = [part.layout for part in self._entry.parts.values()]
         cuts += [cut for inputs in calls for _, cut in find_cuts(inputs)]
