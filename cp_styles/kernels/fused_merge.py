@@ -95,7 +95,10 @@ def merge_rows(
     batch, heads, rows, dim = new_out_BHLE.shape
     columns = min(1 << (dim - 1).bit_length(), _MOST_COLUMNS)
     block = _NUMBERS // columns
-    constants: Any = {"DIM": dim, "HEADS_FIRST": out_BHLE.stride(1) > out_BHLE.stride(2)}  # Triton's constexpr
+    constants: dict[str, Any] = {
+        "DIM": dim,
+        "HEADS_FIRST": out_BHLE.stride(1) > out_BHLE.stride(2),
+    }  # Triton's constexpr
     constants |= {"BLOCK": block, "COLUMNS": columns}
     with torch.cuda.device_of(out_BHLE):  # Triton starts kernels on the current device
         _merge[(batch * -(-heads * rows // block),)](  # pyright: ignore[reportIndexIssue]
