@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -95,13 +95,8 @@ def merge_rows(
     batch, heads, rows, dim = new_out_BHLE.shape
     columns = min(1 << (dim - 1).bit_length(), _MOST_COLUMNS)
     block = _NUMBERS // columns
-    constants: dict[str, Any] = {
-        "DIM": dim,
-        "HEADS_FIRST": out_BHLE.stride(1) > out_BHLE.stride(2),
-    }  # Triton's constexpr
-    constants |= {"BLOCK": block, "COLUMNS": columns}
     with torch.cuda.device_of(out_BHLE):  # Triton starts kernels on the current device
-        _merge[(batch * -(-heads * rows // block),)](  # pyright: ignore[reportIndexIssue]
+        cast(Any, _merge)[(batch * -(-heads * rows // block),)](  # its types, where Triton is there, are of a program
             out_BHLE,
             lse_BHL,
             new_out_BHLE,
@@ -113,5 +108,8 @@ def merge_rows(
             *lse_BHL.stride(),
             *new_out_BHLE.stride(),
             *new_lse_BHL.stride(),
-            **constants,
+            DIM=dim,
+            HEADS_FIRST=out_BHLE.stride(1) > out_BHLE.stride(2),
+            BLOCK=block,
+            COLUMNS=columns,
         )
