@@ -64,7 +64,7 @@ class ForwardState:
 
     Attributes:
         calls: number of attention ops that have run.
-        functions: whether a function of this package has run over the same ranks, beside these ops.
+        functions: whether a function of this package has run over the same ranks, in addition to these ops.
         running: whether the forward runs now. False while torch.compile traces it.
         module_call: the module of the forward with the arguments of its call; empty outside of a forward.
         inputs: these arguments by parameter name; None until they are read.
@@ -453,7 +453,7 @@ class _AttentionAgreement(CheckedCall):
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
-            if q.shape[0] > 1:
+            if q.shape[0] > 1 and binding.group.size() > 1:
                 _refuse_other_dims(binding, forward_state.cuts, q, k)
         elif forward_state.calls == 1 and call.get("is_causal"):
             self.orders = graph_task_id() < 0
@@ -536,7 +536,7 @@ class _AttentionAgreement(CheckedCall):
         # long as the queries, which keys of one other sequence are too where the lengths divide.
         binding, sequences = self.binding, self.sequences
         queries, keys = rows.columns.q_length, rows.columns.kv_length
-        pieces = sum(keys) // max(sum(queries), 1)
+        pieces = sum(keys) // max(sum(queries), 1) if len(rows) > 1 else 1  # one rank has the pieces one after another
         if sequences is None or pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)):
             return
         is_marked = int(sum(keys) in sequences)  # a mark that one rank has lost, as in a broadcast, is on another one

@@ -752,7 +752,7 @@ def _parse_mask_function(mask_function: Callable[..., Any], name: str, config: A
             if blocks is None:
                 raise NotImplementedError(
                     f"{name}: in the mask of this model tokens of one block see each other, and the block has a gap, "
-                    "as several pictures that see each other (Molmo 2), or is not beside a causal mask: that is no "
+                    "as several pictures that see each other (Molmo 2), or no causal mask is joined to it: that is no "
                     f"interval of keys for each query. Give the model its masks ready, {_describe_ready_masks(config)}"
                 )
             pieces.widened, pieces.blocks, pieces.numbered = inner.masks, blocks, ids.shape[1]

@@ -516,7 +516,8 @@ never_compile_alone(AttentionCalls._attend, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
 
-_ATTENTION, _ATTENTION_CONFIG = torch.ops.cp_styles.attention.default, 6  # the place of its argument ``config``
+_ATTENTION = torch.ops.cp_styles.attention.default
+_ATTENTION_CONFIG = [argument.name for argument in _ATTENTION._schema.arguments].index("config")
 
 # Functions that would otherwise run on the local shard. MAXIMUM runs over all ranks, the rest is refused.
 _REFUSED_FUNCTIONS = {*fast_path_attention(), *MAXIMUM}

@@ -244,7 +244,7 @@ class _KernelCall:
         return self.run(rows, begin, **self._left_out(both.shape[-1]), **{self._value: both})[1]
 
     def _left_out(self, columns: int) -> dict[str, torch.Tensor | None]:
-        """What takes the place of arguments that change the outputs only, for values of another number of columns:
+        """Stand-ins for arguments that change the outputs only, for values of another number of columns:
         nothing, or of an argument that the kernel must be given, as many columns."""
         changed = dict.fromkeys(self.how.left_out)
         parameters = inspect.signature(self.kernel).parameters

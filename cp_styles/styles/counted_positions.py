@@ -27,7 +27,7 @@ def hand_over_positions(model: nn.Module, calls: AttentionCalls) -> None:
     Where a layout has cut its tokens, the tables get the positions of this rank's tokens. Other tokens are counted by
     the model, as before. No communication.
     """
-    # In a model of the user's own, positions from 0 may be those of a document that begins with this rank's part.
+    # In a user's own model, a document may begin with this rank's part, and its positions at 0.
     tables = [
         child
         for child in model.children()

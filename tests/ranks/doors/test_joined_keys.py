@@ -185,3 +185,16 @@ def test_a_mark_that_some_ranks_have_lost(memory: str):
         return mine(*(part if rank == 0 else part.clone() for part in parts), mask).detach()
 
     assert error(contiguous(8, 2).unshard(run_ranks(on, 2), 2), wanted) < EXACT
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_one_rank_joins_pieces_as_one_device_does(join: str):
+    """Its keys are in the order of the mask. verify compares with such a rank."""
+    inputs = [randn(index, 1, 2, LENGTH, WIDTH) for index in range(2)]
+    mask = torch.arange(2 * LENGTH)[None].expand(LENGTH, -1) > 3
+    wanted = Pieces(JOINS[join])(*inputs, mask=mask)
+
+    def on(rank: int) -> torch.Tensor:
+        return parallelize_module(Pieces(JOINS[join]), cp_mesh(1), ModuleContextParallel())(*inputs, mask=mask)
+
+    assert error(run_ranks(on, 1)[0], wanted) < EXACT

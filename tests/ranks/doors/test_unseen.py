@@ -157,6 +157,12 @@ def test_attention_along_another_dim():
     found = run_ranks(on, 2, {"tokens": ModuleContextParallel(layout=contiguous)})
     assert torch.allclose(layout.unshard(found, 1), wanted, atol=1e-12, rtol=0)
 
+    def alone(rank: int) -> torch.Tensor:
+        model = parallelize_module(Residuals(), cp_mesh(1), ModuleContextParallel(layout=contiguous))
+        return model(contiguous(10, 1).shard(x, 1, 0))
+
+    assert torch.allclose(run_ranks(alone, 1)[0], wanted, atol=1e-12, rtol=0)  # one rank has all tokens of each layer
+
 
 @pytest.mark.parametrize("batch", [1, 5, 10])
 def test_attention_that_shortens_its_tokens(batch: int):
