@@ -33,10 +33,10 @@ def at_night(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
-def in_parts(number: int) -> pytest.MarkDecorator:
-    """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. Part 0 is run by
-    default, the others at night."""
-    return pytest.mark.parametrize("part", [0, *at_night(*range(1, number))])
+def in_parts(number: int, by_day: int = 1) -> pytest.MarkDecorator:
+    """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. The first parts are
+    run by default, the others at night."""
+    return pytest.mark.parametrize("part", [*range(by_day), *at_night(*range(by_day, number))])
 
 
 def sampled(

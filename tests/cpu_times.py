@@ -1,4 +1,4 @@
-"""Processor seconds of the tests by folder and by file: python -m pytest -p tests.cpu_times
+"""Processor seconds of the tests by folder, by file and by test: python -m pytest -p tests.cpu_times
 
 They depend little on what else the machine runs. Processes that a test has started count when it has waited for them,
 so the programs of tests/process/several.py count for the test that waits for the last one.
@@ -35,14 +35,17 @@ class _Meter:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        by_file, tests = Counter[str](), Counter[str]()
+        by_file, by_test, tests = Counter[str](), Counter[str](), Counter[str]()
         for report in (each for reports in terminalreporter.stats.values() for each in reports):
             # A report has the properties of the ones before it: the last is its own.
             own = [value for name, value in getattr(report, "user_properties", ()) if name == _NAME][-1:]
             for seconds in own:
-                file = report.nodeid.partition("::")[0]
+                test = report.nodeid.partition("[")[0]
+                file = test.partition("::")[0]
                 by_file[file] += seconds
-                tests[file] += report.when == "call"
+                by_test[test] += seconds
+                for name in (file, test):
+                    tests[name] += report.when == "call"
         by_folder = Counter[str]()
         for file, seconds in by_file.items():
             parts = PurePath(file).parts[:-1]
@@ -50,8 +53,8 @@ class _Meter:
         terminalreporter.section(f"{_NAME}: {sum(by_file.values()):.0f}")
         for folder, seconds in by_folder.most_common():
             terminalreporter.line(f"{seconds:8.1f}  {folder}")
-        for file, seconds in by_file.most_common(40):
-            terminalreporter.line(f"{seconds:8.1f}  {tests[file]:4d} tests  {file}")
+        for name, seconds in by_file.most_common(40) + by_test.most_common(80):
+            terminalreporter.line(f"{seconds:8.1f}  {tests[name]:4d} tests  {name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,7 +37,7 @@ from tests.clients.hugging_face import (
     tokens_of,
 )
 from tests.clients.sweep import GEMMA4
-from tests.covering import at_night, sampled
+from tests.covering import sampled
 from tests.oracle import randn
 
 if "gemma4_unified" not in transformers.CONFIG_MAPPING:
@@ -85,9 +85,7 @@ def multimodal(kind: str) -> Any:
     return tiny(transformers.AutoModelForImageTextToText.from_config, config)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("ranks", [2, *at_night(3)])
-@pytest.mark.parametrize("path", ["", "model.language_model"])
+@sampled(1, kind=list(TEXTS), ranks=[2, 3], path=["", "model.language_model"])
 def test_text_alone_in_the_multimodal_class(kind: str, ranks: int, path: str):
     """By the lines of README, and by those for pictures."""
     model, tokens = multimodal(kind), tokens_of().clamp(max=59)

@@ -20,6 +20,8 @@ JOB = Path(__file__).with_name("trainer_job.py")
 
 REFUSED = ["a plain Trainer"]
 MORE = [
+    "packed",
+    "classifier",
     "a plain Trainer that cuts",
     "a token shift",
     "a batch without labels",
@@ -40,7 +42,7 @@ TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "d
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
-    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", "classifier", *REFUSED], id="accelerate"),
+    pytest.param(["accelerate"], ["trainer", "accelerate", *REFUSED], id="accelerate"),
     pytest.param(["accelerate"], ["data parallel", *HEADS, *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft", "rewards", "preferences"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),

@@ -21,6 +21,7 @@ from cp_styles import Causal, Ring, context_attention, head_tail
 from cp_styles.kernels.merge import EMPTY_LSE, FusedMerge, OnlineSoftmax
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.testing import run_ranks
+from tests.covering import at_night, sampled
 from tests.oracle import attention_inputs, error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,8 +33,9 @@ INF = float("inf")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-def test_by_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", __file__]
+@pytest.mark.parametrize("rows", ["not nightly", *at_night("nightly")])
+def test_by_the_interpreter(rows: str):
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", rows, "-p", "no:cacheprovider", __file__]
     found = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
 
@@ -77,13 +79,15 @@ def in_memory(order: str, *shape: int) -> torch.Tensor:
 
 
 @runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [1, 5, 80, 128, 300])
-@pytest.mark.parametrize(
-    ("order", "tile_order"), [("BHLD", "BLHD"), ("BLHD", "BHLD"), ("BLDH", "DHLB"), ("LBHD", "BLHD")], ids=str
+@sampled(
+    2,
+    orders=[("BHLD", "BLHD"), ("BLHD", "BHLD"), ("BLDH", "DHLB"), ("LBHD", "BLHD")],
+    dim=[1, 5, 80, 128, 300],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
 )
-def test_rows_and_heads_of_a_tensor(order: str, tile_order: str, dim: int, dtype: torch.dtype):
+def test_rows_and_heads_of_a_tensor(orders: tuple[str, str], dim: int, dtype: torch.dtype):
     """A tile is merged into a slice, and nothing else changes."""
+    order, tile_order = orders
     torch.manual_seed(dim)
     batch, heads, rows = 2, 3, 37
     memory, lse_memory = in_memory(order, batch, heads + 3, rows + 9, dim), torch.randn(batch, heads + 3, rows + 9) * 5

@@ -39,6 +39,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.joint_layout import JointLayout
+from cp_styles.layout import Balancer
 from cp_styles.mixers import replace_dropout
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
@@ -988,20 +989,22 @@ class Texts(nn.Module):
         return x.mean(1)
 
 
-# All pairs of sequences of which some rank has equally many tokens.
-PAIRS = [
-    (ranks, layout, pair)
-    for ranks in (2, 3)
-    for layout in (contiguous, head_tail, striped)
-    for pair in itertools.permutations(range(4 * ranks, 4 * ranks + 4), 2)
-    if any(a == b for a, b in zip(*(layout(length, ranks).lengths for length in pair), strict=True))
-]
+def some_part_is_equal(ranks: int, layout: Balancer, more: tuple[int, int], **_: Any) -> bool:
+    parts = (layout(4 * ranks + each, ranks).lengths for each in more)
+    return any(first == second for first, second in zip(*parts, strict=True))
 
 
-@sampled(1, how=["", "reentrant", "to the end"], case=PAIRS)
-def test_two_lengths_before_a_backward(how: str, case: Any):
+@sampled(
+    1,
+    some_part_is_equal,
+    how=["", "reentrant", "to the end"],
+    ranks=[2, 3],
+    layout=[contiguous, head_tail, striped],
+    more=[*itertools.permutations(range(4), 2)],
+)
+def test_two_lengths_before_a_backward(how: str, ranks: int, layout: Balancer, more: tuple[int, int]):
     """As of a chosen and a rejected answer: each checkpoint recomputes with the length of its own forward."""
-    ranks, layout, lengths = case
+    lengths = [4 * ranks + each for each in more]
     inputs = [randn(length, 2, length, WIDTH) for length in lengths]
     torch.manual_seed(0)
     model = Texts(how).double()

@@ -30,6 +30,7 @@ from cp_styles import (
 from cp_styles.checks import proof_of
 from cp_styles.layout import head_tail
 from cp_styles.testing import RankError, run_ranks
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh
 from tests.tiny_lm import SelfAttention
@@ -139,10 +140,13 @@ def copied_twice(model: nn.Module) -> nn.Module:
 WAYS = {"deepcopy": deepcopied, "AveragedModel": averaged, "a copy of a copy": copied_twice}
 
 
-@pytest.mark.parametrize("ended", [False, True], ids=["", "the model has ended"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("name", "door"), [(name, door) for name, mistake in MISTAKES.items() for door in mistake.doors]
+@sampled(
+    2,
+    lambda name, door, **_: door in MISTAKES[name].doors,
+    name=list(MISTAKES),
+    door=list(DOORS),
+    way=list(WAYS),
+    ended=[False, True],
 )
 def test_a_copy_has_the_checks_of_the_model(name: str, door: str, way: str, ended: bool):
     """Also after three forwards of the model, whose checks of values then wait for the fourth."""

@@ -9,12 +9,13 @@ from math import inf
 import pytest
 
 from tests import cases
+from tests import covering as of_rows
 from tests.cases import DIMENSIONS, GRID, Case, covering, grid, judge, pairs_of, sensible
 from tests.doors import DOORS
 from tests.seeds import shown
 from tests.tables import divides
 
-PARTS = 15
+PARTS, BY_DAY = 15, 5
 
 
 def check(rows: list[Case]) -> None:
@@ -22,9 +23,17 @@ def check(rows: list[Case]) -> None:
     assert not wrong, f"{len(wrong)} wrong, such as\n" + "\n".join(wrong[:12])
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+def in_turns() -> list[Case]:
+    """The rows of the grid. In the first ones each value of a dimension is found."""
+    rows = [*grid()]
+    first = of_rows.covering(1, [tuple(getattr(row, name) for name in GRID) for row in rows])
+    return [rows[index] for index in first] + [row for index, row in enumerate(rows) if index not in first]
+
+
+@of_rows.in_parts(PARTS, by_day=BY_DAY)
 def test_grid(part: int):
-    check([*grid()[part::PARTS]])
+    rows = in_turns()
+    check(rows[len(rows) * part // PARTS : len(rows) * (part + 1) // PARTS])
 
 
 @pytest.mark.nightly
@@ -105,3 +114,6 @@ def test_what_the_grid_covers():
     pairs = {pair for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
     covered = set().union(*(pairs_of(case, GRID) for case in grid()))
     assert {pair for pair in pairs - covered if makes_sense(pair)} == set()
+    by_day = in_turns()[: len(grid()) * BY_DAY // PARTS]
+    for name in GRID:
+        assert {str(getattr(case, name)) for case in by_day} == {str(getattr(case, name)) for case in grid()}

@@ -29,6 +29,7 @@ from cp_styles import (
 )
 from cp_styles.mixers import selected_keys
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.doors import door
 from tests.oracle import error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -78,10 +79,13 @@ FILLS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("changes", [range(RANKS), [1]], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize(
-    ("name", "mask"), [*((name, "band") for name in DOORS), *(("module", mask) for mask in MASKS if mask != "band")]
+@sampled(
+    2,
+    lambda name, mask, **_: mask == "band" or name == "module",
+    name=list(DOORS),
+    mask=list(MASKS),
+    fill=list(FILLS),
+    changes=[range(RANKS), [1]],
 )
 def test_every_rank_raises_at_the_next_call(name: str, mask: str, fill: str, changes):
     """A backward that comes after the change uses the values of its forward."""
