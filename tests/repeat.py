@@ -1,5 +1,7 @@
 """Whole runs of the tests in random orders: python -m tests.repeat 10 --load 20 [-- further arguments of pytest]
 
+``--at-once 5`` runs five at a time, which load the machine for each other.
+
 Prints a line for each run and each failure, and ends with a status of 1 if a test failed in any of them. Each run keeps
 its output in runs/repeat. A worker that dies in native code leaves the stacks of all its threads there too, if gdb is
 installed and the system writes a core file into the working directory (``/proc/sys/kernel/core_pattern``).
@@ -21,7 +23,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,8 +69,9 @@ def native_stacks(core: Path) -> str:
     return found.stdout
 
 
-def run_once(seed: int, further: Sequence[str]) -> tuple[list[str], str]:
-    """The failures of one run, and its last line."""
+def run_once(further: Sequence[str], seed: int) -> tuple[list[str], str]:
+    """The failures of one run, and a line for it."""
+    begin = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-p", "tests.repeat", f"--order={seed}", "-rfE", *further]
     unlimited = resource.getrlimit(resource.RLIMIT_CORE)[1]
     done = subprocess.run(
@@ -82,7 +87,9 @@ def run_once(seed: int, further: Sequence[str]) -> tuple[list[str], str]:
     (OUTPUT / f"{seed}.txt").write_text(text)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    return failed or ([f"pytest ended with {done.returncode}"] if done.returncode else []), last
+    minutes, load = (time.monotonic() - begin) / 60, os.getloadavg()[1]
+    line = f"order {seed}: {last.strip('= ')} ({minutes:.1f} minutes, load {load:.0f})"
+    return failed or ([f"pytest ended with {done.returncode}"] if done.returncode else []), line
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,23 +97,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", type=int, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="seed of the first run; the next ones follow")
     parser.add_argument("--load", type=int, default=0, help="processes that compute meanwhile")
+    parser.add_argument("--at-once", type=int, default=1, help="number of runs at a time")
     parser.add_argument("further", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args(arguments)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     failures, good = Counter[str](), 0
-    with busy(options.load):
-        for seed in range(options.first, options.first + options.runs):
-            begin = time.monotonic()
-            failed, last = run_once(seed, options.further)
+    seeds = range(options.first, options.first + options.runs)
+    with busy(options.load), ThreadPoolExecutor(options.at_once) as pool:
+        for failed, line in pool.map(partial(run_once, options.further), seeds):
             good += not failed
-            minutes, load = (time.monotonic() - begin) / 60, os.getloadavg()[1]
-            print(f"order {seed}: {last.strip('= ')} ({minutes:.1f} minutes, load {load:.0f})", flush=True)
+            print(line, flush=True)
             for each in failed:
                 print(f"    {each[:300]}", flush=True)
                 failures[each.partition(" - ")[0]] += 1
     import torch  # only for its version: this process starts sooner without it
 
-    print(f"{good} of {options.runs} runs passed, torch {torch.__version__}, load of {options.load} processes beside")
+    beside = f"{options.at_once} at once, {options.load} processes beside"
+    print(f"{good} of {options.runs} runs passed, torch {torch.__version__}, {beside}")
     for test, count in failures.most_common():
         print(f"  {count} of {options.runs} runs: {test}")
     return int(good < options.runs)
