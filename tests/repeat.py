@@ -13,6 +13,7 @@ the tests of a file in a random order.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -98,13 +99,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first run; the next ones follow")
     parser.add_argument("--load", type=int, default=0, help="processes that compute meanwhile")
     parser.add_argument("--at-once", type=int, default=1, help="number of runs at a time")
-    parser.add_argument("further", nargs="*", help="further arguments of pytest, after --")
-    options = parser.parse_args(arguments)
+    parser.epilog = "Arguments after -- are of pytest."
+    own = [*itertools.takewhile(lambda each: each != "--", arguments)]
+    further = arguments[len(own) + 1 :]
+    options = parser.parse_args(own)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     failures, good = Counter[str](), 0
     seeds = range(options.first, options.first + options.runs)
     with busy(options.load), ThreadPoolExecutor(options.at_once) as pool:
-        for failed, line in pool.map(partial(run_once, options.further), seeds):
+        for failed, line in pool.map(partial(run_once, further), seeds):
             good += not failed
             print(line, flush=True)
             for each in failed:
