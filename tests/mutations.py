@@ -352,6 +352,30 @@ batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sha
 batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
     _refuse_other_average | if divided:
     becomes | if True:
+batch: parameters are not compared over the ranks of a loss | ranks/doors/test_loss_over_dp.py -k training
+    _ComparedModels.refuse_diverged | if diverged:
+    becomes | if False:
+batch: shards of FSDP2 are not compared with their replicas | ranks/doors/test_loss_over_dp.py -k training
+    replicas_of | if held_by < len(ranks):
+    becomes | if not place:
+batch: parameters that differ from the beginning count | ranks/doors/test_loss_over_dp.py -k experts
+    find_diverged | elif all(known for _, known, _, _, _ in ranks):
+    becomes | else:
+batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp.py -k experts
+    replicas_of | or id(parameter) in excluded
+    becomes nothing
+batch: a sum follows a loss for a mean | ranks/doors/test_loss_over_dp.py -k training
+    _refuse_other_reducers | if proof.by_hand and
+    becomes | if False and
+batch: a verified block hides its model | ranks/doors/test_loss_over_dp.py -k block
+    _BlockCalls.check_call | if torch.is_grad_enabled():
+    becomes | if not self._entry.verified and torch.is_grad_enabled():
+verify: gradients of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
+    _judge | if not max(sums) - min(sums) <= _TOLERANCE * max(norms[key], floor):
+    becomes | if False:
+verify: token counts of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
+    _judge | any(each != counts[0] for each in counts)
+    becomes | False
 batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong_to_labels
     BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
     becomes | x

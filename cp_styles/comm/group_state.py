@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.comm.checks import Checks
 
 T = TypeVar("T")
 
@@ -122,6 +123,7 @@ class GroupState:
             "new" before the first row.
         parts: parts of the group, by their ranks. Never the group itself.
         objects: objects of other layers, see :meth:`get_or_create`.
+        local: modules and parameters that are meant to differ between the ranks, by id.
         stand_in: the group that replaces this group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, and replaces the ranks of a sequence in such a run.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
@@ -143,6 +145,7 @@ class GroupState:
     mailbox: Any = "new"
     parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     objects: dict[Any, Any] = field(default_factory=dict)
+    local: dict[int, ref[Any]] = field(default_factory=dict)
     stand_in: StandIn | None = None
     alone: bool = False
     training: WeakSet[Any] = field(default_factory=WeakSet)
@@ -155,6 +158,10 @@ class GroupState:
         self.phase = GroupPhase.TOGETHER
         yield
         self.phase = GroupPhase.IDLE  # not after an error, which needs no report
+
+    def learn(self, checks: Checks) -> None:
+        """Note what the checks of a style or function over the group leave out."""
+        self.local.update((id(item), ref(item)) for item in checks.local)
 
     def get_or_create(self, kind: Callable[[], T]) -> T:
         """The only object of this class for the group. It is made at the first use."""
