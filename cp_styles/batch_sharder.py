@@ -300,6 +300,9 @@ class BatchSharder:
                 "cannot communicate: let the workers make whole batches, and cut them in the training loop"
                 f"{see('A collator in a worker process')}"
             )
+        # Known to all threads of this rank, one of which may run the forward, and another the loss.
+        of_loss = axis_and_group(self._name, self.loss_mesh, ordered=False)[1]
+        state_of(self._group).losses.add(of_loss.group_name)
         parts: list[ShardedBatch] = []  # the result of describe(), whose return value is compared
 
         def describe() -> tuple[dict[str, Any], StatusRow]:

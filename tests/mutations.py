@@ -431,8 +431,14 @@ backbone: a checkpoint recomputes with the latest length | ranks/doors/test_back
     _Region._cut | self._wrap_checkpoints()
     becomes | pass
 threads: the forwards of another thread are ended too | process/test_threads_of_a_rank.py
-    states_here | (group is caller or state.thread in (0, threading.get_ident())) and
-    becomes nothing
+    states_here | or state.thread in (0, threading.get_ident()) or
+    becomes | or True or
+threads: the only forward is not met in another thread | process/test_threads_of_a_rank.py
+    states_here | or len(others) != 1 else
+    becomes | or True else
+threads: a forward of another thread than its loss is not met | process/test_threads_of_a_rank.py
+    states_here | or caller.group_name in state.losses:
+    becomes | :
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:

@@ -112,6 +112,8 @@ class GroupState:
         phase: whether an error of this rank must be reported to peers.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         thread: the thread that has run the latest forward; 0 before the first one.
+        losses: the names of groups over which losses of this sequence are, see
+            :func:`~cp_styles.comm.agreement.states_here`.
         separated: the number of the last forward whose mask may have kept the documents of a pack apart.
         lengths: global numbers of queries and keys, by the local numbers, in the latest call with these.
         modules: the number of modules to which each style was applied over this group.
@@ -135,6 +137,7 @@ class GroupState:
     phase: GroupPhase = GroupPhase.IDLE
     forward_open: bool = False
     thread: int = 0
+    losses: set[str] = field(default_factory=set)
     separated: int = 0
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
