@@ -352,11 +352,12 @@ def end_forwards(caller: dist.ProcessGroup) -> None:
             continue
         # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
         # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group. But not
-        # over groups whose losses are known to be over others, as of a training that has ended in this thread.
+        # over groups whose losses are over others, as of a training that was in this thread before.
         always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
         always = always and (group is caller or not state.losses or caller.group_name in state.losses)
         if state.forward_open or always:
             state.forward_open = False
+            state.losses.add(caller.group_name)
             start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
 
 

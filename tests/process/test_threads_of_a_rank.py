@@ -111,13 +111,13 @@ def run_losses(folder: Path) -> None:
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         # The forward is in another thread than the loss: on one rank, and then on both.
         elsewhere = lambda f, *args: first.submit(f, *args).result()  # noqa: E731
+        part = TOKENS[0].tensor_split(RANKS, 1)[dist.get_rank()]
         if dist.get_rank():
-            elsewhere(models[4], batches := TOKENS[0].tensor_split(2, 1)[1])
+            with ThreadPoolExecutor(1) as third:
+                third.submit(models[4], part).result()
         else:
-            models[4](batches := TOKENS[0].tensor_split(2, 1)[0])
-        found.append(
-            float(global_token_count(batches, losses[4]) - TOKENS[0].numel())
-        )  # no sharder says whose they are
+            models[4](part)
+        found.append(float(global_token_count(part, losses[4]) - TOKENS[0].numel()))  # no sharder says whose loss it is
         found += [train(0, elsewhere)] if dist.get_rank() else [train(0)]
         found.append(train(1, elsewhere))
         trained = first.submit(train, 2, before=True), second.submit(train, 3, before=True)
