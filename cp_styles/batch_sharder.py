@@ -85,7 +85,16 @@ class ShardedBatch(dict[str, Any]):
 
     @property
     def tokens(self) -> torch.Tensor:
-        """This rank's tokens [B, L]: the entry ``input_ids``."""
+        """This rank's tokens [B, L]: the entry ``input_ids``.
+
+        Raises:
+            ValueError: the batch has ``inputs_embeds`` alone.
+        """
+        if self.get("input_ids") is None:
+            raise ValueError(
+                f"{type(self).__name__}.tokens: the batch has inputs_embeds in place of input_ids: give the model "
+                'batch["inputs_embeds"], or model(**batch.inputs)'
+            )
         return self["input_ids"]
 
     @property

@@ -376,6 +376,9 @@ verify: gradients of other axes are not looked at | ranks/doors/test_loss_over_d
 verify: token counts of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
     _judge | any(each != counts[0] for each in counts)
     becomes | False
+backbone: detached hidden states are refused | ranks/doors/test_backbone.py -k between_the_blocks
+    _Region._refuse_other_parts | if any(_share_memory
+    becomes | if False and any(_share_memory
 batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong_to_labels
     BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
     becomes | x
