@@ -448,6 +448,9 @@ keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
     _compare_tokens | if uncut and not differs
     becomes | if False
+joint: a layout of a known length is not believed | ranks/doors/test_joint.py -k pattern
+    _compare_tokens | and not isinstance(joint.rest, SequenceLayout)
+    becomes nothing
 copies: the state of forwards is the model's | ranks/doors/test_copies.py
     ScopedBinding.__deepcopy__ | copy.deepcopy(self._binding, memo)
     becomes | self._binding
