@@ -31,6 +31,7 @@ token count of all micro-batches, and sum (or let FSDP2 and DDP synchronize) aft
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -53,8 +54,8 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._compat import meshes_of_fsdp, replaces_mean_of_fsdp
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world, states_here
-from cp_styles.comm.group_state import state_of, states
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, is_of_this_world, start_status
+from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
@@ -480,6 +481,54 @@ class _ComparedModels:
 
 def _and(parties: list[list[int]]) -> str:
     return " and ".join(map(str, parties[:4])) + (" and ..." if len(parties) > 4 else "")
+
+
+def end_forwards(caller: dist.ProcessGroup) -> None:
+    """Meet the ranks of every group over which attention has run since the last such meeting: see :func:`states_here`.
+
+    For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
+    then, instead of waiting. Communication: one all-gather of a row over each such group.
+    """
+    callers = set(dist.get_process_group_ranks(caller))
+    attends = bool(state_of(caller).lengths)
+    for group, state in states_here(caller):
+        if not state.lengths or state.stand_in is not None:
+            continue
+        # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
+        # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group. But not
+        # over groups whose losses are over others, as of a training that was in this thread before.
+        always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
+        always = always and (group is caller or not state.losses or caller.group_name in state.losses)
+        if state.forward_open or always:
+            state.forward_open = False
+            state.losses.add(caller.group_name)
+            start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
+
+
+def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
+    """The groups of this rank whose forwards a function over ``caller`` may end, and their states: without groups that
+    are the business of another thread, which may communicate over them now.
+
+    A group is this thread's business if its latest forward was, or if losses of its sequence are over ``caller``. If no
+    group inside of ``caller`` is, the only one there is: then the forward has run in another thread than this function.
+    """
+    mine, others = list[tuple[dist.ProcessGroup, GroupState]](), list[tuple[dist.ProcessGroup, GroupState]]()
+    callers, known = set(dist.get_process_group_ranks(caller)), _has_sequence(state_of(caller))
+    for group, state in states():
+        if not is_of_this_world(group):
+            continue
+        if group is caller or state.thread in (0, threading.get_ident()) or caller.group_name in state.losses:
+            mine.append((group, state))
+            inside = callers.issuperset(dist.get_process_group_ranks(group))
+            known = known or (inside and (state.thread != 0 if not state.losses else caller.group_name in state.losses))
+        elif not state.losses and state.stand_in is None and callers.issuperset(dist.get_process_group_ranks(group)):
+            others.append((group, state))
+    yield from mine if known or len(others) != 1 else [*mine, *others]
+
+
+def _has_sequence(state: GroupState) -> bool:
+    """Whether a sequence is split over the group: attention has run over it, or a style was applied."""
+    return bool(state.lengths or state.modules)
 
 
 def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> _ComparedModels:

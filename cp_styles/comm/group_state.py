@@ -113,7 +113,7 @@ class GroupState:
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         thread: the thread that has run the latest forward; 0 before the first one.
         losses: the names of groups over which losses of this sequence are, see
-            :func:`~cp_styles.comm.agreement.states_here`.
+            :func:`~cp_styles.batch.states_here`.
         separated: the number of the last forward whose mask may have kept the documents of a pack apart.
         lengths: global numbers of queries and keys, by the local numbers, in the latest call with these.
         modules: the number of modules to which each style was applied over this group.
