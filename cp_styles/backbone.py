@@ -586,6 +586,8 @@ class _Region:
         """Raise for an argument of a later block that has the rows of a part, and that no block has made."""
         if x.grad_fn is not None and not self._nodes.isdisjoint(walk_graph(x.grad_fn)):
             return  # computed from hidden states
+        if any(_share_memory(x, part) for reference, _ in self._parts if (part := reference()) is not None):
+            return  # detached hidden states
         # Without gradients nothing says from what a number was computed.
         if x.dtype == torch.bool or (not self._nodes and (x.is_floating_point() or x.is_complex())):
             return
@@ -600,6 +602,10 @@ class _Region:
         calls = calls_in(self.blocks[0])
         assert calls is not None
         return calls.binding
+
+
+def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return x.device == other.device and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 @dataclass(frozen=True)

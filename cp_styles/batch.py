@@ -31,12 +31,15 @@ token count of all micro-batches, and sum (or let FSDP2 and DDP synchronize) aft
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -51,12 +54,21 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._compat import meshes_of_fsdp, replaces_mean_of_fsdp
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, end_forwards, is_of_this_world, states_here
-from cp_styles.comm.group_state import state_of, states
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, is_of_this_world, start_status
+from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
+from cp_styles.replicas import (
+    Replica,
+    UnreducedGradientsError,
+    find_diverged,
+    local_ids,
+    named_parameters,
+    replica_number,
+    replicas_of,
+)
 from cp_styles.troubleshooting import see
 
 __all__ = [
@@ -366,15 +378,20 @@ def global_loss(
     Returns:
         0-dim, in the dtype of ``token_losses``, in float32 or wider.
 
-    Communication: forward one all-reduce of 2 P + 1 numbers in float64, with P ranks; and the all-gather of
+    Communication: forward one all-reduce of 3 P + 1 numbers in float64, with P ranks; and the all-gather of
     :func:`global_token_count`. Backward none.
 
     Raises:
         ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``. On a GPU the host waits for
             this check only in the first call over the group. In later calls the loss and its gradient become nan.
             Also if a DTensor is not replicated, if ``token_count`` has several numbers, or if ``averaged_over`` is
-            below 1, missing, or neither 1 nor the number of these ranks over which FSDP2 or DDP averages. (Reducers are
+            below 1, missing, or neither 1 nor the number of these ranks over which FSDP2 or DDP averages, nor a
+            multiple of it, for gradients that your program averages over further ranks of them. (Reducers are
             searched in the calls number 1, 2, 4, 8, ....)
+        UnreducedGradientsError: on every rank, if the loss is over more ranks than the attention of a model with a
+            style, such as data-parallel ones, and its parameters were equal on them, and are not any more: gradients
+            were not summed over all of them. The calls number 1, 2, 4, 8, ... of a model compare, at the cost of
+            :class:`~cp_styles.Checks`. Parameters in ``Checks(local=...)`` are left out.
 
     Example::
 
@@ -399,12 +416,20 @@ def global_loss(
             "tokens of all ranks together, from global_token_count"
         )
     state_of(group).get_or_create(Losses).number += 1
-    _refuse_other_average(group, averaged_over)
+    compared = _refuse_other_average(group, averaged_over)
     averaged_over = averaged_over or 1
+    if (listener := loss_listener.get()) is not None:
+        listener(dist.get_process_group_ranks(group), token_count)
     end_forwards(group)
     with collective(group, "global_loss", ValueError):
         total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
-        return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
+        summed = _SumOverGroup.apply(total, token_count, group, averaged_over, compared)
+        compared.refuse_diverged(group)
+        return summed / token_count
+
+
+loss_listener: ContextVar[Callable[..., Any] | None] = ContextVar("loss_listener", default=None)
+"""Called with the ranks and the token count of each global loss in this context: see ``cp_styles.verify``."""
 
 
 @dataclass(eq=False)
@@ -413,26 +438,129 @@ class Losses:
 
     number: int = 0  # includes token counts and gathers, from which a user may compute a loss
     checked: set[str] = field(default_factory=set)  # functions whose check a host has read from a device
+    # By the proof of a model: the names of parameters that the ranks were found to hold alike.
+    equal: WeakKeyDictionary[Any, set[str]] = field(default_factory=WeakKeyDictionary)
 
 
-def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
-    """Raise unless ``averaged_over`` is the number of ranks of ``group`` over which gradients are averaged."""
+@dataclass(eq=False)
+class _ComparedModels:
+    """The models of a loss whose parameters are compared over its ranks, with the numbers of all ranks for them."""
+
+    # The numbers travel with the loss, and 0 says that nothing is compared, so ranks need not agree on it before.
+
+    models: list[tuple[Any, dict[str, Replica]]] = field(default_factory=list)
+    by_rank: torch.Tensor | None = None
+
+    @cached_property
+    def number(self) -> int:
+        """See :func:`~cp_styles.replicas.replica_number`."""
+        return replica_number([replicas for _, replicas in self.models])
+
+    def refuse_diverged(self, group: dist.ProcessGroup) -> None:
+        """Raise on every rank if parameters were equal on all ranks of ``group``, and are not any more."""
+        if not self.number or self.by_rank is None:
+            return
+        numbers, known = [int(number) for number in self.by_rank.tolist()], state_of(group).get_or_create(Losses).equal
+        if 0 in numbers or len({number >> 32 for number in numbers}) > 1:
+            return
+        for proof, replicas in self.models:
+            equal, diverged, parties = list(replicas), list[str](), list[list[int]]()
+            if len(set(numbers)) > 1:
+                equal, diverged, parties = find_diverged(replicas, known.get(proof, ()), group, proof.losses)
+            known.setdefault(proof, set()).update(equal)
+            if diverged:
+                first = f"{', '.join(diverged[:4])}{', ...' if len(diverged) > 4 else ''}"
+                raise UnreducedGradientsError(
+                    f"global_loss over ranks {sorted(dist.get_process_group_ranks(group))}: these ranks hold different "
+                    f"parameters: {len(diverged)} of the {len(replicas)} that were compared, {first}, which were equal "
+                    f"before (now equal on {_and(parties)}). Sum gradients over all ranks of the loss: "
+                    "sum_gradients, FSDP2 or DDP over its mesh. Name parameters that are meant to differ, such as "
+                    f"experts, in checks=Checks(local=[experts]){see('Parameters that differ')}"
+                )
+
+
+def _and(parties: list[list[int]]) -> str:
+    return " and ".join(map(str, parties[:4])) + (" and ..." if len(parties) > 4 else "")
+
+
+def end_forwards(caller: dist.ProcessGroup) -> None:
+    """Meet the ranks of every group over which attention has run since the last such meeting: see :func:`states_here`.
+
+    For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
+    then, instead of waiting. Communication: one all-gather of a row over each such group.
+    """
+    callers = set(dist.get_process_group_ranks(caller))
+    attends = bool(state_of(caller).lengths)
+    for group, state in states_here(caller):
+        if not state.lengths or state.stand_in is not None:
+            continue
+        # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
+        # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group. But not
+        # over groups whose losses are over others, as of a training that was in this thread before.
+        always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
+        always = always and (group is caller or not state.losses or caller.group_name in state.losses)
+        if state.forward_open or always:
+            state.forward_open = False
+            state.losses.add(caller.group_name)
+            start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
+
+
+def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
+    """The groups of this rank whose forwards a function over ``caller`` may end, and their states: without groups that
+    are the business of another thread, which may communicate over them now.
+
+    A group is this thread's business if its latest forward was, or if losses of its sequence are over ``caller``. If no
+    group inside of ``caller`` is, the only one there is: then the forward has run in another thread than this function.
+    """
+    mine, others = list[tuple[dist.ProcessGroup, GroupState]](), list[tuple[dist.ProcessGroup, GroupState]]()
+    callers, known = set(dist.get_process_group_ranks(caller)), _has_sequence(state_of(caller))
+    for group, state in states():
+        if not is_of_this_world(group):
+            continue
+        if group is caller or state.thread in (0, threading.get_ident()) or caller.group_name in state.losses:
+            mine.append((group, state))
+            inside = callers.issuperset(dist.get_process_group_ranks(group))
+            known = known or (inside and (state.thread != 0 if not state.losses else caller.group_name in state.losses))
+        elif not state.losses and state.stand_in is None and callers.issuperset(dist.get_process_group_ranks(group)):
+            others.append((group, state))
+    yield from mine if known or len(others) != 1 else [*mine, *others]
+
+
+def _has_sequence(state: GroupState) -> bool:
+    """Whether a sequence is split over the group: attention has run over it, or a style was applied."""
+    return bool(state.lengths or state.modules)
+
+
+def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> _ComparedModels:
+    """Raise unless ``averaged_over`` fits the number of ranks of ``group`` over which gradients are averaged. Returns
+    the models whose parameters are compared now."""
     ranks = set(dist.get_process_group_ranks(group))
     averaging: list[Average] = []
+    compared, models = _ComparedModels(), []
     divided = False  # by a number of the user
     for other, state in states_here(group):
         if state.training and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
                 model = proof.model()
-                if averaged_over != 1 and model is not None and not proof.losses & (proof.losses - 1):  # power of 2
+                if model is None or proof.losses & (proof.losses - 1):  # not a power of 2
+                    continue
+                if len(ranks) > other.size() and not captures_graph():
+                    compared.models.append((proof, replicas_of(model, ranks, local_ids(state))))
+                models.append(proof)
+                if averaged_over != 1:
                     averaging.append(find_average(model, proof.reducer and proof.reducer(), ranks))
                     sharded = [x for x in model.modules() if isinstance(x, FSDPModule)]
                     divided |= any(map(replaces_mean_of_fsdp, sharded))
             state.training.clear()
     reducer, over, _ = max(averaging, key=attrgetter("ranks"), default=Average("", 0, set()))
-    if over <= 1 or averaged_over in (1, *(each.ranks for each in averaging)):
-        return
+    fits = over <= 1 or averaged_over in (1, *(each.ranks for each in averaging))
+    # A program may average over the remaining ranks by itself. If it does nothing, its parameters diverge.
+    by_hand = not fits and averaged_over is not None and not averaged_over % over and averaged_over <= len(ranks)
+    for proof in models:
+        proof.by_hand = f"averaged_over={averaged_over}, and {reducer} averages over {over}" if by_hand else ""
+    if fits or by_hand:
+        return compared
     if averaged_over is None:
         raise ValueError(
             f"global_loss over ranks {sorted(ranks)}: {reducer} averages gradients over {over} of them, which would be "
@@ -440,7 +568,7 @@ def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -
             f"(set_gradient_divide_factor(1.0)), give averaged_over=1{see('Gradients that are averaged')}"
         )
     if divided:
-        return
+        return compared
     raise ValueError(
         f"global_loss over ranks {sorted(ranks)}: averaged_over={averaged_over}, and {reducer} averages gradients over "
         f"{over} of these ranks. With data parallelism too, the loss and the reducer take both axes, "
@@ -486,18 +614,22 @@ class _SumOverGroup(torch.autograd.Function):
     # The sum is one loss, although every rank calls backward on it: its gradient must not be summed over the ranks.
 
     @staticmethod
-    def forward(ctx, share, token_count, group: dist.ProcessGroup, averaged_over: int) -> torch.Tensor:
+    def forward(
+        ctx, share, token_count, group: dist.ProcessGroup, averaged_over: int, compared: _ComparedModels
+    ) -> torch.Tensor:
         # In float64 on all ranks, because dtypes of losses may differ: a rank without tokens may create a zero itself.
-        # Each rank writes the two numbers that must be equal into elements of its own.
-        numbers = share.new_zeros(1 + 2 * group.size(), dtype=torch.float64)
+        # Each rank writes the two numbers that must be equal, and the number of its parameters, into its own elements.
+        numbers = share.new_zeros(1 + 3 * group.size(), dtype=torch.float64)
         numbers[0] = share
-        by_rank = numbers[1:].view(2, -1)
+        by_rank, of_parameters = numbers[1:].view(3, -1).split((2, 1))
+        of_parameters[:, group.rank()] = compared.number
         for element, value in zip(by_rank[:, group.rank()], (token_count, averaged_over), strict=True):
             if isinstance(value, torch.Tensor):
                 element.copy_(value.detach().reshape(()), non_blocking=True)
             else:
                 element.fill_(value)
         dist.all_reduce(numbers, group=group)
+        compared.by_rank = of_parameters[0].detach()
         differ = (by_rank != by_rank[:, :1]).any()
         _raise_if_any(
             differ,
@@ -511,8 +643,8 @@ class _SumOverGroup(torch.autograd.Function):
         return numbers[0].where(~differ, torch.nan).to(share.dtype)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return grads[0] * ctx.factor.to(grads[0].dtype), None, None, None
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return grads[0] * ctx.factor.to(grads[0].dtype), None, None, None, None
 
 
 def _raise_if_any(problem: torch.Tensor, group: dist.ProcessGroup, function: str, text: str) -> None:
@@ -576,7 +708,7 @@ def sum_gradients(
     def check() -> list[torch.Tensor]:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         trained = [parameter for parameter in dict.fromkeys(listed) if parameter.requires_grad]
-        _refuse_ddp(trained, group)
+        _refuse_other_reducers(trained, group)
         _refuse_reduced(trained, group)
         return trained
 
@@ -596,12 +728,20 @@ def sum_gradients(
         raise
 
 
-def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _refuse_other_reducers(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     proofs = [proof for other, state in states() if is_of_this_world(other) for proof in state.trained]
     reducers = [proof.reducer() for proof in proofs if proof.reducer is not None and proof.reduces]
+    ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
+    for proof in proofs:
+        model = proof.model()
+        if proof.by_hand and model is not None and not ids.isdisjoint(id(x) for _, x in named_parameters(model)):
+            raise ValueError(
+                f"sum_gradients over ranks {sorted(ranks)}: global_loss had {proof.by_hand} of its ranks. That is for "
+                "gradients that your program averages over the remaining ranks, and a sum makes them too large: give "
+                f"averaged_over= the number that the reducer averages over{see('Gradients that are averaged')}"
+            )
     if not reducers:
         return
-    ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for model in [proof.model() for proof in proofs if not proof.reduces]:  # later, the model ran without DDP
         ids.difference_update(map(id, model.parameters() if model is not None else ()))
     for ddp in filter(None, reducers):

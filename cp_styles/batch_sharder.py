@@ -85,7 +85,16 @@ class ShardedBatch(dict[str, Any]):
 
     @property
     def tokens(self) -> torch.Tensor:
-        """This rank's tokens [B, L]: the entry ``input_ids``."""
+        """This rank's tokens [B, L]: the entry ``input_ids``.
+
+        Raises:
+            ValueError: the batch has ``inputs_embeds`` alone.
+        """
+        if self.get("input_ids") is None:
+            raise ValueError(
+                f"{type(self).__name__}.tokens: the batch has inputs_embeds in place of input_ids: give the model "
+                'batch["inputs_embeds"], or model(**batch.inputs)'
+            )
         return self["input_ids"]
 
     @property
@@ -300,6 +309,9 @@ class BatchSharder:
                 "cannot communicate: let the workers make whole batches, and cut them in the training loop"
                 f"{see('A collator in a worker process')}"
             )
+        # Known to all threads of this rank, one of which may run the forward, and another the loss.
+        of_loss = axis_and_group(self._name, self.loss_mesh, ordered=False)[1]
+        state_of(self._group).losses.add(of_loss.group_name)
         parts: list[ShardedBatch] = []  # the result of describe(), whose return value is compared
 
         def describe() -> tuple[dict[str, Any], StatusRow]:

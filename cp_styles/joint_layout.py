@@ -43,7 +43,8 @@ class JointLayout:
     Attributes:
         prefix: number of replicated tokens at the beginning.
         suffix: number of replicated tokens at the end.
-        rest: the layout of the remaining tokens, or its balancer. Inputs are cut with it.
+        rest: the layout of the remaining tokens, or its balancer. Inputs are cut with it. Give a layout where the
+            parts of the ranks may be equal, as of a pattern: a balancer takes these for tokens that nobody has cut.
 
     Communication, in addition to the attention: an all-gather of the result of the text, T H D numbers. Each rank sends
     its share P - 1 times. And one all-gather of 21 numbers, by which the ranks check that the text is the same, and the
@@ -202,11 +203,13 @@ def _compare_tokens(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: 
     uncut = (rest_PN - rest_PN[:1]).abs().amax() <= 0.01 * size
     uncut &= (rows_3D - rows_3D[:1]).abs().amax() > 0.05 * size
     differs, uncut = torch.stack((differs, uncut)).tolist()
-    if uncut and not differs:
+    # A layout of a known length has been held against the ranks' lengths, so each rank has its own part.
+    if uncut and not differs and not isinstance(joint.rest, SequenceLayout):
         raise ValueError(
             f"{name}: the {rest} tokens besides the text are the same on all ranks, but each must have its own part. "
-            "Cut them in training, in sampling and for an EMA model, layout.shard(tokens, 1, rank). Or run the whole "
-            f"sequence on one device, with a copy of the model that has no style{see('A batch that nobody has cut')}"
+            "Cut them in training, in sampling and for an EMA model, layout.shard(tokens, 1, rank), or run the whole "
+            "sequence on one device, with a copy of the model that has no style. If parts are equal, as of a pattern, "
+            f"give JointLayout the layout of their length, rest=layout{see('A batch that nobody has cut')}"
         )
     if differs:
         raise ValueError(

@@ -352,6 +352,33 @@ batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sha
 batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
     _refuse_other_average | if divided:
     becomes | if True:
+batch: parameters are not compared over the ranks of a loss | ranks/doors/test_loss_over_dp.py -k training
+    _ComparedModels.refuse_diverged | if diverged:
+    becomes | if False:
+batch: shards of FSDP2 are not compared with their replicas | ranks/doors/test_loss_over_dp.py -k training
+    replicas_of | if held_by < len(ranks):
+    becomes | if not place:
+batch: parameters that differ from the beginning count | ranks/doors/test_loss_over_dp.py -k experts
+    find_diverged | elif all(known for _, known, _, _, _ in ranks):
+    becomes | else:
+batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp.py -k experts
+    replicas_of | or id(parameter) in excluded
+    becomes nothing
+batch: a sum follows a loss for a mean | ranks/doors/test_loss_over_dp.py -k training
+    _refuse_other_reducers | if proof.by_hand and
+    becomes | if False and
+batch: a verified block hides its model | ranks/doors/test_loss_over_dp.py -k block
+    _BlockCalls.check_call | if torch.is_grad_enabled():
+    becomes | if not self._entry.verified and torch.is_grad_enabled():
+verify: gradients of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
+    _judge | if not max(sums) - min(sums) <= _TOLERANCE * max(norms[key], floor):
+    becomes | if False:
+verify: token counts of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
+    _judge | any(each != counts[0] for each in counts)
+    becomes | False
+backbone: detached hidden states are refused | ranks/doors/test_backbone.py -k between_the_blocks
+    _Region._refuse_other_parts | if any(_share_memory
+    becomes | if False and any(_share_memory
 batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong_to_labels
     BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
     becomes | x
@@ -407,14 +434,23 @@ backbone: a checkpoint recomputes with the latest length | ranks/doors/test_back
     _Region._cut | self._wrap_checkpoints()
     becomes | pass
 threads: the forwards of another thread are ended too | process/test_threads_of_a_rank.py
-    states_here | (group is caller or state.thread in (0, threading.get_ident())) and
-    becomes nothing
+    states_here | or state.thread in (0, threading.get_ident()) or
+    becomes | or True or
+threads: the only forward is not met in another thread | process/test_threads_of_a_rank.py
+    states_here | or len(others) != 1 else
+    becomes | or True else
+threads: a forward of another thread than its loss is not met | process/test_threads_of_a_rank.py
+    states_here | or caller.group_name in state.losses:
+    becomes | :
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
     _compare_tokens | if uncut and not differs
     becomes | if False
+joint: a layout of a known length is not believed | ranks/doors/test_joint.py -k pattern
+    _compare_tokens | and not isinstance(joint.rest, SequenceLayout)
+    becomes nothing
 copies: the state of forwards is the model's | ranks/doors/test_copies.py
     ScopedBinding.__deepcopy__ | copy.deepcopy(self._binding, memo)
     becomes | self._binding

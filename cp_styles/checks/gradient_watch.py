@@ -44,39 +44,30 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.distributed.fsdp import FlatParameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import (
     current_autograd_node,
     graph_task_id,
     running_modules,
-    sharded_parameters,
     without_dispatch_modes,
 )
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world, world_group
 from cp_styles.comm.point_to_point import gather_numbers, reduce_max
 from cp_styles.engine.observers import CheckedCall, RankCheck
+from cp_styles.replicas import ROUNDING, UnreducedGradientsError, local_ids, named_parameters, sample
 from cp_styles.troubleshooting import see
 
 _MOST_NODES = 5000  # nodes of a graph that are searched for parameters
-_MOST_ELEMENTS = 2**16  # elements of a parameter that are compared, spread over it
 _MOST_OF_GRADIENT = 2**10  # elements of a gradient that are kept, see [Note: ZeRO]
 _MOST_COMPARED = 32  # parameters whose values are reduced over the ranks after their checksums differed
 _MOST_NAMED = 4  # parameters that an error names
 _REQUIRES_GRAD = attrgetter("requires_grad")
 T = TypeVar("T")
-# By how much float32 sums in another order may change parameters, relative to their norm, in one step. Steps add up
-# as a random walk does.
-_ROUNDING = 64 * torch.finfo(torch.float32).eps
-
-
-class UnreducedGradientsError(ValueError):
-    """The ranks of the sequence axis hold different parameters: gradients were not reduced over it."""
 
 
 class UnreducedGradientsWarning(UserWarning):
@@ -114,13 +105,7 @@ class ParameterWatch(RankCheck):
         self._is_counted = self._warned = self._warned_of_rounding = False
         self._nearest_only = False  # compare the nearest parameter alone: the ranks have found different ones
         self._noted: dict[int, ref[torch.Tensor]] = {}
-        self._local: dict[int, ref[Any]] = {}
         self._checksums: list[_Checksum] = []
-
-    def learn(self, checks: Checks) -> None:
-        """Exclude parameters that are meant to differ, see ``local`` of :class:`~cp_styles.comm.checks.Checks`."""
-        if checks.local:
-            self._local.update((id(item), ref(item)) for item in checks.local)
 
     def number(self, call: CheckedCall) -> int:
         """A checksum of the parameters behind the tensors of a call; 0 if they are not compared now."""
@@ -143,7 +128,7 @@ class ParameterWatch(RankCheck):
             return 0
         with torch.no_grad():
             chosen = self._choose_parameters(list(_find_parameters(tensors)), group)
-            sums = on_host([device_checksum(_sample(entry.part)) for entry in chosen])
+            sums = on_host([device_checksum(sample(entry.part)) for entry in chosen])
         self._checksums = list(zip(chosen, sums, strict=True))
         if not chosen:
             return 0
@@ -208,7 +193,7 @@ class ParameterWatch(RankCheck):
 
     def _choose_parameters(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_ComparedPart]:
         """The parameters behind an attention, and all parameters of their optimizers."""
-        nearest, excluded = behind[0] if behind else None, self._find_local_ids()
+        nearest, excluded = behind[0] if behind else None, local_ids(state_of(group))
         if self._nearest_only:
             return list(_select_comparable(behind, group, excluded))[:1]
         behind = [*behind, *_list_alive(self._noted.values())]
@@ -228,13 +213,6 @@ class ParameterWatch(RankCheck):
                 chosen += _select_comparable(trained, group, excluded, model_tensors=(behind[0], *trained))
         return chosen
 
-    def _find_local_ids(self) -> set[int]:
-        return {
-            id(parameter)
-            for item in _list_alive(self._local.values())
-            for parameter in (item.parameters() if isinstance(item, nn.Module) else [item])
-        }
-
     def _examine(self, checksums: list[_Checksum], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         columns = zip(*gather_numbers([number for _, number in checksums], group), strict=True)
         differing = [entry for (entry, _), column in zip(checksums, columns, strict=True) if len(set(column)) > 1]
@@ -245,9 +223,9 @@ class ParameterWatch(RankCheck):
         if not differing:
             return None
         compared = differing[:: -(-len(differing) // _MOST_COMPARED)]
-        values = [_sample(entry.part).double() for entry in compared]
+        values = [sample(entry.part).double() for entry in compared]
         spread = reduce_max([x for value in values for x in (value, -value)], group)
-        tolerance = _ROUNDING * math.sqrt(self._attentions)
+        tolerance = ROUNDING * math.sqrt(self._attentions)
         beyond = False
         for most, least in zip(spread[::2], spread[1::2], strict=True):
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
@@ -363,7 +341,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if zero and not steps.number & (steps.number - 1):
         with torch.no_grad(), without_dispatch_modes():
             steps.gradients = [
-                (ref(x), _sample(x.grad, _MOST_OF_GRADIENT).clone())
+                (ref(x), sample(x.grad, _MOST_OF_GRADIENT).clone())
                 for x in _list_trained(optimizer)
                 if x.grad is not None and x.grad.layout == torch.strided and mesh_of(x.grad) is None
             ]
@@ -440,12 +418,6 @@ def _select_comparable(
             yield _ComparedPart(parameter, part, model_tensors=model_tensors)
 
 
-def _sample(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
-    """At most ``most`` elements of a parameter, at equal distances."""
-    flat = part.reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // most))]
-
-
 def _are_of_one_model(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the first tensor may be in one model with some of the remaining tensors."""
     names = _name_parameters()
@@ -460,9 +432,4 @@ def _name_parameters() -> dict[int, str]:
     if not modules:
         return {}
     model = modules[-1][0]
-    named = [*model.named_parameters(remove_duplicate=False)]
-    for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            prefix = f"{path}." if path else ""
-            named += [(prefix + name, parameter) for name, parameter in sharded_parameters(module)]
-    return {id(parameter): name for name, parameter in reversed(named)}
+    return {id(parameter): name for name, parameter in reversed(named_parameters(model))}

@@ -31,6 +31,7 @@ class Proof:
         missed: whether the warning was given.
         losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
+        by_hand: words for the ``averaged_over`` of a loss whose gradients the program must average further; else empty.
         reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
     """
 
@@ -40,6 +41,7 @@ class Proof:
     losses: int = 0
     reducer: ref[DistributedDataParallel] | None = None
     reduces: bool = False
+    by_hand: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
         """The proof of the copy of the model; of the outermost copied module, if a part of the model is copied."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import re
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import GroupPhase, GroupState, state_of, states
+from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
 from cp_styles.comm.point_to_point import (
     WIDTH,
     abort_group,
@@ -339,39 +338,12 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
         state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
 
 
-def end_forwards(caller: dist.ProcessGroup) -> None:
-    """Meet the ranks of every group over which this thread has run attention since the last such meeting.
-
-    For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
-    then, instead of waiting. Communication: one all-gather of a row over each such group.
-    """
-    callers = set(dist.get_process_group_ranks(caller))
-    attends = bool(state_of(caller).lengths)
-    for group, state in states_here(caller):
-        if not state.lengths or state.stand_in is not None:
-            continue
-        # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
-        # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group.
-        always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
-        if state.forward_open or always:
-            state.forward_open = False
-            start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
-
-
 def is_of_this_world(group: dist.ProcessGroup) -> bool:
     """Whether the group belongs to this rank (ranks may be threads) and was not destroyed."""
     try:
         return resolve_group(group.group_name) is group
     except RuntimeError:
         return False
-
-
-def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
-    """The groups of this rank and their states, but for groups other than ``caller`` whose latest forward was another
-    thread's: they are the business of that thread, which may communicate over them now."""
-    for group, state in states():
-        if (group is caller or state.thread in (0, threading.get_ident())) and is_of_this_world(group):
-            yield group, state
 
 
 Caller: TypeAlias = tuple[str, str, dist.ProcessGroup]

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.comm.checks import Checks
 
 T = TypeVar("T")
 
@@ -111,6 +112,8 @@ class GroupState:
         phase: whether an error of this rank must be reported to peers.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         thread: the thread that has run the latest forward; 0 before the first one.
+        losses: the names of groups over which losses of this sequence are, see
+            :func:`~cp_styles.batch.states_here`.
         separated: the number of the last forward whose mask may have kept the documents of a pack apart.
         lengths: global numbers of queries and keys, by the local numbers, in the latest call with these.
         modules: the number of modules to which each style was applied over this group.
@@ -122,6 +125,7 @@ class GroupState:
             "new" before the first row.
         parts: parts of the group, by their ranks. Never the group itself.
         objects: objects of other layers, see :meth:`get_or_create`.
+        local: modules and parameters that are meant to differ between the ranks, by id.
         stand_in: the group that replaces this group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, and replaces the ranks of a sequence in such a run.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
@@ -133,6 +137,7 @@ class GroupState:
     phase: GroupPhase = GroupPhase.IDLE
     forward_open: bool = False
     thread: int = 0
+    losses: set[str] = field(default_factory=set)
     separated: int = 0
     lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
@@ -143,6 +148,7 @@ class GroupState:
     mailbox: Any = "new"
     parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     objects: dict[Any, Any] = field(default_factory=dict)
+    local: dict[int, ref[Any]] = field(default_factory=dict)
     stand_in: StandIn | None = None
     alone: bool = False
     training: WeakSet[Any] = field(default_factory=WeakSet)
@@ -155,6 +161,10 @@ class GroupState:
         self.phase = GroupPhase.TOGETHER
         yield
         self.phase = GroupPhase.IDLE  # not after an error, which needs no report
+
+    def learn(self, checks: Checks) -> None:
+        """Note what the checks of a style or function over the group leave out."""
+        self.local.update((id(item), ref(item)) for item in checks.local)
 
     def get_or_create(self, kind: Callable[[], T]) -> T:
         """The only object of this class for the group. It is made at the first use."""

@@ -149,8 +149,7 @@ class Binding:
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
-        for check in self.rank_checks:
-            check.learn(self.checks)
+        self.group_state.learn(self.checks)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():

@@ -54,9 +54,6 @@ class CheckedCall:
 class RankCheck(Protocol):
     """One number in the row that ranks exchange before a call, and its meaning. Each group has its own object."""
 
-    def learn(self, checks: Checks) -> None:
-        """Called with the checks of each style or function over the group. The default does nothing."""
-
     def number(self, call: CheckedCall) -> int:
         """This rank's number. No communication."""
         ...

@@ -237,8 +237,7 @@ class CutSequence:
         default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
-        for check in state.get_or_create(RankChecks):
-            check.learn(checks)
+        state.learn(checks)
         return cls(name, axis, group, layout, masked, checks, refuse)
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:

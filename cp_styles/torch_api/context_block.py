@@ -323,9 +323,10 @@ class _BlockCalls(AttentionCalls):
         super().check_call()
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
-        if not self._entry.verified and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
             for proof in proofs[-1:]:
+                proof.verified = proof.verified or self._entry.verified
                 # A loss or a backward ends the training state of a model, and its next forward begins it again.
                 if proof not in self._trained or proof not in self.unscoped.group_state.training:
                     self._trained.add(proof)

@@ -30,6 +30,7 @@ from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, join_first
+from cp_styles.verify.other_axes import examine_other_axes
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.rounding import Perturbed, unit_of_all
@@ -210,6 +211,7 @@ class _Verification:
             outputs = output_errors(local.kept, expected.kept, self._gather_axis)
             parameters = self._parameter_errors(parallel, reference, tolerance)
             losses = self._gather_axis((reference.loss, parallel.loss))
+            other = examine_other_axes(self._model, self._mesh, self._axis, self._batch, parallel, before)
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
@@ -232,7 +234,9 @@ class _Verification:
             if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))
             if not any(ranks):
-                return report
+                mistakes, notes = zip(*self._gather_all(other), strict=True)
+                self._raise_if_any(next(filter(None, mistakes), []))
+                return replace(report, notes=tuple(next(filter(None, notes), [])))
             del expected  # a run that finds causes keeps more
         # If only the loss differs, gradients show that no module is the cause.
         texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
@@ -377,7 +381,7 @@ class _Verification:
         """Raise on every rank if any rank has texts. Communication: one all-gather of objects."""
         self._raise_if_any(next((each for each in self._gather_all(texts) if each), []))
 
-    def _raise_if_any(self, texts: list[str]) -> None:
+    def _raise_if_any(self, texts: Sequence[str]) -> None:
         if texts:
             raise VerificationError(Report(self._title, tuple(texts)))
 

@@ -47,6 +47,7 @@ class Report:
         worst: the largest error of a gradient, or of an output of the model.
         unused: modules whose outputs differ although no result of the step does: nothing depends on these outputs.
         same_dropout: the model has dropout, and the ranks of the sequence would draw the same numbers for it.
+        notes: facts about the remaining axes of the mesh that may be meant, in sentences.
         tolerance: the largest error that counts as rounding; in low precision it is larger, see ``rounding``.
         rounding: in low precision, the largest error that a change of the last bits causes.
     """
@@ -59,6 +60,7 @@ class Report:
     worst: float = 0.0
     unused: tuple[str, ...] = ()
     same_dropout: bool = False
+    notes: tuple[str, ...] = ()
     tolerance: float = 0.0
     rounding: float = 0.0
 
@@ -74,9 +76,10 @@ class Report:
         unused = ", ".join(self.unused[:3])
         unused = f". The outputs of {unused} differ, and nothing in the step depends on them" if unused else ""
         dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""
+        notes = "".join(f". {note}" for note in self.notes)
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
-            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{unused}{dropout}"
+            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{unused}{dropout}{notes}"
         )
 
     def __str__(self) -> str:

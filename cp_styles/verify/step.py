@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
+from cp_styles.batch import loss_listener
 from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
@@ -270,12 +271,14 @@ class StepRun:
         gradients: this rank's shard of each parameter's gradient; None for parameters without one.
         removed: the parameters that had a gradient during the step, and have none at its end.
         attentions: an entry for each attention, in order: AttentionRun, or None if no style or block handled it.
+        losses: the ranks and the token count of each global loss.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
     loss: float | None
     removed: tuple[str, ...]
     attentions: list[AttentionRun | None]
+    losses: list[tuple[list[int], float]]
 
 
 @contextlib.contextmanager
@@ -318,12 +321,14 @@ def run_step(
             with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
+    losses: list[tuple[list[int], float]] = []
     handles = [
         x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
     ]
     try:
         with record_attentions() as attentions, _uncompiled(model):
             hooks = recording(attentions)
+            token = loss_listener.set(lambda ranks, count: losses.append((ranks, float(count))))
             try:
                 with hooks:
                     loss = step(model, copy.deepcopy(batch), mesh)
@@ -332,6 +337,8 @@ def run_step(
                     name = hooks.open[-1][0]
                     error.add_note(f"{_NOTE}in {name or 'the model'} ({_class_name(model, name)})")
                 raise
+            finally:
+                loss_listener.reset(token)
         gradients = {name: None if x.grad is None else _local_tensor(x.grad).detach() for name, x in named.items()}
         removed = [
             name
@@ -349,7 +356,7 @@ def run_step(
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
     number = float(_full_tensor(loss)) if isinstance(loss, torch.Tensor) else loss
-    return StepRun(gradients, number, tuple(removed), attentions), hooks
+    return StepRun(gradients, number, tuple(removed), attentions, losses), hooks
 
 
 def run_or_failure(run: Callable[[], Any], after: str) -> Any:

@@ -84,7 +84,51 @@ def run_threads(folder: Path) -> None:
     (folder / f"threads {dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-PROGRAMS = {"threads of a rank": Program(RANKS, run_threads, first=2)}
+def new_mesh(name: str) -> DeviceMesh:
+    group: Any = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=30))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+
+
+@in_a_world
+def run_losses(folder: Path) -> None:
+    """The loss is over another group than attention. Then two such trainings at a time."""
+    wanted: list[Any] = [alone(tokens) for tokens in TOKENS]
+    meshes, losses = ([new_mesh(name) for _ in range(5)] for name in ("cp", "all"))
+    models: list[Any] = [parallelize_module(new_model(), mesh, ModuleContextParallel(verified=True)) for mesh in meshes]
+
+    def train(index: int, do: Any = lambda f, *args: f(*args), before: bool = False) -> float:
+        sharder, model, worst = BatchSharder(meshes[index], loss_mesh=losses[index]), models[index], 0.0
+        for step in range(STEPS):
+            batch = do(sharder, TOKENS[step % len(TOKENS)])
+            count = batch.token_count() if before else None
+            batch.loss(do(model, batch.tokens), token_count=count).backward()
+            sharder.sum_gradients(model)
+            pairs = zip(gradients(model), wanted[step % len(TOKENS)], strict=True)
+            worst = max(worst, *(error(*pair) for pair in pairs))
+        return worst
+
+    found = []
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        # The forward is in another thread than the loss: on one rank, and then on both.
+        elsewhere = lambda f, *args: first.submit(f, *args).result()  # noqa: E731
+        part = TOKENS[0].tensor_split(RANKS, 1)[dist.get_rank()]
+        if dist.get_rank():
+            with ThreadPoolExecutor(1) as third:
+                third.submit(models[4], part).result()
+        else:
+            models[4](part)
+        found.append(float(global_token_count(part, losses[4]) - TOKENS[0].numel()))  # no sharder says whose loss it is
+        found += [train(0, elsewhere)] if dist.get_rank() else [train(0)]
+        found.append(train(1, elsewhere))
+        trained = first.submit(train, 2, before=True), second.submit(train, 3, before=True)
+        found += [each.result(100) for each in trained]
+    (folder / f"losses {dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+PROGRAMS = {
+    "threads of a rank": Program(RANKS, run_threads, first=2),
+    "losses in other threads": Program(RANKS, run_losses, first=2),
+}
 
 
 def test_two_threads_train_two_models(on_processes):
@@ -95,3 +139,13 @@ def test_two_threads_train_two_models(on_processes):
         found = json.loads((finished.folder / f"threads {rank}.json").read_text())
         assert found["is open"] == [True, True, False]
         assert max(found["errors"]) < EXACT
+
+
+def test_a_forward_in_another_thread_than_its_loss(on_processes):
+    """Ranks whose threads differ meet all the same, and two trainings at a time do not meet each other."""
+    finished = on_processes["losses in other threads"]
+    assert finished.statuses == [0] * RANKS, finished.said
+    for rank in range(RANKS):
+        found = json.loads((finished.folder / f"losses {rank}.json").read_text())
+        assert len(found) == 5
+        assert max(found) < EXACT

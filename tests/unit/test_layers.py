@@ -28,7 +28,7 @@ LAYERS = (
     ),
     # These do not know each other: kernels know no masks, and masks do not communicate.
     ("comm", "mask", "kernels"),
-    ("layout", "batch", "collectives"),
+    ("layout", "batch", "collectives", "replicas"),
     ("plan", "strategies"),
     ("engine",),
     ("batch_sharder", "decoding", "functions", "joint_layout"),

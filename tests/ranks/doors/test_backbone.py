@@ -516,6 +516,7 @@ RIGHT = {
     "once": lambda at, states, once: once / 9,
     "of hidden states": lambda at, states, once: states[max(0, at - 1)].tanh(),
     "an output of a block": lambda at, states, once: states[max(0, at - 1)],
+    "a detached output of a block": lambda at, states, once: states[max(0, at - 1)].detach(),
 }
 MADE_IN_THE_LOOP = {
     "integers": lambda at, states, once: count(states[-1]),

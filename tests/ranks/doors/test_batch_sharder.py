@@ -213,6 +213,8 @@ def test_floats_that_may_belong_to_labels_warn():
 def test_positions_of_embeddings_alone():
     parts = cut({"inputs_embeds": TOKENS[..., None].double(), "labels": LABELS}, 2)
     assert torch.equal(head_tail(LENGTH, 2).unshard([part.positions for part in parts], 0), torch.arange(LENGTH))
+    with pytest.raises(ValueError, match=r"tokens: the batch has inputs_embeds in place of input_ids: give the model"):
+        _ = parts[0].tokens
 
 
 @pytest.mark.parametrize("packed", [False, True])

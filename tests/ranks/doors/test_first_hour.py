@@ -220,8 +220,7 @@ class TestAReducerThatAverages:
         (("dp_cp",), ("cp",), 2, ""),  # the mean of the means of dp
         (("dp_cp",), ("cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
         (("dp_cp",), ("dp_cp",), 2, "averaged_over=2, and {} averages gradients over 4 of these ranks"),
-        (("cp",), ("dp_cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
-        (("dp",), ("dp_cp",), 4, "averaged_over=4, and {} averages gradients over 2 of these ranks"),
+        (("cp",), ("dp_cp",), 3, "averaged_over=3, and {} averages gradients over 2 of these ranks"),
     )
 
     @pytest.mark.parametrize("reducer", ["FSDP2", "DDP"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -282,6 +283,28 @@ def test_an_image_that_nobody_cut_by_the_function():
 
 
 JOINT = JointLayout(prefix=5)
+
+
+@pytest.mark.parametrize("uncut", [False, True])
+def test_a_pattern_whose_parts_are_equal(uncut: bool):
+    """By its length, a layout tells it from an image that nobody has cut."""
+    text, part = randn(2, 1, 2, 5, 4).double(), randn(3, 1, 2, 6, 4).double()
+    whole = torch.cat((text, part, part), 2)
+
+    def on(rank: int, joint: JointLayout) -> float:
+        x = whole if uncut else torch.cat((text, part), 2)
+        out = context_attention(x, x, x, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout=joint)
+        return error(out, wanted[:, :, :11])
+
+    wanted = scaled_dot_product_attention(whole, whole, whole)
+    with pytest.raises(RankError, match=r"If parts are equal, .* rest=layout"):
+        run_ranks(partial(on, joint=JOINT), 2)
+    known = JointLayout(prefix=5, rest=contiguous(12, 2))
+    if not uncut:
+        assert max(run_ranks(partial(on, joint=known), 2)) < EXACT
+        return
+    with pytest.raises(RankError, match="the layout"):
+        run_ranks(partial(on, joint=known), 2)
 
 
 @pytest.mark.parametrize("rest", ["one token", "equal tokens", "none", "other parts that begin alike"])
