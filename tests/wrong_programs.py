@@ -1660,6 +1660,28 @@ def without_backward(out, view):
     return by_token(out.detach() if view.size > 1 else out, view)
 
 
+def beginning_at_zero(make: Callable[[], nn.Module], *names: str) -> Callable[[], nn.Module]:
+    """``make``, with parameters of 0: those whose names begin with ``names``."""
+
+    def make_zeroed():
+        model = make()
+        for name, parameter in model.named_parameters():
+            if name.startswith(names):
+                nn.init.zeros_(parameter)
+        return model
+
+    return make_zeroed
+
+
+def counted_in_attention(core, q, k, v):
+    return core.attend(q + torch.arange(q.shape[2]).to(q)[:, None], k, v)
+
+
+def with_head(*names: str) -> Callable[[], nn.Module]:
+    """A model that counts from 0 on each rank in its attention, with a last layer. ``names``: its parameters of 0."""
+    return beginning_at_zero(lambda: Model(inside=counted_in_attention, give=lambda m, x: m.linear(x)), *names)
+
+
 def fails_on_a_rank(m, x, view):
     if view.size > 1 and view.rank == 1:
         raise KeyError("image")
@@ -1876,6 +1898,17 @@ STEPS = (
         right("dropout", lambda m, x: F.dropout(x, 0.5)),  # which verify turns off
         wrong("a loss that is drawn", returns=lambda loss, view: loss * (1 + torch.rand(()))),
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
+    ),
+    *kind(  # right or wrong, it has not been proved
+        "a proof that is blind",
+        wrong("a head and a projection of zeros", model=with_head("attention.out", "linear")),
+        wrong("two zeros in a row", model=with_head("attention.qkv", "attention.out")),
+        wrong("equal tokens", centred, x=torch.ones(2, S, D)),
+        wrong("equal tokens, in a step without a backward", x=torch.ones(2, S, D), call=without_gradients),
+        wrong("documents that end with the parts", layout=contiguous, options={"mask": Documents((S // 2, S // 2))}),
+        wrong("a head of zeros", model=with_head("linear"), returns=lambda loss, view: None),  # is not blind
+        right("a projection of zeros", model=beginning_at_zero(Model, "attention.out")),
+        right("documents that end before the parts", layout=contiguous, options={"mask": Documents(DOCUMENTS)}),
     ),
     *kind(
         "buffers for the next forward",

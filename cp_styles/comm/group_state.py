@@ -124,6 +124,7 @@ class GroupState:
         objects: objects of other layers, see :meth:`get_or_create`.
         stand_in: the group that replaces this group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, and replaces the ranks of a sequence in such a run.
+        planted: a mistake in the attentions of such a run, :class:`~cp_styles.verify.planted.PlantedCut`, or None.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
         trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
         proofs: proofs of the models that have a backward in a run of verify; None outside of such a run.
@@ -145,6 +146,7 @@ class GroupState:
     objects: dict[Any, Any] = field(default_factory=dict)
     stand_in: StandIn | None = None
     alone: bool = False
+    planted: Any = None
     training: WeakSet[Any] = field(default_factory=WeakSet)
     trained: WeakSet[Any] = field(default_factory=WeakSet)
     proofs: set[Any] | None = None

@@ -26,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles.checks.proof import Proof, proof_of
 from cp_styles.comm.point_to_point import abort_group
+from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import findings, join_first
+from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
-from cp_styles.verify.report import ModuleErrors, Report, VerificationError
+from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
 from cp_styles.verify.rounding import Perturbed, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
@@ -82,6 +84,10 @@ def verify(
     - the loss that the step returns;
     - the gradients of all parameters after the step.
 
+    A comparison that cannot fail proves nothing. So a last step with one rank has a planted mistake: each attention and
+    mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a
+    gradient (nor an output, without a backward) by ten tolerances, nothing is proved, which is an error.
+
     Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
     before, also after an error. (FSDP2 does not recover from an error in its forward; the error says so.) Dropout is
     off in all runs. Compiled modules run without their graphs: their eager code is proved.
@@ -105,16 +111,17 @@ def verify(
     Returns:
         A report, equal on every rank. The first rank also prints its first line.
 
-    Memory: the gradients twice (sharded as in training), and this rank's rows of the outputs of modules. Time: three
-    small steps, four in lower precision; two more, and some parts of the model, if the step is wrong.
+    Memory: the gradients twice (sharded as in training), and this rank's rows of the outputs of modules. Time: four
+    small steps, five in lower precision; if the step is wrong, three or four, two more, and some parts of the model.
 
     Communication: the messages of the steps, and all-gathers of small objects over the axes of ``mesh``.
 
     Raises:
-        VerificationError: on every rank, if the steps differ, if the step raises on any rank, or if nothing can be
-            compared. It names the first wrong module. It also names the cause, if a test shows one of these:
-            positions, labels, layout, a layer that mixes tokens, attention on a shard, gradients that are not reduced
-            exactly once, samples or weights that differ between ranks, random numbers.
+        VerificationError: on every rank, if the steps differ, if the step raises on any rank, if nothing can be
+            compared, or if the comparison does not notice the planted mistake. It names the first wrong module. It also
+            names the cause, if a test shows one of these: positions, labels, layout, a layer that mixes tokens,
+            attention on a shard, gradients that are not reduced exactly once, samples or weights that differ between
+            ranks, random numbers.
         ValueError: parameters have gradients, the ``tolerance`` is invalid, or the mesh does not have the axis.
         TypeError: the step returns neither one number nor None.
     """
@@ -232,7 +239,7 @@ class _Verification:
             if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))
             if not any(ranks):
-                return report
+                return self._see_planted(report, reference, expected, keep_rows, leeway, layouts)
             del expected  # a run that finds causes keeps more
         # If only the loss differs, gradients show that no module is the cause.
         texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
@@ -272,6 +279,46 @@ class _Verification:
             ]
         self._refuse(texts)
         return errors
+
+    def _see_planted(
+        self,
+        report: Report,
+        reference: StepRun,
+        expected: Outputs,
+        keep_rows: Any,
+        leeway: Leeway,
+        layouts: Sequence[SequenceLayout],
+    ) -> Report:
+        """Repeat the step with one rank with a planted mistake. Returns ``report`` with what the mistake has moved.
+
+        Raises if it moves nothing: then the comparison could not have seen a mistake.
+        """
+        planted = PlantedCut(layouts)
+        run, outputs = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows), planted)
+        errors = output_errors(outputs.kept, expected.kept, self._gather_axis)
+        parameters = self._parameter_errors(run, reference, leeway.tolerance)
+        nonzero = [name for name, x in reference.gradients.items() if x is not None and bool(x.any())]
+        loss = not _is_near(reference.loss, run.loss, leeway.margin(_LOSS))
+        facts = planted.used, planted.takes, leeway.moved(parameters), leeway.moved(errors), loss, nonzero
+        ranks = self._gather_all(facts)
+        used, takes, gradients, moved, losses, by_rank = zip(*ranks, strict=True)
+        if not any(used):
+            return report
+        judged = parameters or errors
+        measured = any(self._gather_all(any(leeway.of(what) < COARSE for what in judged)))
+        names, seen = {name for name, _ in report.parameters}, gradients if report.parameters else moved
+        power = Power(
+            moved=len({what for each in seen for what in each}),
+            of=len(names) or len(report.modules),
+            loss=any(losses),
+            zero=tuple(sorted(names - {name for each in by_rank for name in each})),
+        )
+        report = replace(report, power=power)
+        if power.moved or power.loss or not measured:
+            return report
+        modules = dict.fromkeys(key[0] for each in moved for key in each)
+        texts = describe_blind(power, self._batch, list(modules), takes=any(takes))
+        raise VerificationError(replace(report, findings=(texts,)))
 
     def _build_report(
         self,
@@ -330,11 +377,13 @@ class _Verification:
         assert not isinstance(result, StepFailure)
         return result
 
-    def _run_with_one_rank(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+    def _run_with_one_rank(
+        self, recording: Callable[[list[Any]], Any], planted: PlantedCut | None = None
+    ) -> tuple[StepRun, Any]:
         """Run the step with this rank in place of the ranks of the sequence."""
         self._state.restore()
         ranks = self._axis.mesh.tolist()
-        with as_one_rank(self._mesh, self._axis) as mesh:
+        with as_one_rank(self._mesh, self._axis, planted) as mesh:
             try:
                 result = run_step(self._model, self._batch, mesh, self._steps[1], recording)
             except Exception as error:
@@ -386,7 +435,7 @@ class _Progress:
     """A line on the terminal while steps run, after the first two seconds. Nothing is printed without a title."""
 
     def __init__(self, title: str) -> None:
-        self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 4, False
+        self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 5, False
 
     def expect(self, steps: int) -> None:
         """Add further steps to the total."""

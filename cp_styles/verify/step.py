@@ -33,6 +33,7 @@ from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
+from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Hooks, UnhandledAttention, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
@@ -143,10 +144,10 @@ class _MeshOfOne(DeviceMesh):
 
 
 @contextlib.contextmanager
-def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
+def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None = None) -> Iterator[DeviceMesh]:
     """This rank alone replaces the group of ``axis`` in the ``with``. Yields ``mesh`` with this rank alone on ``axis``.
 
-    No communication.
+    ``planted``: a mistake in all attentions and mixers over the axis. No communication.
     """
     one = state_of(world_group()).get_or_create(_GroupOfOne).group
     if mesh.ndim == 1:
@@ -157,10 +158,12 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
         alone = _MeshOfOne.of(alone)
+    state_of(one).planted = planted
     try:
         with _replace_group(axis.get_group(), StandIn(one, alone)):
             yield alone
     finally:
+        state_of(one).planted = None
         without_groups(alone)
 
 

@@ -150,10 +150,59 @@ def test_a_step_that_is_exact(plan, ranks: int):
     assert report.loss[1:] == pytest.approx([report.loss[0]] * ranks)
     text = str(report)
     assert text.isascii()
-    assert max(map(len, text.splitlines())) < 110
+    assert max(map(len, text.splitlines()[1:])) < 110
     assert text.splitlines()[0].endswith(
-        f"equal to one device: {len(names)} modules, {PARAMETERS} gradients, worst {worst:.0e}"
+        f"equal to one device: {len(names)} modules, {PARAMETERS} gradients, worst {worst:.0e}; "
+        f"a planted mistake moved {PARAMETERS} of {PARAMETERS} gradients"
     )
+
+
+def test_the_power_of_a_proof_is_in_its_line():
+    """What the planted mistake moves, with names of gradients that are 0; of outputs in a step without a backward."""
+    model = llama()
+    nn.init.zeros_(model.layers[0].attention.wo.weight)
+    report = run(model)[0]
+    assert report.power is not None
+    before = ("attention.wk", "attention.wq", "attention.wv", "attention_norm")
+    assert report.power.zero == tuple(f"layers.0.{name}.weight" for name in before)
+    words = rf"moved \d of {PARAMETERS} gradients \(4 of {PARAMETERS} gradients are exactly 0, in layers.0.attention.w"
+    assert re.search(words, report.line)
+    assert 0 < report.power.moved <= PARAMETERS - 4
+
+    def without_gradients(model, batch, mesh):
+        with torch.no_grad():
+            layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
+            model(layout.shard(batch["tokens"], 1, rank), layout.positions(rank))
+
+    report = run(llama(), act=without_gradients)[0]
+    assert report.power is not None
+    assert 3 < report.power.moved < report.power.of == len(report.modules)  # not the layers in front of the attention
+    assert report.line.endswith(f"a planted mistake moved {report.power.moved} of {report.power.of} outputs")
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+def test_a_proof_that_is_blind():
+    """Equal tokens hide a mean over the tokens of a rank. With other tokens it is found."""
+
+    def act(model, tokens, mesh):
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        loss = batch.loss(model(batch.tokens, batch.positions))
+        loss.backward()
+        sharder.sum_gradients(model)
+        return loss
+
+    model, plan = llama(), ModuleContextParallel()
+    model.layers[0].feed_forward = nn.Sequential(model.layers[0].feed_forward, Centred())
+    report = wrong(model, plan, act, batch=torch.zeros_like(TOKENS), words="^the proof is blind.*equal")
+    assert report.line.endswith(": NOT PROVED")
+    assert report.power is not None
+    assert (report.power.moved, report.power.loss) == (0, False)
+    wrong(model, plan, act, batch=TOKENS, words="carries values from token to token")
 
 
 class Checkpointed(nn.Module):
