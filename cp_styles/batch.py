@@ -415,6 +415,12 @@ class Losses:
     checked: set[str] = field(default_factory=set)  # functions whose check a host has read from a device
 
 
+def count_losses() -> int:
+    """The number of losses, token counts and gathers of this rank so far, over all of its groups."""
+    found = [state.objects.get(Losses) for group, state in states() if is_of_this_world(group)]
+    return sum(losses.number for losses in found if losses is not None)
+
+
 def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> None:
     """Raise unless ``averaged_over`` is the number of ranks of ``group`` over which gradients are averaged."""
     ranks = set(dist.get_process_group_ranks(group))

@@ -1682,6 +1682,46 @@ def with_head(*names: str) -> Callable[[], nn.Module]:
     return beginning_at_zero(lambda: Model(inside=counted_in_attention, give=lambda m, x: m.linear(x)), *names)
 
 
+def linear() -> nn.Module:
+    return nn.Linear(D, D)
+
+
+def outside_of(model: nn.Module) -> Any:
+    return vars(model)["outside"]
+
+
+def summed_with_outside(model: nn.Module, view: RankView) -> None:
+    for each in (model, outside_of(model)):
+        summed(each, view)
+
+
+def with_outside(
+    make: Callable[[], nn.Module], after: Callable[..., None] = summed_with_outside, *, inside: bool = False
+) -> dict[str, Any]:
+    """Fields of a program whose step has a module that its model does not have. ``inside``: the model calls it."""
+
+    def make_both():
+        model = Model(behind=(lambda m, x: outside_of(m)(x)) if inside else None)
+        vars(model)["outside"] = make()
+        return model
+
+    def apply(model, mesh):
+        for each in (model, outside_of(model).to(model.linear.weight)):
+            if isinstance(each, Model):
+                parallelize_module(each, mesh, ModuleContextParallel())
+        return model
+
+    call = forward if inside else lambda m, x, view: outside_of(m)(m(x))
+    return {"model": make_both, "after": after, "apply": apply, "call": call}
+
+
+# Two models, each with a loss of its own.
+BESIDE: dict[str, Any] = {
+    "call": lambda m, x, view: (m(x), outside_of(m)(x)),
+    "loss": lambda outs, view: by_token(outs[0], view) + by_token(outs[1], view),
+}
+
+
 def fails_on_a_rank(m, x, view):
     if view.size > 1 and view.rank == 1:
         raise KeyError("image")
@@ -1898,6 +1938,16 @@ STEPS = (
         right("dropout", lambda m, x: F.dropout(x, 0.5)),  # which verify turns off
         wrong("a loss that is drawn", returns=lambda loss, view: loss * (1 + torch.rand(()))),
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
+    ),
+    *kind(
+        "parameters outside of the model",
+        right("a head", **with_outside(linear)),
+        wrong("a head that is not summed", **with_outside(linear, summed)),
+        right("a layer that the model calls", **with_outside(linear, inside=True)),
+        wrong("a layer that the model calls, which is not summed", **with_outside(linear, summed, inside=True)),
+        right("another model", **with_outside(Model) | BESIDE),
+        wrong("another model, centred", **with_outside(partial(Model, centred)) | BESIDE),
+        no_block=NO_STYLE,
     ),
     *kind(  # right or wrong, it has not been proved
         "a proof that is blind",

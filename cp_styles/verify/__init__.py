@@ -24,13 +24,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles.checks.proof import Proof, proof_of
+from cp_styles.batch import count_losses
+from cp_styles.checks.proof import proof_of
+from cp_styles.comm.group_state import StepNotes
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
-from cp_styles.verify.diagnose import findings, join_first
+from cp_styles.verify.diagnose import OUTSIDE, findings, join_first
 from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
@@ -165,7 +167,8 @@ class _Verification:
         self._tolerance, self._title = tolerance, title
         self._gather_all = gather_over(mesh)
         self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
-        self._proofs: set[Proof] = set()
+        self._notes, self._losses = StepNotes(), 0  # of the step with all ranks
+        self._outside: dict[nn.Parameter, str] = {}  # parameters of the step that the model does not have
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
 
     def report(self) -> Report:
@@ -179,8 +182,11 @@ class _Verification:
             finally:
                 self._state.restore()
                 self._progress.end()
-        for proof in {*self._proofs, proof_of(self._model)}:
-            proof.verified = True
+        compared = set(map(id, self._model.parameters()))
+        for proof in {*self._notes.proofs, proof_of(self._model)}:
+            model = proof.model()  # another model of the step may lack a proof
+            if model is not None and compared.issuperset(map(id, model.parameters())):
+                proof.proved(frozenset(report.unseen))
         self._progress.print(report.line)
         return report
 
@@ -206,6 +212,8 @@ class _Verification:
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
+            self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
+            parallel, reference = self._with_outside(parallel), self._with_outside(reference)
             self._refuse(_describe_unusable(reference, bool(expected.kept)))
             tensors = [*reference.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
             unit = max(self._gather_all(unit_of_all(tensors)))
@@ -217,6 +225,7 @@ class _Verification:
             outputs = output_errors(local.kept, expected.kept, self._gather_axis)
             parameters = self._parameter_errors(parallel, reference, tolerance)
             losses = self._gather_axis((reference.loss, parallel.loss))
+            unseen = self._find_unseen(layouts, takes_means=bool(parameters) or reference.loss is not None)
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
@@ -230,6 +239,7 @@ class _Verification:
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
             wrong += [_LOSS for alone, ran in losses if not _is_near(alone, ran, leeway.of(_LOSS))][:1]
             report = self._build_report(expected.kinds, outputs, results, parameters, losses, leeway)
+            report = replace(report, unseen=unseen)
             ranks = self._gather_all(wrong)
             # A program may exchange tensors by collectives, and attend to them by itself. Without layouts its rows are
             # not compared, so gradients must show that it is exact.
@@ -279,6 +289,38 @@ class _Verification:
             ]
         self._refuse(texts)
         return errors
+
+    def _with_outside(self, run: StepRun) -> StepRun:
+        """``run``, whose gradients include those of the parameters outside of the model."""
+        outside = {name: run.outside.get(parameter) for parameter, name in self._outside.items()}
+        return replace(run, gradients={**run.gradients, **outside})
+
+    def _name_outside(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, str]:
+        """Names for parameters that the model does not have."""
+        models = [model for proof in self._notes.proofs if (model := proof.model()) is not None]
+        names = {x: f"{type(model).__name__}.{name}" for model in models for name, x in model.named_parameters()}
+        named, found = dict[nn.Parameter, str](), set[str]()
+        for at, x in enumerate(parameters):
+            name = names.get(x, f"parameter {at} {tuple(x.shape)}")
+            named[x] = OUTSIDE + (f"{name} ({at})" if name in found else name)  # of two models of one class
+            found.add(name)
+        return named
+
+    def _find_unseen(self, layouts: Sequence[SequenceLayout], *, takes_means: bool) -> tuple[str, ...]:
+        """What the ranks had equally many of, if the step takes a mean by itself: "tokens", "labels".
+
+        A mean of the ranks' means is then right by chance.
+        """
+        counts = self._gather_axis(self._notes.labels)
+        equal = {
+            "tokens": all(len(set(layout.lengths)) == 1 for layout in layouts) if layouts else None,
+            "labels": all(each == counts[0] for each in counts) if any(counts) else None,
+        }
+        ranks = self._gather_all((equal, takes_means and not self._losses and len(counts) > 1))
+        if not all(takes for _, takes in ranks):
+            return ()
+        known = {what: [each[what] for each, _ in ranks if each[what] is not None] for what in equal}
+        return tuple(what for what, values in known.items() if values and all(values))
 
     def _see_planted(
         self,
@@ -360,11 +402,12 @@ class _Verification:
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_temporary_groups(self._mesh, self._gather_all) as groups:
+            losses = count_losses()
             result = run_or_failure(run, recovery_note(self._model))
             groups.leave()
             if not isinstance(result, StepFailure):
                 failures = self._gather_all(None)  # after it, no message of the step is in flight
-        self._proofs |= groups.proofs
+            self._notes, self._losses = groups.notes, count_losses() - losses
         self._progress.step()
         if isinstance(result, StepFailure):
             if communicates(self._model, self._mesh) and not groups.all_have_left():
@@ -375,7 +418,7 @@ class _Verification:
             failures = self._gather_all(result)
         self._raise_if_any(_describe_failures(failures))
         assert not isinstance(result, StepFailure)
-        return result
+        return self._with_outside(result[0]), result[1]
 
     def _run_with_one_rank(
         self, recording: Callable[[list[Any]], Any], planted: PlantedCut | None = None
@@ -399,7 +442,7 @@ class _Verification:
                 f"verify: attention runs over a process group of the ranks {ranks} that the mesh does not have: give "
                 "verify the mesh that the styles and functions were given"
             )
-        return result
+        return self._with_outside(result[0]), result[1]
 
     def _find_causes(self, leeway: Leeway) -> list[str]:
         """Run the step twice more, record all calls, and name the first mistake. No text if none is found."""

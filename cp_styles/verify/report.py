@@ -21,6 +21,12 @@ _SAME_DROPOUT = (
 )
 
 
+_MEANS = (
+    "so a mean of the ranks' means would not be seen: make the loss by batch.loss or global_loss, or verify once more "
+    f"with one token less{see('A mean of means')}"
+)
+
+
 @dataclass(frozen=True)
 class ModuleErrors:
     """The errors of one call of a module, relative to norms.
@@ -79,6 +85,8 @@ class Report:
         loss: with one rank, and on each rank; empty if the step returned none.
         worst: the largest error of a gradient, or of an output of the model.
         unused: modules whose outputs differ although no result of the step does: nothing depends on these outputs.
+        unseen: "tokens" and "labels" of which the ranks had equally many, if the step takes its mean by itself: a mean
+            of the ranks' means would be right by chance.
         same_dropout: the model has dropout, and the ranks of the sequence would draw the same numbers for it.
         tolerance: the largest error that counts as rounding; in low precision it is larger, see ``rounding``.
         rounding: in low precision, the largest error that a change of the last bits causes.
@@ -92,6 +100,7 @@ class Report:
     loss: tuple[float, ...] = ()
     worst: float = 0.0
     unused: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
     same_dropout: bool = False
     tolerance: float = 0.0
     rounding: float = 0.0
@@ -109,10 +118,12 @@ class Report:
         power = self.power.clause("gradients" if self.parameters else "outputs") if self.power else ""
         unused = ", ".join(self.unused[:3])
         unused = f". The outputs of {unused} differ, and nothing in the step depends on them" if unused else ""
+        means = " and ".join(self.unseen)
+        means = f". The ranks had equally many {means}, {_MEANS}" if means else ""
         dropout = f". {_SAME_DROPOUT}" if self.same_dropout else ""
         return (
             f"{self.title}: equal to one device{forward}: {len({x.name for x in self.modules})} modules, "
-            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{power}{unused}{dropout}"
+            f"{len(self.parameters)} gradients, worst {self.worst:.0e}{rounding}{power}{unused}{means}{dropout}"
         )
 
     def __str__(self) -> str:

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
-from cp_styles.checks.proof import Proof
 from cp_styles.checksum import checksum, fingerprint
-from cp_styles.comm.group_state import StandIn, state_of
+from cp_styles.comm.group_state import StandIn, StepNotes, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
@@ -34,7 +33,7 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
 from cp_styles.verify.planted import PlantedCut
-from cp_styles.verify.record import Hooks, UnhandledAttention, plain_name
+from cp_styles.verify.record import Hooks, OutsideParameters, UnhandledAttention, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
 """``step(model, batch, mesh)``: a forward, a loss, a backward, and whatever reduces the gradients; returns the loss."""
@@ -171,11 +170,11 @@ class TemporaryGroups:
     """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages.
 
     Attributes:
-        proofs: the proofs of the models that run a backward over the groups.
+        notes: what the groups are told.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
-        self.proofs = set[Proof]()
+        self.notes = StepNotes()
         self._store, self._name = store_of(world_group()), f"cp_styles.verify/{name}"
         self._ranks = mesh.mesh.flatten().tolist()
 
@@ -207,7 +206,7 @@ def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[Temporar
             for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                state_of(groups[-1]).proofs = temporary.proofs
+                state_of(groups[-1]).notes = temporary.notes
                 stack.enter_context(_replace_group(original, StandIn(groups[-1])))
             yield temporary
     except BaseException as error:
@@ -271,11 +270,13 @@ class StepRun:
 
     Attributes:
         gradients: this rank's shard of each parameter's gradient; None for parameters without one.
+        outside: the gradients of parameters that the model does not have.
         removed: the parameters that had a gradient during the step, and have none at its end.
         attentions: an entry for each attention, in order: AttentionRun, or None if no style or block handled it.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
+    outside: Mapping[nn.Parameter, torch.Tensor]
     loss: float | None
     removed: tuple[str, ...]
     attentions: list[AttentionRun | None]
@@ -321,6 +322,7 @@ def run_step(
             with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
+    outside = OutsideParameters(model)
     handles = [
         x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
     ]
@@ -328,7 +330,7 @@ def run_step(
         with record_attentions() as attentions, _uncompiled(model):
             hooks = recording(attentions)
             try:
-                with hooks:
+                with hooks, outside:
                     loss = step(model, copy.deepcopy(batch), mesh)
             except Exception as error:
                 if hooks.open:
@@ -352,7 +354,8 @@ def run_step(
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
     number = float(_full_tensor(loss)) if isinstance(loss, torch.Tensor) else loss
-    return StepRun(gradients, number, tuple(removed), attentions), hooks
+    shares = {parameter: _local_tensor(x) for parameter, x in outside.gradients.items()}
+    return StepRun(gradients, shares, number, tuple(removed), attentions), hooks
 
 
 def run_or_failure(run: Callable[[], Any], after: str) -> Any:

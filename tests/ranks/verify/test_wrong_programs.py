@@ -80,6 +80,12 @@ CAUSES = {
     "gradients: changed by an optimizer": r"the step changes parameters \(table",
     "gradients: removed behind an optimizer": "the step changes parameters .* Leave the optimizer out",
     "gradients: set to 0": "removes gradients before it ends",
+    "parameters outside of the model: a head that is not summed": (
+        r"^gradients are partly reduced: .* 2 of 10 parameters \(outside of the model: parameter 0 \(8, 8\), "
+    ),
+    "parameters outside of the model: another model, centred": (
+        r"\(outside of the model: Model.*are wrong, and those of the model are right: .* verify\(module, mesh, batch"
+    ),
     "a proof that is blind: a head and a projection of zeros": (
         r"^the proof is blind.* \d of \d gradients are exactly 0, in attention.out, attention.qkv.* begin at zero"
     ),
