@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -90,6 +90,19 @@ class Proof:
                     UnverifiedModelWarning,
                     stacklevel=2,
                 )
+
+
+@dataclass(eq=False)
+class StepNotes:
+    """What a run of :func:`cp_styles.verify.verify` is told of its step with all ranks.
+
+    Attributes:
+        proofs: of the models that run a backward.
+        labels: of each batch that is cut, how many of this rank's tokens have a label.
+    """
+
+    proofs: set[Proof] = field(default_factory=set)
+    labels: list[int] = field(default_factory=list)
 
 
 def running_ddp() -> DistributedDataParallel | None:

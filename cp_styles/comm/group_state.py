@@ -103,19 +103,6 @@ class StandIn:
 
 
 @dataclass(eq=False)
-class StepNotes:
-    """What a run of :func:`cp_styles.verify.verify` is told of its step with all ranks.
-
-    Attributes:
-        proofs: of the models that run a backward.
-        labels: of each batch that is cut, how many of this rank's tokens have a label.
-    """
-
-    proofs: set[Any] = field(default_factory=set)
-    labels: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class GroupState:
     """The state of a group on this rank. It must not hold the group.
 
@@ -140,7 +127,7 @@ class GroupState:
         planted: a mistake in the attentions of such a run, :class:`~cp_styles.verify.planted.PlantedCut`, or None.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
         trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
-        notes: what a run of verify is told; None outside of such a run.
+        notes: what a run of verify is told, :class:`~cp_styles.checks.proof.StepNotes`; None outside of such a run.
     """
 
     operations: Operations = field(default_factory=Operations)
@@ -162,7 +149,7 @@ class GroupState:
     planted: Any = None
     training: WeakSet[Any] = field(default_factory=WeakSet)
     trained: WeakSet[Any] = field(default_factory=WeakSet)
-    notes: StepNotes | None = None
+    notes: Any = None
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles.batch import count_losses
-from cp_styles.checks.proof import proof_of
-from cp_styles.comm.group_state import StepNotes
+from cp_styles.checks.proof import StepNotes, proof_of
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
 from cp_styles.verify.diagnose import OUTSIDE, findings, join_first
+from cp_styles.verify.other_groups import OtherGroups
 from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
@@ -84,7 +85,8 @@ def verify(
     - the output of the model: a rank is expected to have the rows that the layout of the attention gives it;
     - the outputs of all modules, which show where a mistake is (and in a step without a backward, that there is one);
     - the loss that the step returns;
-    - the gradients of all parameters after the step.
+    - the gradients of all parameters after the step, also of parameters outside of the model to which a ``backward()``
+      of the step leads.
 
     A comparison that cannot fail proves nothing. So a last step with one rank has a planted mistake: each attention and
     mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a
@@ -145,6 +147,26 @@ def verify(
         )
     title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
     return _Verification(model, mesh, axis, batch, (step, plain or step), tolerance, title).report()
+
+
+class _Moved(NamedTuple):
+    """What a planted mistake moves on a rank.
+
+    Attributes:
+        used: whether there was an attention or mixer in which to plant it.
+        takes: whether an attention or mixer has lost a key or a row by it.
+        measured: whether rounding is small enough to see it.
+        gradients, outputs, loss: what it moves.
+        nonzero: the gradients that are not 0 without it.
+    """
+
+    used: bool
+    takes: bool
+    measured: bool
+    gradients: list[str]
+    outputs: list[Key]
+    loss: bool
+    nonzero: list[str]
 
 
 class _Verification:
@@ -234,6 +256,7 @@ class _Verification:
                 calls = output_errors(changed.kept, expected.kept, self._gather_axis)
                 leeway = Leeway(tolerance, calls, self._parameter_errors(noisy, reference, tolerance))
                 del noisy, changed
+            moved = self._plant(reference, expected, keep_rows, leeway, layouts)
             outputs = {key: error for key, error in outputs.items() if repeated.get(key, 0.0) <= tolerance}
             results = expected.results(outputs)
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
@@ -249,7 +272,7 @@ class _Verification:
             if not any(self._gather_all(bool(outputs or parameters or reference.loss is not None))):
                 raise VerificationError(replace(report, findings=(_NOTHING,)))
             if not any(ranks):
-                return self._see_planted(report, reference, expected, keep_rows, leeway, layouts)
+                return self._with_power(report, moved)
             del expected  # a run that finds causes keeps more
         # If only the loss differs, gradients show that no module is the cause.
         texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
@@ -322,45 +345,55 @@ class _Verification:
         known = {what: [each[what] for each, _ in ranks if each[what] is not None] for what in equal}
         return tuple(what for what, values in known.items() if values and all(values))
 
-    def _see_planted(
+    def _plant(
         self,
-        report: Report,
         reference: StepRun,
         expected: Outputs,
         keep_rows: Any,
         leeway: Leeway,
         layouts: Sequence[SequenceLayout],
-    ) -> Report:
-        """Repeat the step with one rank with a planted mistake. Returns ``report`` with what the mistake has moved.
+    ) -> _Moved:
+        """Repeat the step with one rank with a planted mistake: what it moves.
 
-        Raises if it moves nothing: then the comparison could not have seen a mistake.
+        Raises if the step communicates over ranks for which this rank stands.
         """
-        planted = PlantedCut(layouts)
-        run, outputs = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows), planted)
+        # Only here, because it does not matter to this run how a mode rounds.
+        planted, groups = PlantedCut(layouts), OtherGroups(self._axis.mesh.tolist())
+        run, outputs = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows), planted, groups)
+        self._refuse(groups.found)
         errors = output_errors(outputs.kept, expected.kept, self._gather_axis)
         parameters = self._parameter_errors(run, reference, leeway.tolerance)
-        nonzero = [name for name, x in reference.gradients.items() if x is not None and bool(x.any())]
-        loss = not _is_near(reference.loss, run.loss, leeway.margin(_LOSS))
-        facts = planted.used, planted.takes, leeway.moved(parameters), leeway.moved(errors), loss, nonzero
-        ranks = self._gather_all(facts)
-        used, takes, gradients, moved, losses, by_rank = zip(*ranks, strict=True)
-        if not any(used):
+        return _Moved(
+            used=planted.used,
+            takes=planted.takes,
+            measured=any(leeway.of(what) < COARSE for what in (parameters or errors)),
+            gradients=leeway.moved(parameters),
+            outputs=leeway.moved(errors),
+            loss=not _is_near(reference.loss, run.loss, leeway.margin(_LOSS)),
+            nonzero=[name for name, x in reference.gradients.items() if x is not None and bool(x.any())],
+        )
+
+    def _with_power(self, report: Report, moved: _Moved) -> Report:
+        """``report`` with what a planted mistake has moved. Raises if that is nothing: no mistake could be seen."""
+        ranks: list[_Moved] = self._gather_all(moved)
+        if not any(each.used for each in ranks):
             return report
-        judged = parameters or errors
-        measured = any(self._gather_all(any(leeway.of(what) < COARSE for what in judged)))
-        names, seen = {name for name, _ in report.parameters}, gradients if report.parameters else moved
+        names = {name for name, _ in report.parameters}
+        seen = {what for each in ranks for what in (each.gradients if names else each.outputs)}
         power = Power(
-            moved=len({what for each in seen for what in each}),
+            moved=len(seen),
             of=len(names) or len(report.modules),
-            loss=any(losses),
-            zero=tuple(sorted(names - {name for each in by_rank for name in each})),
+            loss=any(each.loss for each in ranks),
+            zero=tuple(sorted(names.difference(*(each.nonzero for each in ranks)))),
         )
         report = replace(report, power=power)
-        if power.moved or power.loss or not measured:
-            return report
-        modules = dict.fromkeys(key[0] for each in moved for key in each)
-        texts = describe_blind(power, self._batch, list(modules), takes=any(takes))
-        raise VerificationError(replace(report, findings=(texts,)))
+        if not (seen or power.loss) and any(each.measured for each in ranks):
+            modules = dict.fromkeys(key[0] for each in ranks for key in each.outputs)
+            takes = any(each.takes for each in ranks)
+            raise VerificationError(
+                replace(report, findings=(describe_blind(power, self._batch, list(modules), takes=takes),))
+            )
+        return report
 
     def _build_report(
         self,
@@ -421,12 +454,15 @@ class _Verification:
         return self._with_outside(result[0]), result[1]
 
     def _run_with_one_rank(
-        self, recording: Callable[[list[Any]], Any], planted: PlantedCut | None = None
+        self,
+        recording: Callable[[list[Any]], Any],
+        planted: PlantedCut | None = None,
+        around: AbstractContextManager[Any] | None = None,
     ) -> tuple[StepRun, Any]:
-        """Run the step with this rank in place of the ranks of the sequence."""
+        """Run the step with this rank in place of the ranks of the sequence, in the context ``around``."""
         self._state.restore()
         ranks = self._axis.mesh.tolist()
-        with as_one_rank(self._mesh, self._axis, planted) as mesh:
+        with as_one_rank(self._mesh, self._axis, planted) as mesh, around or nullcontext():
             try:
                 result = run_step(self._model, self._batch, mesh, self._steps[1], recording)
             except Exception as error:

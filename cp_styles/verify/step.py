@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
+from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
-from cp_styles.comm.group_state import StandIn, StepNotes, state_of
+from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
