@@ -1715,6 +1715,17 @@ def with_outside(
     return {"model": make_both, "after": after, "apply": apply, "call": call}
 
 
+def with_memo(before: Slot) -> Callable[[], nn.Module]:
+    """A model that keeps values in a dict from one forward to the next."""
+
+    def make():
+        model = Model(before)
+        model.memo = {}
+        return model
+
+    return make
+
+
 # Two models, each with a loss of its own.
 BESIDE: dict[str, Any] = {
     "call": lambda m, x, view: (m(x), outside_of(m)(x)),
@@ -1963,6 +1974,8 @@ STEPS = (
     *kind(
         "buffers for the next forward",
         wrong("the mean of this rank's tokens", model=with_statistic, call=from_zero),
+        wrong("a length in a dict", model=with_memo(lambda m, x: x * m.memo.setdefault("length", x.shape[1]))),
+        right("lengths in a list", model=with_memo(lambda m, x: m.memo.setdefault("lengths", []).append(len(x)) or x)),
     ),
     *kind(
         "a kernel that counts from an offset",

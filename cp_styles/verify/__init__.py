@@ -92,9 +92,10 @@ def verify(
     mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a
     gradient (nor an output, without a backward) by ten tolerances, nothing is proved, which is an error.
 
-    Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
-    before, also after an error. (FSDP2 does not recover from an error in its forward; the error says so.) Dropout is
-    off in all runs. Compiled modules run without their graphs: their eager code is proved.
+    Afterwards gradients are None, and buffers, plain attributes of modules (also in dicts, lists and sets), training
+    flags and random states are as before, also after an error. (FSDP2 does not recover from an error in its forward;
+    the error says so.) Dropout is off in all runs. Compiled modules run without their graphs: their eager code is
+    proved.
 
     Args:
         model: the model, in any floating-point dtype.

@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -414,8 +414,8 @@ def _eager_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class ModelState:
-    """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks that the
-    model registers on itself, training flags, and the states of random generators.
+    """State that a step changes in a model and in the process: buffers, plain attributes of modules, also in dicts,
+    lists and sets, hooks that the model registers on itself, training flags, and the states of random generators.
 
     Attributes:
         drawn_from: a checksum of the state of the generator that the model uses.
@@ -423,10 +423,11 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
-        self._modules = [
-            (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
-            for module in model.modules()
-        ]
+        self._modules = [(module, dict(module._buffers), _plain_attributes(module)) for module in model.modules()]
+        # A module of torch may be a wrapper, such as DDP, whose own containers are not to be touched.
+        tables = [attributes for module, _, attributes in self._modules if not _is_of_torch(module)]
+        containers = [each for table in tables for x in table.values() for each in _containers(x)]
+        self._contents = [(container, list(_items(container))) for container in containers]
         self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
         tensors = {
             id(x): x
@@ -434,7 +435,7 @@ class ModelState:
             for table in tables
             for x in table.values()
             if isinstance(x, torch.Tensor)
-        }
+        } | {id(x): x for _, items in self._contents for x in tensors_in(items)}
         self._values = [(x, x.detach().clone()) for x in tensors.values()]
         self._random = _random_states()
         on_gpu = any(x.is_cuda for x in model.parameters())
@@ -448,11 +449,14 @@ class ModelState:
             if {name: id(x) for name, x in module._buffers.items()} != {name: id(x) for name, x in buffers.items()}:
                 module._buffers.clear()
                 module._buffers.update(buffers)
-            if type(module).__module__.startswith("torch."):  # wrappers such as DDP count their forwards
+            if _is_of_torch(module):  # wrappers such as DDP count their forwards
                 continue
-            for name in [name for name, x in vars(module).items() if _is_plain(x) and name not in attributes]:
+            for name in _plain_attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             vars(module).update({name: x for name, x in attributes.items() if vars(module).get(name) is not x})
+        for container, items in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(items)
         for table, before in self._hooks:
             for key in [key for key, hook in table.items() if key not in before and _is_foreign(hook)]:
                 del table[key]
@@ -476,8 +480,39 @@ def _is_foreign(hook: Any) -> bool:
     return not module.startswith(("torch.", "cp_styles."))
 
 
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its tables of parameters, modules and hooks
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that hold nothing but numbers, texts and tensors, also in dicts, lists and sets."""
+    named = vars(module).items()
+    return {name: x for name, x in named if _is_plain(x) or (name not in _OF_EACH_MODULE and _is_plain_container(x))}
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _is_plain_container(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain_container, value.values()))
+    return all(map(_is_plain_container, value)) if type(value) in (list, set, tuple) else _is_plain(value)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.items() if isinstance(container, dict) else container
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a plain value, itself included."""
+    if type(value) in (dict, list, set):
+        yield value
+    for each in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
+        yield from _containers(each)
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:

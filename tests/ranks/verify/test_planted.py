@@ -141,6 +141,22 @@ def test_the_cut_is_one_by_documents(door: str, cut: str):
     assert float((out - whole).norm() / whole.norm()) > 0.05
 
 
+@pytest.mark.parametrize("door", ["causal", "a dense mask", "roll"])
+def test_it_is_cut_again_and_whole_again(door: str):
+    """The same call with the cut and without it, in turn: nothing of it is kept."""
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, outs = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+        for planted in (None, PlantedCut(()), None):
+            with as_one_rank(mesh, mesh, planted) as alone:
+                outs.append(DOORS[door](alone, Full()))
+        return outs
+
+    before, cut, after = run_ranks(on, 2)[0]
+    assert torch.equal(before, after)
+    assert float((before - cut).norm()) > 0.1
+
+
 def test_keys_of_another_sequence_are_cut_at_a_third():
     planted = PlantedCut([contiguous(S, 2)])
     out = on_one_rank(lambda mesh: context_attention(Q, *TEXT, mesh), planted)

@@ -461,18 +461,25 @@ def test_a_rank_whose_part_of_a_gradient_is_zero():
 
 
 class Counted(nn.Module):
-    """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first."""
+    """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first, and what
+    is in a dict, a list and a set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.calls = nn.BatchNorm1d(16), 0
         self.seen = torch.zeros(1)
+        self.memo, self.names = {"places": [torch.zeros(())]}, {"a"}
 
     def forward(self, x):
         self.norm(x.detach().flatten(0, 1).float())  # for its buffers alone
         self.calls += 1
         self.seen += 1
         self.table = torch.ones(1)
+        self.memo.setdefault("length", x.shape[1])
+        self.memo["places"][0].add_(1)
+        self.memo["places"].append(x.mean())
+        self.names.add(len(self.names))
+        self.new = [1]
         return x
 
 
@@ -492,7 +499,7 @@ def test_nothing_is_left_behind(fails: bool):
         model = parallel(whole, CORES, mesh).eval()
         counted = model.layers[0].feed_forward[1]
         counted.norm.train()
-        before = copy.deepcopy(model.state_dict())
+        before, kept = copy.deepcopy(model.state_dict()), (counted.memo, counted.memo["places"], counted.names)
         if fails:
             with pytest.raises(KeyError, match="planned"):
                 verify(model, mesh, {"tokens": TOKENS}, act)
@@ -500,6 +507,8 @@ def test_nothing_is_left_behind(fails: bool):
             verify(model, mesh, {"tokens": TOKENS}, act, tolerance=1e-5)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert (counted.calls, counted.seen.item(), hasattr(counted, "table")) == (0, 0, False)
+        assert (counted.memo, counted.names, hasattr(counted, "new")) == ({"places": [torch.zeros(())]}, {"a"}, False)
+        assert all(x is y for x, y in zip(kept, (counted.memo, counted.memo["places"], counted.names), strict=True))
         assert counted.norm.training
         assert not model.layers[0].training
         assert all(parameter.grad is None for parameter in model.parameters())
