@@ -192,6 +192,7 @@ class _Verification:
         self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
         self._notes, self._losses = StepNotes(), 0  # of the step with all ranks
         self._outside: dict[nn.Parameter, str] = {}  # parameters of the step that the model does not have
+        self._others = set[int]()  # all of these in the step with all ranks, by id
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
 
     def report(self) -> Report:
@@ -205,10 +206,10 @@ class _Verification:
             finally:
                 self._state.restore()
                 self._progress.end()
-        compared = set(map(id, self._model.parameters()))
         for proof in {*self._notes.proofs, proof_of(self._model)}:
-            model = proof.model()  # another model of the step may lack a proof
-            if model is not None and compared.issuperset(map(id, model.parameters())):
+            # Another model of the step may lack a proof. The whole model of a pipeline may be gone.
+            model = proof.model()
+            if model is None or self._others.isdisjoint(map(id, model.parameters())):
                 proof.proved(frozenset(report.unseen))
         self._progress.print(report.line)
         return report
@@ -235,6 +236,7 @@ class _Verification:
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
+            self._others = set(map(id, parallel.outside))
             self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
             parallel, reference = self._with_outside(parallel), self._with_outside(reference)
             self._refuse(_describe_unusable(reference, bool(expected.kept)))
