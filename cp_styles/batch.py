@@ -483,6 +483,12 @@ def _and(parties: list[list[int]]) -> str:
     return " and ".join(map(str, parties[:4])) + (" and ..." if len(parties) > 4 else "")
 
 
+def count_losses() -> int:
+    """The number of losses, token counts and gathers of this rank so far, over all of its groups."""
+    found = [state.objects.get(Losses) for group, state in states() if is_of_this_world(group)]
+    return sum(losses.number for losses in found if losses is not None)
+
+
 def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which attention has run since the last such meeting: see :func:`states_here`.
 

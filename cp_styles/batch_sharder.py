@@ -344,6 +344,9 @@ class BatchSharder:
         if not isinstance(batch, torch.Tensor) and _joins_matter(batch.get("document_ids"), batch.get("labels")):
             parts[0]._packed_at = state_of(self._group).operations.forwards
         self._packed_at = parts[0]._packed_at
+        notes, labels = state_of(self._group).notes, parts[0].get("shift_labels")
+        if notes is not None and labels is not None:
+            notes.labels.append(int((labels != IGNORE_INDEX).sum()))
         return parts[0]
 
     def _name_weights(self, batch: Batch) -> None:
@@ -400,9 +403,9 @@ class BatchSharder:
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number
         before, self._losses = self._losses, losses
-        unproved = state.proofs is None and not all(proof.verified for proof in state.trained)
+        unproved = not all(proof.verified and not proof.unseen for proof in state.trained)
         state.trained.clear()
-        if self._warned or state.proofs is not None or self._group.size() == 1:
+        if self._warned or state.notes is not None or self._group.size() == 1:
             return
         if not state.operations.forwards and not state.operations.collectives:
             self._warn(

@@ -418,7 +418,9 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
             tile = kernel_for_tiles((q, k, v), named=kernel)
             with without_dispatch_modes():
-                columns, bias = _find_visible_keys(name, cache, call.mask, call.attn_mask, q)
+                planted, mask = state_of(cache.group).planted, call.mask
+                mask = mask if planted is None else planted.mask(mask, cache.length, cache.length)
+                columns, bias = _find_visible_keys(name, cache, mask, call.attn_mask, q)
             out, lse = _compute_part(tile, q, k, v, cache, columns, bias, scale)
             alone = cache.group.size() == 1
             parts = None if alone else _gather_parts(name, out, lse, cache, q_BHLD, call.equal_number)

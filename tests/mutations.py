@@ -218,6 +218,51 @@ kernels: a window that no kernel is told of | unit/test_cuda_kernels.py ranks/fl
 kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
     make_calls | (tile.cover, tile.window),
     becomes | tile.cover,
+verify: an attention is not cut | ranks/verify/test_planted.py -k "causal or third"
+    ResolvedCall._attention | mask = planted.mask(mask, q_length, kv_length)
+    becomes | pass
+verify: an attention that ran before is not cut | ranks/verify/test_planted.py -k again
+    ResolvedCall.attention | or self.binding.group_state.planted is not None
+    becomes nothing
+verify: a mixer is not cut | ranks/verify/test_planted.py -k "roll or convolution or recurrence"
+    CutSequence._agree | sizes if state.planted is None else state.planted.documents(sizes)
+    becomes | sizes
+verify: a new token attends across the cut | ranks/verify/test_planted.py -k decode
+    decode | mask if planted is None else planted.mask(mask, cache.length, cache.length)
+    becomes | mask
+verify: a sequence is not cut where the parts end | ranks/verify/test_planted.py -k contiguous
+    PlantedCut._lengths | edges or {length // 3 or 1}
+    becomes | {length // 3 or 1}
+verify: the planted mistake stays | ranks/verify/test_planted.py -k gone
+    as_one_rank | state_of(one).planted = None
+    becomes | pass
+verify: what is in a dict stays | ranks/verify/test_verify.py -k left_behind
+    ModelState.restore | container.clear()
+    becomes | pass
+verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
+    _Verification._with_power | not (seen or power.loss) and
+    becomes | False and
+verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
+    _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
+    becomes | True
+verify: gradients outside of the model are not compared | ranks/verify/test_verify.py -k only_what
+    _Verification._with_outside | {**run.gradients, **outside}
+    becomes | run.gradients
+verify: gradients outside of the model are lost | ranks/verify/test_verify.py -k only_what
+    OutsideParameters.__exit__ | parameter.grad = before
+    becomes | parameter.grad = None
+verify: equal parts prove that a mean is one of all | ranks/doors/test_first_hour.py -k Mean
+    BatchSharder.sum_gradients | proof.verified and not proof.unseen
+    becomes | proof.verified
+verify: a later proof forgets what an earlier one saw | ranks/doors/test_first_hour.py -k Mean
+    Proof.proved | self.unseen & unseen if self.verified else unseen
+    becomes | unseen
+verify: collectives over another group are not seen | ranks/verify/test_verify.py -k group
+    _Verification._plant | self._refuse(groups.found)
+    becomes | pass
+verify: reducers of torch are refused | ranks/verify/test_verify.py -k "collectives or fsdp"
+    _describe_caller | f"{module}.".startswith(_LIBRARIES)
+    becomes | False
 mixers: what came before a fragment does not decay in it | ranks/mixers/test_recurrence.py
     _KernelCall.compose | factor @ before
     becomes | before

@@ -1660,6 +1660,79 @@ def without_backward(out, view):
     return by_token(out.detach() if view.size > 1 else out, view)
 
 
+def beginning_at_zero(make: Callable[[], nn.Module], *names: str) -> Callable[[], nn.Module]:
+    """``make``, with parameters of 0: those whose names begin with ``names``."""
+
+    def make_zeroed():
+        model = make()
+        for name, parameter in model.named_parameters():
+            if name.startswith(names):
+                nn.init.zeros_(parameter)
+        return model
+
+    return make_zeroed
+
+
+def counted_in_attention(core, q, k, v):
+    return core.attend(q + torch.arange(q.shape[2]).to(q)[:, None], k, v)
+
+
+def with_head(*names: str) -> Callable[[], nn.Module]:
+    """A model that counts from 0 on each rank in its attention, with a last layer. ``names``: its parameters of 0."""
+    return beginning_at_zero(lambda: Model(inside=counted_in_attention, give=lambda m, x: m.linear(x)), *names)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(D, D)
+
+
+def outside_of(model: nn.Module) -> Any:
+    return vars(model)["outside"]
+
+
+def summed_with_outside(model: nn.Module, view: RankView) -> None:
+    for each in (model, outside_of(model)):
+        summed(each, view)
+
+
+def with_outside(
+    make: Callable[[], nn.Module], after: Callable[..., None] = summed_with_outside, *, inside: bool = False
+) -> dict[str, Any]:
+    """Fields of a program whose step has a module that its model does not have. ``inside``: the model calls it."""
+
+    def make_both():
+        model = Model(behind=(lambda m, x: outside_of(m)(x)) if inside else None)
+        vars(model)["outside"] = make()
+        return model
+
+    def apply(model, mesh):
+        for each in (model, outside_of(model).to(model.linear.weight)):
+            if isinstance(each, Model):
+                parallelize_module(each, mesh, ModuleContextParallel())
+        return model
+
+    call = forward if inside else lambda m, x, view: outside_of(m)(m(x))
+    return {"model": make_both, "after": after, "apply": apply, "call": call}
+
+
+def with_memo(before: Slot) -> Callable[[], nn.Module]:
+    """A model that keeps values in a dict from one forward to the next."""
+
+    def make():
+        model = Model(before)
+        model.memo = {}
+        return model
+
+    return make
+
+
+# Two models, each with a loss of its own.
+BESIDE: dict[str, Any] = {
+    "call": lambda m, x, view: (m(x), outside_of(m)(x)),
+    "loss": lambda outs, view: by_token(outs[0], view) + by_token(outs[1], view),
+}
+
+
 def fails_on_a_rank(m, x, view):
     if view.size > 1 and view.rank == 1:
         raise KeyError("image")
@@ -1878,8 +1951,31 @@ STEPS = (
         wrong("a gradient that is drawn", lambda m, x: x * (1 + torch.rand(()))),
     ),
     *kind(
+        "parameters outside of the model",
+        right("a head", **with_outside(linear)),
+        wrong("a head that is not summed", **with_outside(linear, summed)),
+        right("a layer that the model calls", **with_outside(linear, inside=True)),
+        wrong("a layer that the model calls, which is not summed", **with_outside(linear, summed, inside=True)),
+        right("another model", **with_outside(Model) | BESIDE),
+        wrong("another model, centred", **with_outside(partial(Model, centred)) | BESIDE),
+        no_block=NO_STYLE,
+    ),
+    *kind(  # right or wrong, it has not been proved
+        "a proof that is blind",
+        wrong("a head and a projection of zeros", model=with_head("attention.out", "linear")),
+        wrong("two zeros in a row", model=with_head("attention.qkv", "attention.out")),
+        wrong("equal tokens", centred, x=torch.ones(2, S, D)),
+        wrong("equal tokens, in a step without a backward", x=torch.ones(2, S, D), call=without_gradients),
+        wrong("documents that end with the parts", layout=contiguous, options={"mask": Documents((S // 2, S // 2))}),
+        wrong("a head of zeros", model=with_head("linear"), returns=lambda loss, view: None),  # is not blind
+        right("a projection of zeros", model=beginning_at_zero(Model, "attention.out")),
+        right("documents that end before the parts", layout=contiguous, options={"mask": Documents(DOCUMENTS)}),
+    ),
+    *kind(
         "buffers for the next forward",
         wrong("the mean of this rank's tokens", model=with_statistic, call=from_zero),
+        wrong("a length in a dict", model=with_memo(lambda m, x: x * m.memo.setdefault("length", x.shape[1]))),
+        right("lengths in a list", model=with_memo(lambda m, x: m.memo.setdefault("lengths", []).append(len(x)) or x)),
     ),
     *kind(
         "a kernel that counts from an offset",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -28,6 +28,8 @@ class Proof:
     Attributes:
         model: the model.
         verified: whether a comparison has found no difference, or the user gave ``verified=True``.
+        unseen: what a mean of the ranks' means may be of, and no comparison would have shown it: its step made no loss
+            of this package, and the ranks had equally many tokens, or labels.
         missed: whether the warning was given.
         losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
@@ -37,6 +39,7 @@ class Proof:
 
     model: ref[nn.Module]
     verified: bool = False
+    unseen: frozenset[str] = frozenset()
     missed: bool = False
     losses: int = 0
     reducer: ref[DistributedDataParallel] | None = None
@@ -49,8 +52,13 @@ class Proof:
         if copied is None:  # no module is copied
             return self
         proof = memo[id(self)] = proof_of(copied)
-        proof.verified = proof.verified or self.verified
+        proof.verified, proof.unseen = proof.verified or self.verified, self.unseen
         return proof
+
+    def proved(self, unseen: frozenset[str]) -> None:
+        """A comparison has found no difference. ``unseen``: what it would not have shown, and earlier ones may have."""
+        self.unseen = self.unseen & unseen if self.verified else unseen
+        self.verified = True
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
@@ -71,8 +79,8 @@ class Proof:
 
     def warn_if_unverified(self, state: GroupState) -> None:
         """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
-        if state.proofs is not None:
-            state.proofs.add(self)
+        if state.notes is not None:
+            state.notes.proofs.add(self)
         elif not (self.verified or self.missed):
             self.missed = True
             if dist.get_rank() == 0:
@@ -84,6 +92,19 @@ class Proof:
                     UnverifiedModelWarning,
                     stacklevel=2,
                 )
+
+
+@dataclass(eq=False)
+class StepNotes:
+    """What a run of :func:`cp_styles.verify.verify` is told of its step with all ranks.
+
+    Attributes:
+        proofs: of the models that run a backward.
+        labels: of each batch that is cut, how many of this rank's tokens have a label.
+    """
+
+    proofs: set[Proof] = field(default_factory=set)
+    labels: list[int] = field(default_factory=list)
 
 
 def running_ddp() -> DistributedDataParallel | None:

@@ -152,9 +152,10 @@ def walk_graph(node: Any, last: tuple[str, ...] = ()) -> Iterator[Any]:
         node = waiting.pop()
         yield node
         if not any(part in node.name() for part in last):
-            following = {after for after, _ in node.next_functions if after is not None} - visited
-            visited |= following
-            waiting.extend(following)
+            following = dict.fromkeys(after for after, _ in node.next_functions if after not in visited)
+            following.pop(None, None)
+            visited.update(following)
+            waiting.extend(following)  # in an order that is the same on all ranks
 
 
 # Parts of the names of autograd's nodes: the Functions of this file, our ops, and DTensor's conversions.

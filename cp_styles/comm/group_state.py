@@ -128,9 +128,10 @@ class GroupState:
         local: modules and parameters that are meant to differ between the ranks, by id.
         stand_in: the group that replaces this group while :func:`cp_styles.verify.verify` runs a step.
         alone: the group is this rank alone, and replaces the ranks of a sequence in such a run.
+        planted: a mistake in the attentions of such a run, :class:`~cp_styles.verify.planted.PlantedCut`, or None.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
         trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
-        proofs: proofs of the models that have a backward in a run of verify; None outside of such a run.
+        notes: what a run of verify is told, :class:`~cp_styles.checks.proof.StepNotes`; None outside of such a run.
     """
 
     operations: Operations = field(default_factory=Operations)
@@ -151,9 +152,10 @@ class GroupState:
     local: dict[int, ref[Any]] = field(default_factory=dict)
     stand_in: StandIn | None = None
     alone: bool = False
+    planted: Any = None
     training: WeakSet[Any] = field(default_factory=WeakSet)
     trained: WeakSet[Any] = field(default_factory=WeakSet)
-    proofs: set[Any] | None = None
+    notes: Any = None
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -381,7 +381,7 @@ class ResolvedCall:
         ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions. Errors do not depend
         on the rank, so every rank raises them.
         """
-        if attn_mask is not None:
+        if attn_mask is not None or self.binding.group_state.planted is not None:
             return self._attention(tensors, attn_mask, is_causal, scale)
         q, k, v = tensors
         key = q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
@@ -413,6 +413,8 @@ class ResolvedCall:
             mask.check((*(binding.mask_shape or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{binding.name}: {error}") from None
+        if (planted := binding.group_state.planted) is not None:
+            mask = planted.mask(mask, q_length, kv_length)
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
         try:

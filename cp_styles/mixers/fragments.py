@@ -349,7 +349,7 @@ class CutSequence:
                 f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the "
                 "documents of the whole sequence, the same on all ranks"
             )
-        return Cut(peers, cut, sizes)
+        return Cut(peers, cut, sizes if state.planted is None else state.planted.documents(sizes))
 
 
 def requires_grad_by_name(arguments: Iterable[Any]) -> dict[str, bool]:

@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles.checks.proof import Proof, proof_of
+from cp_styles.batch import count_losses
+from cp_styles.checks.proof import StepNotes, proof_of
 from cp_styles.comm.point_to_point import abort_group
+from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors
-from cp_styles.verify.diagnose import findings, join_first
+from cp_styles.verify.diagnose import OUTSIDE, findings, join_first
 from cp_styles.verify.other_axes import examine_other_axes
+from cp_styles.verify.other_groups import OtherGroups
+from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
-from cp_styles.verify.report import ModuleErrors, Report, VerificationError
+from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
 from cp_styles.verify.rounding import Perturbed, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
@@ -81,11 +86,17 @@ def verify(
     - the output of the model: a rank is expected to have the rows that the layout of the attention gives it;
     - the outputs of all modules, which show where a mistake is (and in a step without a backward, that there is one);
     - the loss that the step returns;
-    - the gradients of all parameters after the step.
+    - the gradients of all parameters after the step, also of parameters outside of the model to which a ``backward()``
+      of the step leads.
 
-    Afterwards gradients are None, and buffers, plain attributes of modules, training flags and random states are as
-    before, also after an error. (FSDP2 does not recover from an error in its forward; the error says so.) Dropout is
-    off in all runs. Compiled modules run without their graphs: their eager code is proved.
+    A comparison that cannot fail proves nothing. So a last step with one rank has a planted mistake: each attention and
+    mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a
+    gradient (nor an output, without a backward) by ten tolerances, nothing is proved, which is an error.
+
+    Afterwards gradients are None, and buffers, plain attributes of modules (also in dicts, lists and sets), training
+    flags and random states are as before, also after an error. (FSDP2 does not recover from an error in its forward;
+    the error says so.) Dropout is off in all runs. Compiled modules run without their graphs: their eager code is
+    proved.
 
     Args:
         model: the model, in any floating-point dtype.
@@ -106,16 +117,17 @@ def verify(
     Returns:
         A report, equal on every rank. The first rank also prints its first line.
 
-    Memory: the gradients twice (sharded as in training), and this rank's rows of the outputs of modules. Time: three
-    small steps, four in lower precision; two more, and some parts of the model, if the step is wrong.
+    Memory: the gradients twice (sharded as in training), and this rank's rows of the outputs of modules. Time: four
+    small steps, five in lower precision; if the step is wrong, three or four, two more, and some parts of the model.
 
     Communication: the messages of the steps, and all-gathers of small objects over the axes of ``mesh``.
 
     Raises:
-        VerificationError: on every rank, if the steps differ, if the step raises on any rank, or if nothing can be
-            compared. It names the first wrong module. It also names the cause, if a test shows one of these:
-            positions, labels, layout, a layer that mixes tokens, attention on a shard, gradients that are not reduced
-            exactly once, samples or weights that differ between ranks, random numbers.
+        VerificationError: on every rank, if the steps differ, if the step raises on any rank, if nothing can be
+            compared, or if the comparison does not notice the planted mistake. It names the first wrong module. It also
+            names the cause, if a test shows one of these: positions, labels, layout, a layer that mixes tokens,
+            attention on a shard, gradients that are not reduced exactly once, samples or weights that differ between
+            ranks, random numbers.
         ValueError: parameters have gradients, the ``tolerance`` is invalid, or the mesh does not have the axis.
         TypeError: the step returns neither one number nor None.
     """
@@ -139,6 +151,26 @@ def verify(
     return _Verification(model, mesh, axis, batch, (step, plain or step), tolerance, title).report()
 
 
+class _Moved(NamedTuple):
+    """What a planted mistake moves on a rank.
+
+    Attributes:
+        used: whether there was an attention or mixer in which to plant it.
+        takes: whether an attention or mixer has lost a key or a row by it.
+        measured: whether rounding is small enough to see it.
+        gradients, outputs, loss: what it moves.
+        nonzero: the gradients that are not 0 without it.
+    """
+
+    used: bool
+    takes: bool
+    measured: bool
+    gradients: list[str]
+    outputs: list[Key]
+    loss: bool
+    nonzero: list[str]
+
+
 class _Verification:
     """The runs of a step, and their comparison. ``steps``: the step with all ranks, and the step with one.
 
@@ -159,7 +191,9 @@ class _Verification:
         self._tolerance, self._title = tolerance, title
         self._gather_all = gather_over(mesh)
         self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
-        self._proofs: set[Proof] = set()
+        self._notes, self._losses = StepNotes(), 0  # of the step with all ranks
+        self._outside: dict[nn.Parameter, str] = {}  # parameters of the step that the model does not have
+        self._others = set[int]()  # all of these in the step with all ranks, by id
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
 
     def report(self) -> Report:
@@ -173,8 +207,11 @@ class _Verification:
             finally:
                 self._state.restore()
                 self._progress.end()
-        for proof in {*self._proofs, proof_of(self._model)}:
-            proof.verified = True
+        for proof in {*self._notes.proofs, proof_of(self._model)}:
+            # Another model of the step may lack a proof. The whole model of a pipeline may be gone.
+            model = proof.model()
+            if model is None or self._others.isdisjoint(map(id, model.parameters())):
+                proof.proved(frozenset(report.unseen))
         self._progress.print(report.line)
         return report
 
@@ -200,6 +237,9 @@ class _Verification:
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
+            self._others = set(map(id, parallel.outside))
+            self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
+            parallel, reference = self._with_outside(parallel), self._with_outside(reference)
             self._refuse(_describe_unusable(reference, bool(expected.kept)))
             tensors = [*reference.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
             unit = max(self._gather_all(unit_of_all(tensors)))
@@ -212,6 +252,7 @@ class _Verification:
             parameters = self._parameter_errors(parallel, reference, tolerance)
             losses = self._gather_axis((reference.loss, parallel.loss))
             other = examine_other_axes(self._model, self._mesh, self._axis, self._batch, parallel, before)
+            unseen = self._find_unseen(layouts, takes_means=bool(parameters) or reference.loss is not None)
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
@@ -220,11 +261,13 @@ class _Verification:
                 calls = output_errors(changed.kept, expected.kept, self._gather_axis)
                 leeway = Leeway(tolerance, calls, self._parameter_errors(noisy, reference, tolerance))
                 del noisy, changed
+            moved = self._plant(reference, expected, keep_rows, leeway, layouts)
             outputs = {key: error for key, error in outputs.items() if repeated.get(key, 0.0) <= tolerance}
             results = expected.results(outputs)
             wrong = [*leeway.wrong({key: outputs[key] for key in results}), *leeway.wrong(parameters)]
             wrong += [_LOSS for alone, ran in losses if not _is_near(alone, ran, leeway.of(_LOSS))][:1]
             report = self._build_report(expected.kinds, outputs, results, parameters, losses, leeway)
+            report = replace(report, unseen=unseen)
             ranks = self._gather_all(wrong)
             # A program may exchange tensors by collectives, and attend to them by itself. Without layouts its rows are
             # not compared, so gradients must show that it is exact.
@@ -236,7 +279,7 @@ class _Verification:
             if not any(ranks):
                 mistakes, notes = zip(*self._gather_all(other), strict=True)
                 self._raise_if_any(next(filter(None, mistakes), []))
-                return replace(report, notes=tuple(next(filter(None, notes), [])))
+                return self._with_power(replace(report, notes=tuple(next(filter(None, notes), []))), moved)
             del expected  # a run that finds causes keeps more
         # If only the loss differs, gradients show that no module is the cause.
         texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
@@ -276,6 +319,88 @@ class _Verification:
             ]
         self._refuse(texts)
         return errors
+
+    def _with_outside(self, run: StepRun) -> StepRun:
+        """``run``, whose gradients include those of the parameters outside of the model."""
+        outside = {name: run.outside.get(parameter) for parameter, name in self._outside.items()}
+        return replace(run, gradients={**run.gradients, **outside})
+
+    def _name_outside(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, str]:
+        """Names for parameters that the model does not have."""
+        models = [model for proof in self._notes.proofs if (model := proof.model()) is not None]
+        names = {x: f"{type(model).__name__}.{name}" for model in models for name, x in model.named_parameters()}
+        named, found = dict[nn.Parameter, str](), set[str]()
+        for at, x in enumerate(parameters):
+            name = names.get(x, f"parameter {at} {tuple(x.shape)}")
+            named[x] = OUTSIDE + (f"{name} ({at})" if name in found else name)  # of two models of one class
+            found.add(name)
+        return named
+
+    def _find_unseen(self, layouts: Sequence[SequenceLayout], *, takes_means: bool) -> tuple[str, ...]:
+        """What the ranks had equally many of, if the step takes a mean by itself: "tokens", "labels".
+
+        A mean of the ranks' means is then right by chance.
+        """
+        counts = self._gather_axis(self._notes.labels)
+        equal = {
+            "tokens": all(len(set(layout.lengths)) == 1 for layout in layouts) if layouts else None,
+            "labels": all(each == counts[0] for each in counts) if any(counts) else None,
+        }
+        ranks = self._gather_all((equal, takes_means and not self._losses and len(counts) > 1))
+        if not all(takes for _, takes in ranks):
+            return ()
+        known = {what: [each[what] for each, _ in ranks if each[what] is not None] for what in equal}
+        return tuple(what for what, values in known.items() if values and all(values))
+
+    def _plant(
+        self,
+        reference: StepRun,
+        expected: Outputs,
+        keep_rows: Any,
+        leeway: Leeway,
+        layouts: Sequence[SequenceLayout],
+    ) -> _Moved:
+        """Repeat the step with one rank with a planted mistake: what it moves.
+
+        Raises if the step communicates over ranks for which this rank stands.
+        """
+        # Only here, because it does not matter to this run how a mode rounds.
+        planted, groups = PlantedCut(layouts), OtherGroups(self._axis.mesh.tolist())
+        run, outputs = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows), planted, groups)
+        self._refuse(groups.found)
+        errors = output_errors(outputs.kept, expected.kept, self._gather_axis)
+        parameters = self._parameter_errors(run, reference, leeway.tolerance)
+        return _Moved(
+            used=planted.used,
+            takes=planted.takes,
+            measured=any(leeway.of(what) < COARSE for what in (parameters or errors)),
+            gradients=leeway.moved(parameters),
+            outputs=leeway.moved(errors),
+            loss=not _is_near(reference.loss, run.loss, leeway.margin(_LOSS)),
+            nonzero=[name for name, x in reference.gradients.items() if x is not None and bool(x.any())],
+        )
+
+    def _with_power(self, report: Report, moved: _Moved) -> Report:
+        """``report`` with what a planted mistake has moved. Raises if that is nothing: no mistake could be seen."""
+        ranks: list[_Moved] = self._gather_all(moved)
+        if not any(each.used for each in ranks):
+            return report
+        names = {name for name, _ in report.parameters}
+        seen = {what for each in ranks for what in (each.gradients if names else each.outputs)}
+        power = Power(
+            moved=len(seen),
+            of=len(names) or len(report.modules),
+            loss=any(each.loss for each in ranks),
+            zero=tuple(sorted(names.difference(*(each.nonzero for each in ranks)))),
+        )
+        report = replace(report, power=power)
+        if not (seen or power.loss) and any(each.measured for each in ranks):
+            modules = dict.fromkeys(key[0] for each in ranks for key in each.outputs)
+            takes = any(each.takes for each in ranks)
+            raise VerificationError(
+                replace(report, findings=(describe_blind(power, self._batch, list(modules), takes=takes),))
+            )
+        return report
 
     def _build_report(
         self,
@@ -317,11 +442,12 @@ class _Verification:
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_temporary_groups(self._mesh, self._gather_all) as groups:
+            losses = count_losses()
             result = run_or_failure(run, recovery_note(self._model))
             groups.leave()
             if not isinstance(result, StepFailure):
                 failures = self._gather_all(None)  # after it, no message of the step is in flight
-        self._proofs |= groups.proofs
+            self._notes, self._losses = groups.notes, count_losses() - losses
         self._progress.step()
         if isinstance(result, StepFailure):
             if communicates(self._model, self._mesh) and not groups.all_have_left():
@@ -332,13 +458,18 @@ class _Verification:
             failures = self._gather_all(result)
         self._raise_if_any(_describe_failures(failures))
         assert not isinstance(result, StepFailure)
-        return result
+        return self._with_outside(result[0]), result[1]
 
-    def _run_with_one_rank(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
-        """Run the step with this rank in place of the ranks of the sequence."""
+    def _run_with_one_rank(
+        self,
+        recording: Callable[[list[Any]], Any],
+        planted: PlantedCut | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> tuple[StepRun, Any]:
+        """Run the step with this rank in place of the ranks of the sequence, in the context ``around``."""
         self._state.restore()
         ranks = self._axis.mesh.tolist()
-        with as_one_rank(self._mesh, self._axis) as mesh:
+        with as_one_rank(self._mesh, self._axis, planted) as mesh, around or nullcontext():
             try:
                 result = run_step(self._model, self._batch, mesh, self._steps[1], recording)
             except Exception as error:
@@ -354,7 +485,7 @@ class _Verification:
                 f"verify: attention runs over a process group of the ranks {ranks} that the mesh does not have: give "
                 "verify the mesh that the styles and functions were given"
             )
-        return result
+        return self._with_outside(result[0]), result[1]
 
     def _find_causes(self, leeway: Leeway) -> list[str]:
         """Run the step twice more, record all calls, and name the first mistake. No text if none is found."""
@@ -390,7 +521,7 @@ class _Progress:
     """A line on the terminal while steps run, after the first two seconds. Nothing is printed without a title."""
 
     def __init__(self, title: str) -> None:
-        self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 4, False
+        self._title, self._begin, self._done, self._steps, self._shown = title, time.monotonic(), 0, 5, False
 
     def expect(self, steps: int) -> None:
         """Add further steps to the total."""

@@ -196,6 +196,14 @@ class Leeway:
         # Four times the effect of changed last bits: two steps, each with two independent roundings, differ by less.
         return self.tolerance + 4 * noise
 
+    def margin(self, what: Key | str) -> float:
+        """The error from which on a planted mistake is seen: ten tolerances, at most a tenth, and the rounding."""
+        return self.of(what) + min(9 * self.tolerance, 0.1)
+
+    def moved(self, errors: Mapping[Any, float]) -> list[Any]:
+        """The calls or parameters that a planted mistake moves."""
+        return [what for what, error in errors.items() if not error <= self.margin(what)]
+
     def scaled(self, what: Key | str, error: float) -> float:
         """``error``, scaled such that it can be compared with the common tolerance."""
         return error * self.tolerance / self.of(what)

@@ -452,6 +452,11 @@ def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
         elif kind == "times" and not first:
             why = _explain_factor(by, comparison.loss_factor(), axis.size())
             texts.append(f"{what} are {by:.4g} times the gradients of one process: {why}")
+        elif all(name.startswith(OUTSIDE) for name in names) and partly:
+            texts.append(
+                f"{what} are wrong, and those of the model are right: the mistake is in the modules that have them. "
+                "verify(module, mesh, batch, step), with these modules in place of the model, names it"
+            )
         elif not first and comparison.loss_factor() == 1 and len(names) == len(comparison.parameters) > 1:
             texts.append(
                 f"{what} are wrong, and all outputs and their gradients are right: something changes gradients between "
@@ -548,6 +553,8 @@ def _describe_first_gradient(comparison: Comparison) -> str:
     return "" if first is None else f": the first wrong gradient of a backward is at {first}'s output"
 
 
+OUTSIDE = "outside of the model: "
+"""The names of parameters of the step that the model does not have begin with this."""
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
 _GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
 

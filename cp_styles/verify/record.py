@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
+from cp_styles.collectives.autograd import walk_graph
 
 Key = tuple[str, int]
 """A module's name, and the number of the call of this module."""
@@ -151,6 +152,39 @@ class UnhandledAttention(TorchFunctionMode):
         if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
             self._attentions.append(None)
         return func(*args, **kwargs)
+
+
+class OutsideParameters(TorchFunctionMode):
+    """Collects the gradients of parameters that the model does not have: of another model of the step, a head, a scale.
+
+    They are those to which a ``backward()`` of this thread leads. Inside of the context gradients that they had before
+    are put aside.
+
+    Attributes:
+        gradients: the gradients at the end of the context.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._inside = set(map(id, model.parameters()))
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+        self.gradients: dict[nn.Parameter, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward and args[0].grad_fn is not None:
+            leaves = (getattr(node, "variable", None) for node in walk_graph(args[0].grad_fn))
+            for leaf in leaves:
+                if isinstance(leaf, nn.Parameter) and id(leaf) not in self._inside and leaf not in self._before:
+                    self._before[leaf], leaf.grad = leaf.grad, None
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for parameter, before in self._before.items():
+            # FSDP2 takes the gradients of the parameters of a layer that it has gathered.
+            if parameter.grad is not None:
+                self.gradients[parameter] = parameter.grad.detach()
+            parameter.grad = before
 
 
 class Recording(Hooks):

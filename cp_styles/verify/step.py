@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
 from cp_styles.batch import loss_listener
-from cp_styles.checks.proof import Proof
+from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
@@ -34,7 +34,8 @@ from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
-from cp_styles.verify.record import Hooks, UnhandledAttention, plain_name
+from cp_styles.verify.planted import PlantedCut
+from cp_styles.verify.record import Hooks, OutsideParameters, UnhandledAttention, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
 """``step(model, batch, mesh)``: a forward, a loss, a backward, and whatever reduces the gradients; returns the loss."""
@@ -144,10 +145,10 @@ class _MeshOfOne(DeviceMesh):
 
 
 @contextlib.contextmanager
-def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
+def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None = None) -> Iterator[DeviceMesh]:
     """This rank alone replaces the group of ``axis`` in the ``with``. Yields ``mesh`` with this rank alone on ``axis``.
 
-    No communication.
+    ``planted``: a mistake in all attentions and mixers over the axis. No communication.
     """
     one = state_of(world_group()).get_or_create(_GroupOfOne).group
     if mesh.ndim == 1:
@@ -158,10 +159,12 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh) -> Iterator[DeviceMesh]:
         ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
         alone = _MeshOfOne.of(alone)
+    state_of(one).planted = planted
     try:
         with _replace_group(axis.get_group(), StandIn(one, alone)):
             yield alone
     finally:
+        state_of(one).planted = None
         without_groups(alone)
 
 
@@ -169,11 +172,11 @@ class TemporaryGroups:
     """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages.
 
     Attributes:
-        proofs: the proofs of the models that run a backward over the groups.
+        notes: what the groups are told.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
-        self.proofs = set[Proof]()
+        self.notes = StepNotes()
         self._store, self._name = store_of(world_group()), f"cp_styles.verify/{name}"
         self._ranks = mesh.mesh.flatten().tolist()
 
@@ -205,7 +208,7 @@ def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[Temporar
             for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                state_of(groups[-1]).proofs = temporary.proofs
+                state_of(groups[-1]).notes = temporary.notes
                 stack.enter_context(_replace_group(original, StandIn(groups[-1])))
             yield temporary
     except BaseException as error:
@@ -269,12 +272,14 @@ class StepRun:
 
     Attributes:
         gradients: this rank's shard of each parameter's gradient; None for parameters without one.
+        outside: the gradients of parameters that the model does not have.
         removed: the parameters that had a gradient during the step, and have none at its end.
         attentions: an entry for each attention, in order: AttentionRun, or None if no style or block handled it.
         losses: the ranks and the token count of each global loss.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
+    outside: Mapping[nn.Parameter, torch.Tensor]
     loss: float | None
     removed: tuple[str, ...]
     attentions: list[AttentionRun | None]
@@ -322,6 +327,7 @@ def run_step(
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
     losses: list[tuple[list[int], float]] = []
+    outside = OutsideParameters(model)
     handles = [
         x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
     ]
@@ -330,7 +336,7 @@ def run_step(
             hooks = recording(attentions)
             token = loss_listener.set(lambda ranks, count: losses.append((ranks, float(count))))
             try:
-                with hooks:
+                with hooks, outside:
                     loss = step(model, copy.deepcopy(batch), mesh)
             except Exception as error:
                 if hooks.open:
@@ -356,7 +362,8 @@ def run_step(
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
     number = float(_full_tensor(loss)) if isinstance(loss, torch.Tensor) else loss
-    return StepRun(gradients, number, tuple(removed), attentions, losses), hooks
+    shares = {parameter: _local_tensor(x) for parameter, x in outside.gradients.items()}
+    return StepRun(gradients, shares, number, tuple(removed), attentions, losses), hooks
 
 
 def run_or_failure(run: Callable[[], Any], after: str) -> Any:
@@ -414,8 +421,8 @@ def _eager_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class ModelState:
-    """State that a step changes in a model and in the process: buffers, plain attributes of modules, hooks that the
-    model registers on itself, training flags, and the states of random generators.
+    """State that a step changes in a model and in the process: buffers, plain attributes of modules, also in dicts,
+    lists and sets, hooks that the model registers on itself, training flags, and the states of random generators.
 
     Attributes:
         drawn_from: a checksum of the state of the generator that the model uses.
@@ -423,10 +430,11 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._training = [(module, module.training) for module in model.modules()]
-        self._modules = [
-            (module, dict(module._buffers), {name: x for name, x in vars(module).items() if _is_plain(x)})
-            for module in model.modules()
-        ]
+        self._modules = [(module, dict(module._buffers), _plain_attributes(module)) for module in model.modules()]
+        # A module of torch may be a wrapper, such as DDP, whose own containers are not to be touched.
+        tables = [attributes for module, _, attributes in self._modules if not _is_of_torch(module)]
+        containers = [each for table in tables for x in table.values() for each in _containers(x)]
+        self._contents = [(container, list(_items(container))) for container in containers]
         self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
         tensors = {
             id(x): x
@@ -434,7 +442,7 @@ class ModelState:
             for table in tables
             for x in table.values()
             if isinstance(x, torch.Tensor)
-        }
+        } | {id(x): x for _, items in self._contents for x in tensors_in(items)}
         self._values = [(x, x.detach().clone()) for x in tensors.values()]
         self._random = _random_states()
         on_gpu = any(x.is_cuda for x in model.parameters())
@@ -448,11 +456,14 @@ class ModelState:
             if {name: id(x) for name, x in module._buffers.items()} != {name: id(x) for name, x in buffers.items()}:
                 module._buffers.clear()
                 module._buffers.update(buffers)
-            if type(module).__module__.startswith("torch."):  # wrappers such as DDP count their forwards
+            if _is_of_torch(module):  # wrappers such as DDP count their forwards
                 continue
-            for name in [name for name, x in vars(module).items() if _is_plain(x) and name not in attributes]:
+            for name in _plain_attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             vars(module).update({name: x for name, x in attributes.items() if vars(module).get(name) is not x})
+        for container, items in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(items)
         for table, before in self._hooks:
             for key in [key for key, hook in table.items() if key not in before and _is_foreign(hook)]:
                 del table[key]
@@ -476,8 +487,39 @@ def _is_foreign(hook: Any) -> bool:
     return not module.startswith(("torch.", "cp_styles."))
 
 
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # its tables of parameters, modules and hooks
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that hold nothing but numbers, texts and tensors, also in dicts, lists and sets."""
+    named = vars(module).items()
+    return {name: x for name, x in named if _is_plain(x) or (name not in _OF_EACH_MODULE and _is_plain_container(x))}
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _is_plain_container(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain_container, value.values()))
+    return all(map(_is_plain_container, value)) if type(value) in (list, set, tuple) else _is_plain(value)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.items() if isinstance(container, dict) else container
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a plain value, itself included."""
+    if type(value) in (dict, list, set):
+        yield value
+    for each in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
+        yield from _containers(each)
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:

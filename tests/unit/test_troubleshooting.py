@@ -34,6 +34,8 @@ REMEDIES = {
     "Documents without a scope": "ranks/doors/test_batch_sharder.py: documents_without_a_scope",
     "A mean of means": "ranks/doors/test_first_hour.py: is_none_where_the_loss_is_one_of_all",
     "Gradients behind a gather": "ranks/engine/test_batch.py: gradients_behind_a_gather_that_are_shares",
+    "A proof that is blind": "ranks/verify/test_verify.py: a_proof_that_is_blind",
+    "A group that is not of the mesh": "ranks/verify/test_verify.py: a_group_that_is_not_of_the_mesh",
     "A model that was never compared": "ranks/verify/test_verify.py: a_model_that_was_never_compared_warns_once",
     "No attention was reached": "ranks/doors/test_errors.py: a_module_that_does_more_than_attend",
     "No attention was called": "clients/test_transformers.py: exact",

@@ -407,6 +407,36 @@ class TestAMeanOfMeans:
     def test_of_a_model_that_was_verified_is_none(self):
         assert self.said(self.own, verified=True) == []
 
+    @pytest.mark.parametrize(
+        ("lengths", "lines"),
+        [
+            ([LENGTH], ["had equally many tokens and labels, so a mean of the ranks' means would not be seen"]),
+            ([LENGTH - 1], [""]),
+            ([LENGTH, LENGTH - 1], ["had equally many tokens and labels", ""]),
+            ([LENGTH - 1, LENGTH], ["", "had equally many tokens and labels"]),
+        ],
+    )
+    def test_stays_after_a_proof_that_could_not_see_it(self, lengths: list[int], lines: list[str]):
+        """A step that is right, and takes its mean by itself. A later proof adds what an earlier one did not see."""
+
+        def step(model: nn.Module, batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+            sharder = BatchSharder(mesh)
+            part = sharder(batch)
+            logits, labels = model(part.tokens, pos=part.positions), part["shift_labels"]
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            (losses / batch["input_ids"].numel()).backward()
+            sharder.sum_gradients(model)
+
+        def act(model: GPT, mesh: DeviceMesh) -> None:
+            for length, line in zip(lengths, lines, strict=True):
+                batch = {"input_ids": INPUTS[:, :length], "shift_labels": TARGETS[:, :length]}
+                report = verify(model, mesh, batch, step)
+                assert line in report.line
+                assert bool(report.unseen) == bool(line)
+            step(model, {"input_ids": INPUTS, "shift_labels": TARGETS}, mesh)
+
+        assert len(self.said(act)) == (lengths == [LENGTH])
+
     @pytest.mark.parametrize("loss", ["batch.loss", "global_loss", "token_count", "two sums of one count", "gather"])
     def test_is_none_where_the_loss_is_one_of_all(self, loss: str):
         def act(model: GPT, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +40,7 @@ from cp_styles import (
 )
 from cp_styles.__main__ import main
 from cp_styles.batch import Losses
+from cp_styles.checks import proof_of
 from cp_styles.comm.group_state import state_of
 from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -150,10 +152,146 @@ def test_a_step_that_is_exact(plan, ranks: int):
     assert report.loss[1:] == pytest.approx([report.loss[0]] * ranks)
     text = str(report)
     assert text.isascii()
-    assert max(map(len, text.splitlines())) < 110
+    assert max(map(len, text.splitlines()[1:])) < 110
     assert text.splitlines()[0].endswith(
-        f"equal to one device: {len(names)} modules, {PARAMETERS} gradients, worst {worst:.0e}"
+        f"equal to one device: {len(names)} modules, {PARAMETERS} gradients, worst {worst:.0e}; "
+        f"a planted mistake moved {PARAMETERS} of {PARAMETERS} gradients"
     )
+
+
+def test_the_power_of_a_proof_is_in_its_line():
+    """What the planted mistake moves, with names of gradients that are 0; of outputs in a step without a backward."""
+    model = llama()
+    nn.init.zeros_(model.layers[0].attention.wo.weight)
+    report = run(model)[0]
+    assert report.power is not None
+    before = ("attention.wk", "attention.wq", "attention.wv", "attention_norm")
+    assert report.power.zero == tuple(f"layers.0.{name}.weight" for name in before)
+    words = rf"moved \d of {PARAMETERS} gradients \(4 of {PARAMETERS} gradients are exactly 0, in layers.0.attention.w"
+    assert re.search(words, report.line)
+    assert 0 < report.power.moved <= PARAMETERS - 4
+
+    def without_gradients(model, batch, mesh):
+        with torch.no_grad():
+            layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
+            model(layout.shard(batch["tokens"], 1, rank), layout.positions(rank))
+
+    report = run(llama(), act=without_gradients)[0]
+    assert report.power is not None
+    assert 3 < report.power.moved < report.power.of == len(report.modules)  # not the layers in front of the attention
+    assert report.line.endswith(f"a planted mistake moved {report.power.moved} of {report.power.of} outputs")
+
+
+def test_only_what_was_compared_is_proved():
+    """Of two models of a step. Gradients that the other one had before are there afterwards."""
+
+    def on(rank: int) -> tuple[bool, ...]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        actor, critic = (parallel(llama(), ModuleContextParallel(), mesh) for _ in range(2))
+        before = [torch.full_like(x, 7) for x in critic.parameters()]
+        for x, grad in zip(critic.parameters(), before, strict=True):
+            x.grad = grad
+
+        def act(model, batch, mesh):
+            loss = step(model, batch, mesh)
+            step(critic, batch, mesh)
+            return loss
+
+        report = verify(actor, mesh, {"tokens": TOKENS}, act, tolerance=1e-10)
+        assert len(report.parameters) == 2 * PARAMETERS
+        assert [name for name, _ in report.parameters][-1].startswith("outside of the model: Llama.")
+        assert all(
+            x.grad is grad and bool((grad == 7).all()) for x, grad in zip(critic.parameters(), before, strict=True)
+        )
+        return proof_of(actor).verified, proof_of(critic).verified, proof_of(critic.layers[0]).verified
+
+    assert run_ranks(on, 2) == [(True, False, False)] * 2
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+def test_a_proof_that_is_blind():
+    """Equal tokens hide a mean over the tokens of a rank. With other tokens it is found."""
+
+    def act(model, tokens, mesh):
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        loss = batch.loss(model(batch.tokens, batch.positions))
+        loss.backward()
+        sharder.sum_gradients(model)
+        return loss
+
+    model, plan = llama(), ModuleContextParallel()
+    model.layers[0].feed_forward = nn.Sequential(model.layers[0].feed_forward, Centred())
+    report = wrong(model, plan, act, batch=torch.zeros_like(TOKENS), words="^the proof is blind.*equal")
+    assert report.line.endswith(": NOT PROVED")
+    assert report.power is not None
+    assert (report.power.moved, report.power.loss) == (0, False)
+    wrong(model, plan, act, batch=TOKENS, words="carries values from token to token")
+
+
+@pytest.mark.parametrize("what", ["gradients", "a count", "a log", "a gather", "functional", "in the backward"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_group_that_is_not_of_the_mesh(what: str, fixed: bool):
+    """A right step that communicates over the default group. With the group of the given mesh it is proved."""
+
+    def act(model, tokens, mesh):
+        sharder, group = BatchSharder(mesh), mesh.get_group() if fixed else dist.group.WORLD
+        batch = sharder(tokens)
+        logits = model(batch.tokens, batch.positions)
+        losses = cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
+        loss = batch.loss(logits)
+        if what == "a count":
+            count = (batch["shift_labels"] >= 0).sum()
+            dist.all_reduce(count, group=group)
+            loss = losses / count
+        if what == "a log":
+            dist.all_reduce(loss.detach().clone(), group=group)
+        if what == "a gather":
+            dist.all_gather_object([None] * dist.get_world_size(group), float(loss), group=group)
+        if what == "functional":
+            funcol.all_reduce(loss.detach(), "sum", group).sum()
+        if what == "in the backward":
+            logits.register_hook(lambda gradient: dist.all_reduce(gradient.clone(), group=group))
+        loss.backward()
+        if what == "gradients":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+        else:
+            sharder.sum_gradients(model)
+
+    if fixed:
+        assert not run(llama(), ModuleContextParallel(), act, batch=TOKENS)[0].findings
+    else:
+        words = (
+            r"^the step with one rank communicates over the ranks \[0, 1\]: \w+ at test_verify.py:\d+, in .*get_group"
+        )
+        wrong(llama(), ModuleContextParallel(), act, batch=TOKENS, words=words)
+
+
+def test_collectives_that_change_nothing_with_equal_values():
+    """Over the default group too, and those of FSDP2 and of its gradients' norm over the ranks of the sequence."""
+
+    def act(model, batch, mesh):
+        def mean(losses, labels, cp):
+            return global_loss(losses, global_token_count(labels, cp), cp, averaged_over=cp.size())
+
+        def clip(model, cp):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+        loss = step(model, batch, mesh, mean=mean, reduce=clip)
+        dist.all_reduce(loss.detach().clone(), op=dist.ReduceOp.MAX)
+        dist.broadcast(torch.ones(1), 0)
+        dist.barrier()
+        return loss
+
+    def plan(model, mesh):
+        return fully_shard(parallelize_module(model, mesh, CORES), mesh=mesh)
+
+    assert not run(llama(), plan, act)[0].findings
 
 
 class Checkpointed(nn.Module):
@@ -323,18 +461,25 @@ def test_a_rank_whose_part_of_a_gradient_is_zero():
 
 
 class Counted(nn.Module):
-    """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first."""
+    """A layer that changes what it holds: a buffer, a number, a plain tensor, a table that it makes at first, and what
+    is in a dict, a list and a set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.calls = nn.BatchNorm1d(16), 0
         self.seen = torch.zeros(1)
+        self.memo, self.names = {"places": [torch.zeros(())]}, {"a"}
 
     def forward(self, x):
         self.norm(x.detach().flatten(0, 1).float())  # for its buffers alone
         self.calls += 1
         self.seen += 1
         self.table = torch.ones(1)
+        self.memo.setdefault("length", x.shape[1])
+        self.memo["places"][0].add_(1)
+        self.memo["places"].append(x.mean())
+        self.names.add(len(self.names))
+        self.new = [1]
         return x
 
 
@@ -354,7 +499,7 @@ def test_nothing_is_left_behind(fails: bool):
         model = parallel(whole, CORES, mesh).eval()
         counted = model.layers[0].feed_forward[1]
         counted.norm.train()
-        before = copy.deepcopy(model.state_dict())
+        before, kept = copy.deepcopy(model.state_dict()), (counted.memo, counted.memo["places"], counted.names)
         if fails:
             with pytest.raises(KeyError, match="planned"):
                 verify(model, mesh, {"tokens": TOKENS}, act)
@@ -362,6 +507,8 @@ def test_nothing_is_left_behind(fails: bool):
             verify(model, mesh, {"tokens": TOKENS}, act, tolerance=1e-5)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert (counted.calls, counted.seen.item(), hasattr(counted, "table")) == (0, 0, False)
+        assert (counted.memo, counted.names, hasattr(counted, "new")) == ({"places": [torch.zeros(())]}, {"a"}, False)
+        assert all(x is y for x, y in zip(kept, (counted.memo, counted.memo["places"], counted.names), strict=True))
         assert counted.norm.training
         assert not model.layers[0].training
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -80,6 +80,20 @@ CAUSES = {
     "gradients: changed by an optimizer": r"the step changes parameters \(table",
     "gradients: removed behind an optimizer": "the step changes parameters .* Leave the optimizer out",
     "gradients: set to 0": "removes gradients before it ends",
+    "parameters outside of the model: a head that is not summed": (
+        r"^gradients are partly reduced: .* 2 of 10 parameters \(outside of the model: parameter 0 \(8, 8\), "
+    ),
+    "parameters outside of the model: another model, centred": (
+        r"\(outside of the model: Model.*are wrong, and those of the model are right: .* verify\(module, mesh, batch"
+    ),
+    "a proof that is blind: a head and a projection of zeros": (
+        r"^the proof is blind.* \d of \d gradients are exactly 0, in attention.out, attention.qkv.* begin at zero"
+    ),
+    "a proof that is blind: two zeros in a row": "^the proof is blind.* gradients are exactly 0, .* begin at zero",
+    "a proof that is blind: equal tokens": r"^the proof is blind.* all tokens of a row are equal \(x\)",
+    "a proof that is blind: equal tokens, in a step without a backward": "^the proof is blind.* all tokens of a row",
+    "a proof that is blind: documents that end with the parts": "^the proof is blind.* one document in a row",
+    "a proof that is blind: a head of zeros": UNKNOWN,
     "one rank: an error": "^on rank 1: KeyError: 'image'",
     "one rank: an error in a hook": r"^on rank 0: in attention.out \(Linear\): ValueError: not this one",
     "one rank: other weights": r"begin with different weights \(the model's table\)",
