@@ -521,9 +521,11 @@ def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, 
     mine, others = list[tuple[dist.ProcessGroup, GroupState]](), list[tuple[dist.ProcessGroup, GroupState]]()
     callers, known = set(dist.get_process_group_ranks(caller)), _has_sequence(state_of(caller))
     for group, state in states():
-        if not is_of_this_world(group):
+        # A group without a forward may get its first one, of another thread, while the caller meets the ranks of a
+        # group before it. So it is no business of this thread now.
+        if not is_of_this_world(group) or (state.thread == 0 and group is not caller):
             continue
-        if group is caller or state.thread in (0, threading.get_ident()) or caller.group_name in state.losses:
+        if group is caller or state.thread == threading.get_ident() or caller.group_name in state.losses:
             mine.append((group, state))
             inside = callers.issuperset(dist.get_process_group_ranks(group))
             known = known or (inside and (state.thread != 0 if not state.losses else caller.group_name in state.losses))

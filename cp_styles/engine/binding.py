@@ -498,7 +498,7 @@ class _AttentionAgreement(CheckedCall):
                 check.judge(numbers, self)
         state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
         if graph_task_id() < 0:
-            state.forward_open, state.thread = True, threading.get_ident()
+            state.thread, state.forward_open = threading.get_ident(), True  # in this order for other threads
         state.operations.forwards += binding.group.size() > 1
         if self.attn_mask is not None or binding.separates:
             state.separated = state.operations.forwards

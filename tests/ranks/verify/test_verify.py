@@ -251,7 +251,7 @@ def test_a_group_that_is_not_of_the_mesh(what: str, fixed: bool):
         if what == "a log":
             dist.all_reduce(loss.detach().clone(), group=group)
         if what == "a gather":
-            dist.all_gather_object([None] * dist.get_world_size(group), float(loss), group=group)
+            dist.all_gather_object([None] * dist.get_world_size(group), loss.item(), group=group)
         if what == "functional":
             funcol.all_reduce(loss.detach(), "sum", group).sum()
         if what == "in the backward":
