@@ -479,7 +479,7 @@ backbone: a checkpoint recomputes with the latest length | ranks/doors/test_back
     _Region._cut | self._wrap_checkpoints()
     becomes | pass
 threads: the forwards of another thread are ended too | process/test_threads_of_a_rank.py
-    states_here | or state.thread in (0, threading.get_ident()) or
+    states_here | or state.thread == threading.get_ident() or
     becomes | or True or
 threads: the only forward is not met in another thread | process/test_threads_of_a_rank.py
     states_here | or len(others) != 1 else
