@@ -107,7 +107,7 @@ merge: a sink's share and the rest exchanged | ranks/test_random.py -k attention
 strategy: a tile's band is not masked | ranks/engine/test_parity_grid.py
     _masked_bias | ).masked_fill(outside, float("-inf")
     becomes nothing
-Ulysses: sinks of the first heads | ranks/test_random.py -k attentions
+Ulysses: sinks of the first heads | ranks/engine/test_parity_grid.py
     _Levels.select_heads | self._local_heads
     becomes | : self._heads
 Ulysses: masks of the first heads | ranks/engine/test_parity_grid.py
@@ -161,7 +161,7 @@ merge: the weight of the other side | unit/test_merge.py
 merge: the larger logsumexp for the sum | unit/test_merge.py
     TorchMerge.__call__ | logaddexp(lse_BHL, new_lse_BHL, out
     becomes | maximum(lse_BHL, new_lse_BHL, out
-merge: a sink's gradient with the other sign | ranks/test_random.py -k attentions
+merge: a sink's gradient with the other sign | ranks/engine/test_parity_grid.py
     sink_gradient | -(p_BHL
     becomes | (p_BHL
 kernel: softmax's backward without the row's mean | unit/test_kernels.py

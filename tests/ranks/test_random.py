@@ -16,7 +16,7 @@ def rows(count: int, whole: int) -> list:
     return [*by_day, *(pytest.param(first, marks=pytest.mark.nightly) for first in range(count, whole, AT_ONCE))]
 
 
-@pytest.mark.parametrize("first", rows(50, 2000))
+@pytest.mark.parametrize("first", rows(100, 2000))
 def test_attentions(first: int):
     """By day cases in which a rank differs, or with a second call: the grid has the remaining cases."""
     for seed in range(first, first + AT_ONCE):
