@@ -34,7 +34,6 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -56,7 +55,7 @@ from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, is_of_this_world, start_status
 from cp_styles.comm.group_state import GroupState, state_of, states
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks, world_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
@@ -264,7 +263,7 @@ def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index:
     Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("global_token_count", mesh, ordered=False)
-    state_of(group).get_or_create(Losses).number += 1
+    note_loss(group)
     end_forwards(group)
     with collective(group, "global_token_count", ValueError):
         counted = (
@@ -415,11 +414,9 @@ def global_loss(
             f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
             "tokens of all ranks together, from global_token_count"
         )
-    state_of(group).get_or_create(Losses).number += 1
+    note_loss(group, token_count)
     compared = _refuse_other_average(group, averaged_over)
     averaged_over = averaged_over or 1
-    if (listener := loss_listener.get()) is not None:
-        listener(dist.get_process_group_ranks(group), token_count)
     end_forwards(group)
     with collective(group, "global_loss", ValueError):
         total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
@@ -428,8 +425,12 @@ def global_loss(
         return summed / token_count
 
 
-loss_listener: ContextVar[Callable[..., Any] | None] = ContextVar("loss_listener", default=None)
-"""Called with the ranks and the token count of each global loss in this context: see ``cp_styles.verify``."""
+def note_loss(group: dist.ProcessGroup, token_count: torch.Tensor | float | None = None) -> None:
+    """Count a loss over ``group``; without ``token_count`` what a user may compute a loss from, as a gather."""
+    state_of(group).get_or_create(Losses).number += 1
+    if (notes := state_of(world_group()).notes) is not None:
+        count = None if token_count is None else float(token_count)
+        notes.losses.append((dist.get_process_group_ranks(group), count))
 
 
 @dataclass(eq=False)
@@ -483,12 +484,6 @@ def _and(parties: list[list[int]]) -> str:
     return " and ".join(map(str, parties[:4])) + (" and ..." if len(parties) > 4 else "")
 
 
-def count_losses() -> int:
-    """The number of losses, token counts and gathers of this rank so far, over all of its groups."""
-    found = [state.objects.get(Losses) for group, state in states() if is_of_this_world(group)]
-    return sum(losses.number for losses in found if losses is not None)
-
-
 def end_forwards(caller: dist.ProcessGroup) -> None:
     """Meet the ranks of every group over which attention has run since the last such meeting: see :func:`states_here`.
 
@@ -539,6 +534,14 @@ def _has_sequence(state: GroupState) -> bool:
     return bool(state.lengths or state.modules)
 
 
+class MeanByHand(NamedTuple):
+    """The ``averaged_over`` of a loss, and the reducer that averages over fewer ranks: the program does the rest."""
+
+    averaged_over: int
+    reducer: str
+    over: int
+
+
 def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -> _ComparedModels:
     """Raise unless ``averaged_over`` fits the number of ranks of ``group`` over which gradients are averaged. Returns
     the models whose parameters are compared now."""
@@ -550,6 +553,8 @@ def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -
         if state.training and ranks.issuperset(dist.get_process_group_ranks(other)):
             for proof in state.training:
                 proof.losses += 1
+                if proof.by_hand is not None and proof.by_hand.averaged_over != averaged_over:
+                    proof.by_hand = None
                 model = proof.model()
                 if model is None or proof.losses & (proof.losses - 1):  # not a power of 2
                     continue
@@ -566,7 +571,7 @@ def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -
     # A program may average over the remaining ranks by itself. If it does nothing, its parameters diverge.
     by_hand = not fits and averaged_over is not None and not averaged_over % over and averaged_over <= len(ranks)
     for proof in models:
-        proof.by_hand = f"averaged_over={averaged_over}, and {reducer} averages over {over}" if by_hand else ""
+        proof.by_hand = MeanByHand(averaged_over, reducer, over) if by_hand and averaged_over is not None else None
     if fits or by_hand:
         return compared
     if averaged_over is None:
@@ -742,11 +747,13 @@ def _refuse_other_reducers(parameters: list[torch.Tensor], group: dist.ProcessGr
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for proof in proofs:
         model = proof.model()
-        if proof.by_hand and model is not None and not ids.isdisjoint(id(x) for _, x in named_parameters(model)):
+        means: MeanByHand | None = proof.by_hand
+        if means is not None and model is not None and not ids.isdisjoint(id(x) for _, x in named_parameters(model)):
             raise ValueError(
-                f"sum_gradients over ranks {sorted(ranks)}: global_loss had {proof.by_hand} of its ranks. That is for "
-                "gradients that your program averages over the remaining ranks, and a sum makes them too large: give "
-                f"averaged_over= the number that the reducer averages over{see('Gradients that are averaged')}"
+                f"sum_gradients over ranks {sorted(ranks)}: global_loss had averaged_over={means.averaged_over}, and "
+                f"{means.reducer} averages over {means.over} of its ranks. A program that averages gradients over the "
+                "remaining ranks gives this number, and a sum makes them too large: give "
+                f"averaged_over={means.over}{see('Gradients that are averaged')}"
             )
     if not reducers:
         return

@@ -32,7 +32,7 @@ from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents
@@ -344,7 +344,7 @@ class BatchSharder:
         if not isinstance(batch, torch.Tensor) and _joins_matter(batch.get("document_ids"), batch.get("labels")):
             parts[0]._packed_at = state_of(self._group).operations.forwards
         self._packed_at = parts[0]._packed_at
-        notes, labels = state_of(self._group).notes, parts[0].get("shift_labels")
+        notes, labels = state_of(world_group()).notes, parts[0].get("shift_labels")
         if notes is not None and labels is not None:
             notes.labels.append(int((labels != IGNORE_INDEX).sum()))
         return parts[0]
@@ -405,7 +405,7 @@ class BatchSharder:
         before, self._losses = self._losses, losses
         unproved = not all(proof.verified and not proof.unseen for proof in state.trained)
         state.trained.clear()
-        if self._warned or state.notes is not None or self._group.size() == 1:
+        if self._warned or state_of(world_group()).notes is not None or self._group.size() == 1:
             return
         if not state.operations.forwards and not state.operations.collectives:
             self._warn(

@@ -410,8 +410,17 @@ batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp
     replicas_of | or id(parameter) in excluded
     becomes nothing
 batch: a sum follows a loss for a mean | ranks/doors/test_loss_over_dp.py -k training
-    _refuse_other_reducers | if proof.by_hand and
+    _refuse_other_reducers | if means is not None and
     becomes | if False and
+batch: a sum is refused after an earlier loss for a mean | ranks/doors/test_loss_over_dp.py -k by_hand
+    _refuse_other_average | proof.by_hand.averaged_over != averaged_over
+    becomes | False
+batch: ranks have models of a loss in other orders | ranks/doors/test_loss_over_dp.py -k one_class
+    _refuse_other_average | for proof in state.training:
+    becomes | for proof in list(state.training)[:: 1 - 2 * (dist.get_rank() % 2)]:
+batch: losses are no notes of verify | ranks/doors/test_loss_over_dp.py -k axis
+    note_loss | notes.losses.append((dist.get_process_group_ranks(group), count))
+    becomes | pass
 batch: a verified block hides its model | ranks/doors/test_loss_over_dp.py -k block
     _BlockCalls.check_call | if torch.is_grad_enabled():
     becomes | if not self._entry.verified and torch.is_grad_enabled():

@@ -115,8 +115,8 @@ def main(arguments: Sequence[str]) -> int:
                 failures[each.partition(" - ")[0]] += 1
     import torch  # only for its version: this process starts sooner without it
 
-    beside = f"{options.at_once} at once, {options.load} processes beside"
-    print(f"{good} of {options.runs} runs passed, torch {torch.__version__}, {beside}")
+    load = f"{options.at_once} at once, {options.load} processes that compute meanwhile"
+    print(f"{good} of {options.runs} runs passed, torch {torch.__version__}, {load}")
     for test, count in failures.most_common():
         print(f"  {count} of {options.runs} runs: {test}")
     return int(good < options.runs)

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import calling_frames, graph_task_id
 from cp_styles.bounded_cache import facts_about
-from cp_styles.comm.group_state import GroupState
+from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.groups import world_group
 from cp_styles.troubleshooting import see
 
 
@@ -33,7 +34,8 @@ class Proof:
         missed: whether the warning was given.
         losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
-        by_hand: words for the ``averaged_over`` of a loss whose gradients the program must average further; else empty.
+        by_hand: of the latest loss, if the program must average its gradients further:
+            :class:`~cp_styles.batch.MeanByHand`.
         reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
     """
 
@@ -44,7 +46,7 @@ class Proof:
     losses: int = 0
     reducer: ref[DistributedDataParallel] | None = None
     reduces: bool = False
-    by_hand: str = ""
+    by_hand: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
         """The proof of the copy of the model; of the outermost copied module, if a part of the model is copied."""
@@ -62,7 +64,7 @@ class Proof:
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
-        state.training.add(self)
+        state.training[self] = None
         state.trained.add(self)
         if graph_task_id() >= 0:  # a checkpoint recomputes, outside of the DDP module
             return
@@ -74,13 +76,14 @@ class Proof:
 
     def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
-        state.training.discard(self)  # so that the next forward is noted, also without a loss of this package
-        self.warn_if_unverified(state)
+        state.training.pop(self, None)  # so that the next forward is noted, also without a loss of this package
+        self.warn_if_unverified()
 
-    def warn_if_unverified(self, state: GroupState) -> None:
+    def warn_if_unverified(self) -> None:
         """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
-        if state.notes is not None:
-            state.notes.proofs.add(self)
+        notes: StepNotes | None = state_of(world_group()).notes
+        if notes is not None:
+            notes.proofs.add(self)
         elif not (self.verified or self.missed):
             self.missed = True
             if dist.get_rank() == 0:
@@ -96,15 +99,18 @@ class Proof:
 
 @dataclass(eq=False)
 class StepNotes:
-    """What a run of :func:`cp_styles.verify.verify` is told of its step with all ranks.
+    """Notes for :func:`cp_styles.verify.verify` on this rank's part of the step with all ranks.
 
     Attributes:
         proofs: of the models that run a backward.
         labels: of each batch that is cut, how many of this rank's tokens have a label.
+        losses: the ranks and the token count of each global loss, and None for the count of a function from which a
+            user may compute a loss: see :func:`~cp_styles.batch.note_loss`.
     """
 
     proofs: set[Proof] = field(default_factory=set)
     labels: list[int] = field(default_factory=list)
+    losses: list[tuple[list[int], float | None]] = field(default_factory=list)
 
 
 def running_ddp() -> DistributedDataParallel | None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.batch import Losses, ReplicatedGathers, Summed, note_summed
+from cp_styles.batch import ReplicatedGathers, Summed, note_loss, note_summed
 from cp_styles.collectives.exchange import Exchange, StartedExchange, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
@@ -110,9 +110,9 @@ def note_gather(whole: torch.Tensor, part: torch.Tensor, peers: Peers, *, reduce
     """
     if peers.size == 1 or is_traced() or whole.grad_fn is None:
         return
-    state, behind = state_of(resolve_group(peers.name)), part.grad_fn
-    state.get_or_create(Losses).number += 1  # losses of whole sequences, as in preference training
-    gathers = state.get_or_create(ReplicatedGathers)
+    group, behind = resolve_group(peers.name), part.grad_fn
+    note_loss(group)  # losses of whole sequences, as in preference training
+    gathers = state_of(group).get_or_create(ReplicatedGathers)
 
     def leaves() -> list[torch.Tensor] | None:
         if reduced:  # ranks may have equal gradients and be right: the gradients of a loss that was divided by P

@@ -131,7 +131,8 @@ class GroupState:
         planted: a mistake in the attentions of such a run, :class:`~cp_styles.verify.planted.PlantedCut`, or None.
         training: proofs of the models whose attention has run, for a backward, since the last loss or backward.
         trained: proofs of the models whose attention has run, for a backward, since the last sum of a sharder.
-        notes: what a run of verify is told, :class:`~cp_styles.checks.proof.StepNotes`; None outside of such a run.
+        notes: of the group of all ranks, in the step of verify with all ranks:
+            :class:`~cp_styles.checks.proof.StepNotes`. None otherwise.
     """
 
     operations: Operations = field(default_factory=Operations)
@@ -153,7 +154,7 @@ class GroupState:
     stand_in: StandIn | None = None
     alone: bool = False
     planted: Any = None
-    training: WeakSet[Any] = field(default_factory=WeakSet)
+    training: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
     trained: WeakSet[Any] = field(default_factory=WeakSet)
     notes: Any = None
 

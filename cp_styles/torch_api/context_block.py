@@ -332,7 +332,7 @@ class _BlockCalls(AttentionCalls):
                     self._trained.add(proof)
                     proof.forward_begins(self.unscoped.group_state)
             if proofs and not any(proof.verified for proof in proofs):
-                proofs[-1].warn_if_unverified(self.unscoped.group_state)
+                proofs[-1].warn_if_unverified()
         running = running_modules() if self._entry.check_inputs else []
         for module, args, kwargs in running:
             if module not in self._checked and (module is running[-1][0] or is_model(module)):

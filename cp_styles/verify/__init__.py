@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles.batch import count_losses
 from cp_styles.checks.proof import StepNotes, proof_of
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.layout import SequenceLayout
@@ -152,7 +151,7 @@ def verify(
 
 
 class _Moved(NamedTuple):
-    """What a planted mistake moves on a rank.
+    """Results of a step that a planted mistake moves on a rank.
 
     Attributes:
         used: whether there was an attention or mixer in which to plant it.
@@ -191,7 +190,7 @@ class _Verification:
         self._tolerance, self._title = tolerance, title
         self._gather_all = gather_over(mesh)
         self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
-        self._notes, self._losses = StepNotes(), 0  # of the step with all ranks
+        self._notes = StepNotes()  # of the step with all ranks
         self._outside: dict[nn.Parameter, str] = {}  # parameters of the step that the model does not have
         self._others = set[int]()  # all of these in the step with all ranks, by id
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
@@ -251,7 +250,7 @@ class _Verification:
             outputs = output_errors(local.kept, expected.kept, self._gather_axis)
             parameters = self._parameter_errors(parallel, reference, tolerance)
             losses = self._gather_axis((reference.loss, parallel.loss))
-            other = examine_other_axes(self._model, self._mesh, self._axis, self._batch, parallel, before)
+            other = examine_other_axes(self._model, self._mesh, self._axis, self._batch, parallel, self._notes, before)
             unseen = self._find_unseen(layouts, takes_means=bool(parameters) or reference.loss is not None)
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
@@ -321,7 +320,7 @@ class _Verification:
         return errors
 
     def _with_outside(self, run: StepRun) -> StepRun:
-        """``run``, whose gradients include those of the parameters outside of the model."""
+        """``run``, whose gradients include the gradients of parameters outside of the model."""
         outside = {name: run.outside.get(parameter) for parameter, name in self._outside.items()}
         return replace(run, gradients={**run.gradients, **outside})
 
@@ -337,7 +336,7 @@ class _Verification:
         return named
 
     def _find_unseen(self, layouts: Sequence[SequenceLayout], *, takes_means: bool) -> tuple[str, ...]:
-        """What the ranks had equally many of, if the step takes a mean by itself: "tokens", "labels".
+        """ "tokens" and "labels", of which the ranks had equally many, if the step takes a mean by itself.
 
         A mean of the ranks' means is then right by chance.
         """
@@ -346,7 +345,7 @@ class _Verification:
             "tokens": all(len(set(layout.lengths)) == 1 for layout in layouts) if layouts else None,
             "labels": all(each == counts[0] for each in counts) if any(counts) else None,
         }
-        ranks = self._gather_all((equal, takes_means and not self._losses and len(counts) > 1))
+        ranks = self._gather_all((equal, takes_means and not self._notes.losses and len(counts) > 1))
         if not all(takes for _, takes in ranks):
             return ()
         known = {what: [each[what] for each, _ in ranks if each[what] is not None] for what in equal}
@@ -442,12 +441,11 @@ class _Verification:
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_temporary_groups(self._mesh, self._gather_all) as groups:
-            losses = count_losses()
             result = run_or_failure(run, recovery_note(self._model))
             groups.leave()
             if not isinstance(result, StepFailure):
                 failures = self._gather_all(None)  # after it, no message of the step is in flight
-            self._notes, self._losses = groups.notes, count_losses() - losses
+            self._notes = groups.notes
         self._progress.step()
         if isinstance(result, StepFailure):
             if communicates(self._model, self._mesh) and not groups.all_have_left():

@@ -454,7 +454,7 @@ def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
             texts.append(f"{what} are {by:.4g} times the gradients of one process: {why}")
         elif all(name.startswith(OUTSIDE) for name in names) and partly:
             texts.append(
-                f"{what} are wrong, and those of the model are right: the mistake is in the modules that have them. "
+                f"{what} are wrong, and gradients of the model are right: the mistake is in modules that have them. "
                 "verify(module, mesh, batch, step), with these modules in place of the model, names it"
             )
         elif not first and comparison.loss_factor() == 1 and len(names) == len(comparison.parameters) > 1:

@@ -1,4 +1,4 @@
-"""What a step does over the axes of the mesh that do not share a sequence: whether gradients are reduced over them."""
+"""Checks of a step over the axes of the mesh that do not share a sequence: whether gradients are reduced over them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles.checks.proof import StepNotes
 from cp_styles.comm.groups import mesh_of, shares_ranks
 from cp_styles.replicas import project
 from cp_styles.verify.diagnose import join_first
@@ -32,14 +33,22 @@ class _Facts(NamedTuple):
 
 
 def examine_other_axes(
-    model: nn.Module, mesh: DeviceMesh, axis: DeviceMesh, batch: object, run: StepRun, weights: Mapping[str, int]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    axis: DeviceMesh,
+    batch: object,
+    run: StepRun,
+    notes: StepNotes,
+    weights: Mapping[str, int],
 ) -> OtherAxis:
-    """Examine the axes of ``mesh``, other than ``axis``, whose ranks have other batches. ``run``: the step with all
-    ranks; ``weights``: checksums from before.
+    """Examine the axes of ``mesh``, other than ``axis``, whose ranks have other batches.
+
+    ``run`` and ``notes`` are of the step with all ranks, and ``weights`` are checksums from before.
 
     Communication: an all-gather of some numbers for each parameter over each such axis.
     """
     found = OtherAxis([], [])
+    losses = [(ranks, count) for ranks, count in notes.losses if count is not None]
     names = mesh.mesh_dim_names or ()
     for name in [name for name in names if name not in (axis.mesh_dim_names or ()) and mesh[name].size() > 1]:
         along = mesh[name]
@@ -49,7 +58,7 @@ def examine_other_axes(
             gradient = run.gradients.get(key)
             if gradient is not None and not (sharded is not None and shares_ranks(sharded, group)):
                 gradients[key] = (weights.get(WEIGHTS + key, 0), *project(gradient))
-        facts = _Facts(checksums(batch, nn.Module()), gradients, run.losses)
+        facts = _Facts(checksums(batch, nn.Module()), gradients, losses)
         _judge(name, gather_over(along)(facts), set(dist.get_process_group_ranks(group)), found)
     return found
 

@@ -44,7 +44,7 @@ class ModuleErrors:
 
 @dataclass(frozen=True)
 class Power:
-    """What a planted mistake moves in the step with one rank: every attention is cut as if ranks attended alone.
+    """Results that a planted mistake moves in the step with one rank. Its attentions are cut as if ranks were alone.
 
     Attributes:
         moved: the number of gradients that it moves by more than ten tolerances; of outputs of modules, in a step

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
-from cp_styles.batch import loss_listener
 from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
@@ -172,7 +171,7 @@ class TemporaryGroups:
     """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages.
 
     Attributes:
-        notes: what the groups are told.
+        notes: of the step that runs over these groups.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
@@ -208,14 +207,15 @@ def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[Temporar
             for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                state_of(groups[-1]).notes = temporary.notes
                 stack.enter_context(_replace_group(original, StandIn(groups[-1])))
+            state_of(world_group()).notes = temporary.notes
             yield temporary
     except BaseException as error:
         for group in groups:
             abort_group(group, error)
         raise
     finally:
+        state_of(world_group()).notes = None
         for group in groups:
             dist.destroy_process_group(group)
             del group
@@ -275,7 +275,6 @@ class StepRun:
         outside: the gradients of parameters that the model does not have.
         removed: the parameters that had a gradient during the step, and have none at its end.
         attentions: an entry for each attention, in order: AttentionRun, or None if no style or block handled it.
-        losses: the ranks and the token count of each global loss.
     """
 
     gradients: Mapping[str, torch.Tensor | None]
@@ -283,7 +282,6 @@ class StepRun:
     loss: float | None
     removed: tuple[str, ...]
     attentions: list[AttentionRun | None]
-    losses: list[tuple[list[int], float]]
 
 
 @contextlib.contextmanager
@@ -326,7 +324,6 @@ def run_step(
             with_gradient[name] = getattr(parameter.grad, "placements", None)
 
     named = {plain_name(name): x for name, x in model.named_parameters()}
-    losses: list[tuple[list[int], float]] = []
     outside = OutsideParameters(model)
     handles = [
         x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
@@ -334,7 +331,6 @@ def run_step(
     try:
         with record_attentions() as attentions, _uncompiled(model):
             hooks = recording(attentions)
-            token = loss_listener.set(lambda ranks, count: losses.append((ranks, float(count))))
             try:
                 with hooks, outside:
                     loss = step(model, copy.deepcopy(batch), mesh)
@@ -343,8 +339,6 @@ def run_step(
                     name = hooks.open[-1][0]
                     error.add_note(f"{_NOTE}in {name or 'the model'} ({_class_name(model, name)})")
                 raise
-            finally:
-                loss_listener.reset(token)
         gradients = {name: None if x.grad is None else _local_tensor(x.grad).detach() for name, x in named.items()}
         removed = [
             name
@@ -363,7 +357,7 @@ def run_step(
         raise TypeError(f"verify: the step returns {type(loss).__name__}{shape}: let it return the loss, or None")
     number = float(_full_tensor(loss)) if isinstance(loss, torch.Tensor) else loss
     shares = {parameter: _local_tensor(x) for parameter, x in outside.gradients.items()}
-    return StepRun(gradients, shares, number, tuple(removed), attentions, losses), hooks
+    return StepRun(gradients, shares, number, tuple(removed), attentions), hooks
 
 
 def run_or_failure(run: Callable[[], Any], after: str) -> Any:

@@ -119,7 +119,7 @@ DIVERGE = "global_loss over ranks .*: these ranks hold different parameters: . o
 BOTH = ("dp", "cp")
 RECIPES = {
     "summed over both": Recipe(after=sum_over("both")),
-    "summed over one axis and the other": Recipe(
+    "summed over one axis after another": Recipe(
         after=lambda *where: [sum_over("cp")(*where), sum_over("dp")(*where)][0]
     ),
     "HSDP": Recipe(BOTH, BOTH),
@@ -176,11 +176,11 @@ def train(rank: int, recipe: Recipe, door: Any, checks: Checks | None = None) ->
 
 
 ROWS = [(name, door) for name in RECIPES for door in DOORS]
-OTHERS = [(name, door) for name, door in ROWS if door != "core" and name != "summed over cp alone"]
+AT_NIGHT = [(name, door) for name, door in ROWS if door != "core" and name != "summed over cp alone"]
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [row if row not in OTHERS else pytest.param(*row, marks=pytest.mark.nightly) for row in ROWS]
+    ("name", "door"), [row if row not in AT_NIGHT else pytest.param(*row, marks=pytest.mark.nightly) for row in ROWS]
 )
 def test_a_training(name: str, door: str):
     recipe = RECIPES[name]
@@ -192,6 +192,47 @@ def test_a_training(name: str, door: str):
     for each in found:
         assert isinstance(each, kind)
         assert re.search(recipe.spoiled, str(each))
+
+
+def test_models_of_one_class_in_one_loss():
+    """Each is compared with itself: in the order of the forwards, which all ranks have."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        models = nn.ModuleList(new_model() for _ in range(6))
+        for index, model in enumerate(models):
+            by_module(model, mesh["cp"], Checks())
+            torch._foreach_mul_([x.data for x in model.parameters()], 1 + index / 10)
+
+        def forward(*args: Any) -> torch.Tensor:
+            return torch.stack([model(*args) for model in models]).sum(0)
+
+        optimizer = torch.optim.SGD(models.parameters(), lr=0.5)
+        for tokens in TOKENS:
+            a_step(forward, models, rows(tokens, mesh), mesh, RECIPES["summed over cp alone"])
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for each in run_ranks(on, 4, return_errors=True):
+        assert re.search(DIVERGE, str(each))
+
+
+def test_a_sum_after_means_by_hand():
+    """A step is judged by its own ``averaged_over``, also where no reducer is searched: in the third one."""
+    names = ["FSDP2 over dp, a mean over cp"] * 2 + ["FSDP2 over dp, summed over cp"]
+
+    def on(rank: int) -> float:
+        model, forward, mesh = made(RECIPES[names[0]], by_module)
+        for name in names:
+            model.zero_grad()
+            a_step(forward, model, rows(TOKENS[0], mesh), mesh, RECIPES[name])
+        found: list[Any] = [x.grad for x in model.parameters()]
+        return max(error(x.full_tensor(), y) for x, y in zip(found, wanted, strict=True))
+
+    model = new_model()
+    F.cross_entropy(model(TOKENS[0])[:, :-1].flatten(0, 1), TOKENS[0][:, 1:].flatten()).backward()
+    wanted: list[Any] = [x.grad for x in model.parameters()]
+    assert max(run_ranks(on, 4)) < EXACT
 
 
 def test_the_ranks_with_equal_parameters_are_named():

@@ -1,4 +1,4 @@
-"""The mistake that verify plants: it is the one it says it is, at every door, and is gone afterwards."""
+"""The mistake that verify plants: it cuts as it says, at every door, and is gone afterwards."""
 
 from __future__ import annotations
 

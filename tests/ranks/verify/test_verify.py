@@ -160,7 +160,7 @@ def test_a_step_that_is_exact(plan, ranks: int):
 
 
 def test_the_power_of_a_proof_is_in_its_line():
-    """What the planted mistake moves, with names of gradients that are 0; of outputs in a step without a backward."""
+    """Gradients that the planted mistake moves, with names of zeros; outputs in a step without a backward."""
     model = llama()
     nn.init.zeros_(model.layers[0].attention.wo.weight)
     report = run(model)[0]
@@ -183,7 +183,7 @@ def test_the_power_of_a_proof_is_in_its_line():
 
 
 def test_only_what_was_compared_is_proved():
-    """Of two models of a step. Gradients that the other one had before are there afterwards."""
+    """One of two models of a step. Gradients that the second one had before are there afterwards."""
 
     def on(rank: int) -> tuple[bool, ...]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -216,21 +216,13 @@ class Centred(nn.Module):
 def test_a_proof_that_is_blind():
     """Equal tokens hide a mean over the tokens of a rank. With other tokens it is found."""
 
-    def act(model, tokens, mesh):
-        sharder = BatchSharder(mesh)
-        batch = sharder(tokens)
-        loss = batch.loss(model(batch.tokens, batch.positions))
-        loss.backward()
-        sharder.sum_gradients(model)
-        return loss
-
     model, plan = llama(), ModuleContextParallel()
     model.layers[0].feed_forward = nn.Sequential(model.layers[0].feed_forward, Centred())
-    report = wrong(model, plan, act, batch=torch.zeros_like(TOKENS), words="^the proof is blind.*equal")
+    report = wrong(model, plan, batch={"tokens": torch.zeros_like(TOKENS)}, words="^the proof is blind.*equal")
     assert report.line.endswith(": NOT PROVED")
     assert report.power is not None
     assert (report.power.moved, report.power.loss) == (0, False)
-    wrong(model, plan, act, batch=TOKENS, words="carries values from token to token")
+    wrong(model, plan, words="carries values from token to token")
 
 
 @pytest.mark.parametrize("what", ["gradients", "a count", "a log", "a gather", "functional", "in the backward"])
@@ -273,7 +265,7 @@ def test_a_group_that_is_not_of_the_mesh(what: str, fixed: bool):
 
 
 def test_collectives_that_change_nothing_with_equal_values():
-    """Over the default group too, and those of FSDP2 and of its gradients' norm over the ranks of the sequence."""
+    """Over the default group too, and FSDP2's own, with a norm of gradients, over the ranks of the sequence."""
 
     def act(model, batch, mesh):
         def mean(losses, labels, cp):

@@ -84,7 +84,7 @@ CAUSES = {
         r"^gradients are partly reduced: .* 2 of 10 parameters \(outside of the model: parameter 0 \(8, 8\), "
     ),
     "parameters outside of the model: another model, centred": (
-        r"\(outside of the model: Model.*are wrong, and those of the model are right: .* verify\(module, mesh, batch"
+        r"\(outside of the model: Model.*are wrong, and gradients of the model are right.* verify\(module, mesh, batch"
     ),
     "a proof that is blind: a head and a projection of zeros": (
         r"^the proof is blind.* \d of \d gradients are exactly 0, in attention.out, attention.qkv.* begin at zero"
