@@ -439,7 +439,7 @@ class Losses:
 
     number: int = 0  # includes token counts and gathers, from which a user may compute a loss
     checked: set[str] = field(default_factory=set)  # functions whose check a host has read from a device
-    # By the proof of a model: the names of parameters that the ranks were found to hold alike.
+    # By the proof of a model: names of parameters that were found equal on the ranks.
     equal: WeakKeyDictionary[Any, set[str]] = field(default_factory=WeakKeyDictionary)
 
 

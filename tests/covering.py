@@ -35,7 +35,7 @@ def at_night(*values: Any) -> list[Any]:
 
 def in_parts(number: int, by_day: int = 1) -> pytest.MarkDecorator:
     """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. The first parts are
-    run by default, the others at night."""
+    run by default, and further parts at night."""
     return pytest.mark.parametrize("part", [*range(by_day), *at_night(*range(by_day, number))])
 
 
