@@ -418,6 +418,8 @@ def gpus(
         return run
 
     real_to = torch.Tensor.to
+    with torch.device("cpu"):  # torch makes its table of these functions once, at the first use of a default device
+        torch.empty(0)
     _current = Nccl(runs_ahead=runs_ahead)
     with pytest.MonkeyPatch.context() as patch, cuda_ops_on_cpu() as seen:
         gpu = Gpu(_current, seen)

@@ -405,7 +405,7 @@ def test_sampling():
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     root = Path(__file__).parents[2]
     job = [*launch, "-m", "tests.clients.sampling"]
-    done = subprocess.run(job, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(job, cwd=root, capture_output=True, text=True, timeout=900)
     assert done.stdout.count("sampled as one process, and noticed another seed") == 2, done.stderr[-3000:]
 
 

@@ -57,7 +57,7 @@ def test_trainings(libraries: list[str], names: list[str]):
         pytest.skip(f"needs {', '.join(missing)}: an extra, pip install .[clients]")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([sys.executable, JOB, *names], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, JOB, *names], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -35,16 +35,16 @@ def faults(*options: str, seconds: float) -> str:
 
 def test_some_faults_keep_the_promise():
     """One rank is killed, and one runs out of memory: the others know at once, and go on in new groups."""
-    table = faults("--places", "backward", "--faults", "kill -9", "MemoryError", "--caught", "yes", seconds=300)
+    table = faults("--places", "backward", "--faults", "kill -9", "MemoryError", "--caught", "yes", seconds=900)
     assert table.count("TransferError") == 2
 
 
 @pytest.mark.parametrize("place", at_night(*PLACES))
 def test_every_fault_keeps_the_promise(place: str):
-    faults("--places", place, seconds=3000)
+    faults("--places", place, seconds=9000)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["forward", "sum_gradients"])
 def test_five_worlds_after_each_other_have_a_fault(place: str):
-    faults("--places", place, "--faults", "exception", "SIGINT", "--caught", "yes", "--worlds", "5", seconds=600)
+    faults("--places", place, "--faults", "exception", "SIGINT", "--caught", "yes", "--worlds", "5", seconds=900)

@@ -28,13 +28,13 @@ def leaks(*options: str, seconds: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.nightly  # by day what is left of batches, and of a group in compiled code
 def test_worlds_and_groups_leave_nothing():
-    done = leaks(*SOME, *DOORS, seconds=300)
+    done = leaks(*SOME, *DOORS, seconds=900)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.nightly
 def test_one_object_of_each_batch_is_noticed():
-    done = leaks(*SOME, *DOORS, "--keep", seconds=300)
+    done = leaks(*SOME, *DOORS, "--keep", seconds=900)
     assert done.returncode == 1, done.stdout + done.stderr
     assert len(re.findall(r"rank \d: objects: (0\.9|1\.0)\d a batch", done.stdout)) == 2, done.stdout
 

@@ -98,7 +98,7 @@ def attention(kernel):
 
 def torchrun(script: Path, ranks: int) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*command, script], env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run([*command, script], env=environment(), capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.notebook

@@ -32,7 +32,7 @@ def start(ranks: int, *arguments: object) -> subprocess.CompletedProcess:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 

@@ -70,6 +70,9 @@ def test_nothing_of_a_caller_is_kept():
     """Not the tensor of a mask, by which a layout balances work or a plan is made."""
     dense = Dense(torch.rand(64, 64) > 0.5)
     tensor = weakref.ref(dense.tensor)
+    tables = [_cached_layout, _make_pieces, get_chunks, _make_plan]
+    for each in tables:  # of the entries of earlier tests
+        each.cache_clear()
     with another_cache():
         layout = layout_made_by(partial(by_work, mask=dense & Causal()), 64, 2)
         assert layout == by_work(64, 2, mask=dense & Causal())
@@ -77,7 +80,6 @@ def test_nothing_of_a_caller_is_kept():
         make_plan(layout, layout, dense & Causal(), 0)
         del dense
         assert tensor() is None
-        tables = [_cached_layout, _make_pieces, get_chunks, _make_plan]
         assert all(isinstance(each, Remembered) and each.cache_info().currsize for each in tables)
         found = [x for each in tables for x in inside(each._cached, {}) if isinstance(x, torch.Tensor)]
         assert {(x.dtype, x.device.type) for x in found} == {(torch.int64, "cpu")}
