@@ -74,6 +74,7 @@ class ForwardState:
         sequences: for a call with a mask of its keys: the lengths of the sequences of which the module's arguments are
             parts; None for other calls.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
+        model: observes the model that calls attention in a block.
     """
 
     calls: int = 0
@@ -86,6 +87,7 @@ class ForwardState:
     path: str = ""
     sequences: tuple[int, ...] | None = None
     mixing: bool = False
+    model: ModelObserver | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,12 @@ class Binding:
         return self.group_state.get_or_create(RankChecks)
 
     @cached_property
+    def mask_kinds(self) -> tuple[str, ...]:
+        """The classes of the parts of the mask, by name."""
+        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
+        return tuple(sorted({type(part).__name__ for part in parts if not isinstance(part, Full)}))
+
+    @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
         parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
@@ -463,6 +471,11 @@ class _AttentionAgreement(CheckedCall):
         contents = None if self.attn_mask is None else _describe_mask(self.attn_mask)
         self.sequences, forward_state.sequences = forward_state.sequences, None  # of this call alone
         self.dtypes = q.dtype, k.dtype, v.dtype
+        model = binding.model or forward_state.model
+        if model is not None and binding.group.size() > 1 and graph_task_id() < 0:
+            place, masks = (binding.site, forward_state.path, forward_state.calls), binding.mask_kinds
+            masks += ("Causal",) * bool(call.get("is_causal")) + ("attn_mask",) * (self.attn_mask is not None)
+            model.attends(self, place, masks, forward_state.module_call)
         which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),

@@ -84,7 +84,8 @@ class AttentionContextParallel(ContextParallelStyle):
             :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
-            without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
+            without :func:`~cp_styles.verify.verify`, the first backward or evaluation warns
+            (``UnverifiedModelWarning``).
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.

@@ -77,7 +77,7 @@ class context_parallel(contextlib.ContextDecorator):
         kernel: computes the tiles.
         checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
         verified: whether a step of the models inside is compared with one device elsewhere, in a test for example.
-            Without it, and without :func:`~cp_styles.verify.verify`, training a model in a block warns
+            Without it, and without :func:`~cp_styles.verify.verify`, a model in a block warns
             (``UnverifiedModelWarning``).
 
     It may be entered again after it has ended.
@@ -323,10 +323,13 @@ class _BlockCalls(AttentionCalls):
         super().check_call()
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
+        called = [proof_of(module) for module, _, _ in running_modules()]
+        for proof in called[-1:]:
+            proof.verified = proof.verified or self._entry.verified
+            self.forward_state.model = next((each for each in called if each.verified), proof)
         if torch.is_grad_enabled():
-            proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
+            proofs = [proof for proof in called if (model := proof.model()) is not None and model.training]
             for proof in proofs[-1:]:
-                proof.verified = proof.verified or self._entry.verified
                 # A loss or a backward ends the training state of a model, and its next forward begins it again.
                 if proof not in self._trained or proof not in self.unscoped.group_state.training:
                     self._trained.add(proof)

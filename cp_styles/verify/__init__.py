@@ -210,7 +210,7 @@ class _Verification:
             # Another model of the step may lack a proof. The whole model of a pipeline may be gone.
             model = proof.model()
             if model is None or self._others.isdisjoint(map(id, model.parameters())):
-                proof.proved(frozenset(report.unseen))
+                proof.proved(frozenset(report.unseen), self._notes.proofs.get(proof))
         self._progress.print(report.line)
         return report
 

@@ -350,6 +350,9 @@ def run_step(
     finally:
         for handle in handles:
             handle.remove()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a step without a backward leaves gathered parameters
         for x in named.values():
             x.grad = None
     if not (loss is None or isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)):

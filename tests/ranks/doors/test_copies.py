@@ -202,9 +202,9 @@ def test_a_copy_is_exact_and_has_its_own_proof(door: str):
         results = run_ranks(on, RANKS)
     assert max(max(out, grads) for out, grads, _ in results) < EXACT
     assert [proof for *_, proof in results] == ["Layers True"] * RANKS
-    said = [str(each.message) for each in given if "begins to train" in str(each.message)]
+    said = [str(each.message) for each in given if "runs context parallel" in str(each.message)]
     assert len(said) == 1
-    assert said[0].startswith("Layers begins to train")
+    assert said[0].startswith("Layers runs context parallel")
 
 
 def test_a_copy_keeps_what_the_user_has_proved_and_no_more():

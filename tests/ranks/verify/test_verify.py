@@ -584,7 +584,7 @@ def in_a_block(model: nn.Module, batch: Any, mesh: Any, **options: Any) -> torch
 def test_a_model_that_was_never_compared_warns_once(style):
     plan = {"layers.*.attention.core": style()}
     (text,) = warned(partial(trained, proved=False, plan=plan))
-    assert text.startswith("Llama begins to train")
+    assert text.startswith("Llama runs context parallel")
     assert "verify(model, mesh, batch, step)" in text
     assert warned(partial(trained, proved=True, plan=plan)) == []
     assert warned(partial(trained, proved=False, plan={"layers.*.attention.core": style(verified=True)})) == []
@@ -595,7 +595,7 @@ def test_a_model_in_a_block_warns_too():
         return model
 
     (text,) = warned(partial(trained, proved=False, plan=plan, act=in_a_block))
-    assert text.startswith("Llama begins to train")
+    assert text.startswith("Llama runs context parallel")
     assert warned(partial(trained, proved=True, plan=plan, act=in_a_block)) == []
     assert warned(partial(trained, proved=False, plan=plan, act=partial(in_a_block, verified=True))) == []
 
