@@ -231,10 +231,6 @@ class AttentionCalls(TorchFunctionMode):
             self.check_call()
 
         tensors = query, key, value
-        if not compiling:
-            # A recomputation has no arguments of the module. Its first run was looked at.
-            masks_keys = attn_mask is not None and self._joint is None and graph_task_id() < 0
-            self.forward_state.sequences = self.list_sequences() if masks_keys else None
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         sink = None if self._sink is None else getattr(*self._sink)
         options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
@@ -383,10 +379,6 @@ class AttentionCalls(TorchFunctionMode):
             f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
             "them, or cut all tokens"
         )
-
-    def list_sequences(self) -> tuple[int, ...]:
-        """The lengths of the sequences of which a layout has cut an argument of the module."""
-        return tuple(sorted({cut.length for _, cut in self.forward_state.cuts}))
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""

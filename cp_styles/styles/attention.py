@@ -269,7 +269,9 @@ class CoreState:
             check_local(binding.name, inputs)
             if not only_inputs:
                 self._refuse_other_tensors(args, kwargs)
-            if cut := find_cuts(inputs):
+            cut = find_cuts(inputs)
+            self.calls.forward_state.sequences = {layout.length for _, layout in cut}
+            if cut:
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
             if self._holds_parameters and torch.is_grad_enabled():
