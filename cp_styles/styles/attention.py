@@ -526,7 +526,7 @@ class CoreCalls(AttentionCalls):
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
-        binding: Source = self._scoped if self.form is None else self._scoped.resolve()[0]
+        binding: Source = self.scoped if self.form is None else self.scoped.resolve()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             self.wrap_checkpoints()
