@@ -196,7 +196,15 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
         mesh, q, k = cp_mesh(2), first.shard(x, 2, rank), second.shard(memory, 2, rank) + 0
         with pytest.raises(NotImplementedError, match="layout= a function that returns the layout of 16 tokens"):
             context_attention(q, k, k, mesh, mask=Dense(mask), layout=contiguous)
-        names: dict[str, Any] = {"first": first, "second": second, "mesh": mesh, "mask": Dense(mask), "q": q, "k": k, "v": k}
+        names: dict[str, Any] = {
+            "first": first,
+            "second": second,
+            "mesh": mesh,
+            "mask": Dense(mask),
+            "q": q,
+            "k": k,
+            "v": k,
+        }
         names["context_attention"] = context_attention
         exec(example("keys of a known length"), names)
         tell = AttentionContextParallel(layout=lambda length, ranks: {8: first, 16: second}[length])
