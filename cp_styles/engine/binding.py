@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -540,10 +541,12 @@ class _AttentionAgreement(CheckedCall):
         masked = self.attn_mask is not None or isinstance(binding.mask, Dense)
         if not (masked or (binding.kernel is not None and binding.kernel.positional)):
             return
-        if not isinstance(binding.layout, SequenceLayout) and not is_deterministic(binding.layout):
-            return  # the user's function has a layout for this number of keys
         inputs = itertools.chain(*((*args, *kwargs.values()) for _, args, kwargs in running_modules()))
         lengths = {cut.length for _, cut in (*binding.forward_state.cuts, *find_cuts((*self.tensors, *inputs)))}
+        # A user's function that holds a layout of this length returns the same object again.
+        with contextlib.suppress(Exception):
+            made = None if isinstance(binding.layout, SequenceLayout) else binding.layout(sum(keys), len(rows))
+            lengths |= {made.length} if made and made is binding.layout(made.length, len(rows)) else set()
         is_marked = int(sum(keys) in lengths or sum(keys) in binding.forward_state.sequences)
         # A mark that one rank has lost, as in a broadcast, is on another one.
         marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
@@ -553,7 +556,7 @@ class _AttentionAgreement(CheckedCall):
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
                 f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "
                 "Lay them out by SequenceLayout.from_chunks. Keys of one other sequence: cut it by layout.shard, and "
-                f"give the part to a module. Or give layout= a function that returns the layout of {sum(keys)} tokens"
+                f"give the part to a module. Or give layout= a function that looks up the layout of {sum(keys)} tokens"
                 f"{see('Keys of several pieces')}"
             )
 

@@ -194,8 +194,10 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
 
     def on(rank: int) -> float:
         mesh, q, k = cp_mesh(2), first.shard(x, 2, rank), second.shard(memory, 2, rank) + 0
-        with pytest.raises(NotImplementedError, match="layout= a function that returns the layout of 16 tokens"):
+        with pytest.raises(NotImplementedError, match="layout= a function that looks up the layout of 16"):
             context_attention(q, k, k, mesh, mask=Dense(mask), layout=contiguous)
+        with pytest.raises(NotImplementedError, match="2 times as long"):  # any length is no known length
+            context_attention(q, k, k, mesh, mask=Dense(mask), layout=lambda length, ranks: contiguous(length, ranks))
         names: dict[str, Any] = {
             "first": first,
             "second": second,
