@@ -517,7 +517,7 @@ keys: any function is believed | ranks/doors/test_joined_keys.py -k tells
 keys: marks of query, key and value alone | ranks/doors/test_joined_keys.py -k one_longer
     _AttentionAgreement._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
     becomes | find_cuts(self.tensors)
-keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py -k marked
+keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py -k tells
     CoreState._begin | {layout.length for _, layout in cut}
     becomes | ()
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
