@@ -509,11 +509,11 @@ keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
     becomes nothing
 keys: the user's function of lengths is not believed | ranks/doors/test_joined_keys.py -k tells
-    _AttentionAgreement._refuse_joined_keys | made and made is
-    becomes | made is not
+    _AttentionAgreement._refuse_joined_keys | is cut(*wanted)
+    becomes | is not cut(*wanted) and False
 keys: any function is believed | ranks/doors/test_joined_keys.py -k tells
-    _AttentionAgreement._refuse_joined_keys | if made and made is binding.layout(made.length, len(rows)) else set()
-    becomes | if made else set()
+    _AttentionAgreement._refuse_joined_keys | (made := cut(*wanted)) is cut(*wanted)
+    becomes | (made := cut(*wanted))
 keys: marks of query, key and value alone | ranks/doors/test_joined_keys.py -k one_longer
     _AttentionAgreement._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
     becomes | find_cuts(self.tensors)

@@ -544,9 +544,10 @@ class _AttentionAgreement(CheckedCall):
         inputs = itertools.chain(*((*args, *kwargs.values()) for _, args, kwargs in running_modules()))
         lengths = {cut.length for _, cut in (*binding.forward_state.cuts, *find_cuts((*self.tensors, *inputs)))}
         # A user's function that holds a layout of this length returns the same object again.
+        cut, wanted = binding.layout, (sum(keys), len(rows))
         with contextlib.suppress(Exception):
-            made = None if isinstance(binding.layout, SequenceLayout) else binding.layout(sum(keys), len(rows))
-            lengths |= {made.length} if made and made is binding.layout(made.length, len(rows)) else set()
+            if not isinstance(cut, SequenceLayout) and (made := cut(*wanted)) is cut(*wanted):
+                lengths.add(made.length)
         is_marked = int(sum(keys) in lengths or sum(keys) in binding.forward_state.sequences)
         # A mark that one rank has lost, as in a broadcast, is on another one.
         marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
