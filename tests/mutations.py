@@ -391,6 +391,9 @@ recurrence: arguments of the outputs are columns of a map | ranks/mixers/test_re
 batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k without_a_scope
     BatchSharder._refuse_joined_documents | > before >= state.separated
     becomes | < before
+batch: documents of several batches pass | ranks/doors/test_batch_sharder.py -k without_a_scope
+    BatchSharder.sum_gradients | self._first_at if self._all_packed else
+    becomes nothing
 batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
     _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
     becomes | binding.separates
@@ -499,6 +502,24 @@ threads: a forward of another thread than its loss is not met | process/test_thr
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
+keys: a mask of a style is no mask | ranks/doors/test_joined_keys.py
+    _AttentionAgreement._refuse_joined_keys | or isinstance(binding.mask, Dense)
+    becomes nothing
+keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
+    _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
+    becomes nothing
+keys: the user's function of lengths is not believed | ranks/doors/test_joined_keys.py -k tells
+    _AttentionAgreement._refuse_joined_keys | is cut(*wanted)
+    becomes | is not cut(*wanted) and False
+keys: any function is believed | ranks/doors/test_joined_keys.py -k tells
+    _AttentionAgreement._refuse_joined_keys | (made := cut(*wanted)) is cut(*wanted)
+    becomes | (made := cut(*wanted))
+keys: marks of query, key and value alone | ranks/doors/test_joined_keys.py -k one_longer
+    _AttentionAgreement._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
+    becomes | find_cuts(self.tensors)
+keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py -k tells
+    CoreState._begin | {layout.length for _, layout in cut}
+    becomes | ()
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
     _compare_tokens | if uncut and not differs
     becomes | if False
