@@ -711,10 +711,10 @@ def with_zeros(before: Slot) -> Callable[[], nn.Module]:
 
 
 class Joint(Model):
-    """A text that every rank has, before the tokens of an image."""
+    """A text that every rank has, before the tokens of an image, to which ``given`` is added."""
 
-    def forward(self, x):
-        x = self._through(self.before, x)
+    def forward(self, x, *given):
+        x = self._through(self.before, sum(given, x))
         h = torch.cat((TEXT.to(x), x), 1)
         return (h + self.attention(h))[:, TEXT.shape[1] :]
 
@@ -748,6 +748,15 @@ def of_part(view: RankView, length: int) -> torch.Tensor:
     return torch.arange(length)
 
 
+def with_places(cut: Callable[[torch.Tensor, RankView], torch.Tensor]) -> Callable[..., Any]:
+    """Call a model with positions that ``cut`` has cut; the first ones, if there are too many."""
+    return lambda m, x, view: m(x, cut(m.table[None, :S].detach(), view)[:, : x.shape[1]])
+
+
+def cut_contiguous(x: torch.Tensor, view: RankView) -> torch.Tensor:
+    return by_hand(contiguous(S, view.size).shard(x, 1, view.rank))
+
+
 COUNTED = (
     *kind(
         "counted",
@@ -768,7 +777,15 @@ COUNTED = (
         right("nothing", model=lambda: Joint(causal=False)),
         wrong("centred", model=lambda: Joint(centred, causal=False)),
         wrong("table[:L] of the image", model=lambda: Joint(lambda m, x: x + m.table[: x.shape[1]], causal=False)),
+        wrong("positions that are not cut", model=lambda: Joint(causal=False), call=with_places(lambda x, view: x)),
+        wrong("positions of another cut", model=lambda: Joint(causal=False), call=with_places(cut_contiguous)),
         apply=on(lambda: ModuleContextParallel(layout=JointLayout(prefix=TEXT.shape[1]))),
+        no_block="a block takes no JointLayout",
+    ),
+    *kind(
+        "with a joint text that is longer",
+        wrong("by one token", model=lambda: Joint(causal=False)),
+        apply=on(lambda: ModuleContextParallel(layout=JointLayout(prefix=TEXT.shape[1] - 1))),
         no_block="a block takes no JointLayout",
     ),
     *kind(
@@ -1899,6 +1916,17 @@ STEPS = (
             loss=lambda out, view: distance(out, randn(5, *out.shape)),
         ),
         wrong("that is no number", returns=lambda loss, view: loss * (1 if view.size == 1 else float("nan"))),
+        wrong(
+            "behind a gather in another order",
+            model=lambda: Model(behind=lambda m, x: m.linear(x)),
+            call=lambda m, x, view: gather(m(x), 1, view.mesh, reduce_gradients=True),
+            loss=by_sequence,
+        ),
+        wrong(
+            "that a model returns with its logits",
+            model=lambda: Model(give=lambda m, x: (x, mean_in_the_model(m, x))),
+            loss=lambda outs, view: outs[1],
+        ),
         right("by token", **LOGITS, **labelled()),
         right("that is not returned", returns=lambda loss, view: None),
         right("that is a number", returns=lambda loss, view: total(loss, view).item()),
@@ -2017,6 +2045,31 @@ def averaged_in_a_part(core, q, k, v):
     return core.attend(q, k, v + v.mean(2, keepdim=True))
 
 
+def turned_in_a_part(core, q, k, v):
+    places = torch.arange(q.shape[2])
+    return core.attend(turned(q, places), turned(k, places), v)
+
+
+def scaled_by_a_length(core, q, k, v):
+    return core.attend(q * math.log(q.shape[2]), k, v)
+
+
+class Twice(Model):
+    """Two attentions, with ``between`` in between."""
+
+    def __init__(self, between: Slot) -> None:
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList((self.attention, Attention())), between
+
+    def forward(self, x):
+        first, second = self.blocks
+        return second(self.between(self, first(x)))
+
+
+def with_backbone_of_two(model: Any, mesh: DeviceMesh) -> Any:
+    return parallelize_module(model, mesh, BackboneContextParallel(blocks="blocks"))
+
+
 WHOLE = kind(
     "whole inputs",
     right("a mean over tokens, behind", **whole(model=lambda: Model(give=mean_over_tokens))),
@@ -2034,6 +2087,9 @@ WHOLE = kind(
     wrong("random numbers of a rank in front", lambda m, x: x * (1 + torch.rand(())), **whole()),
     wrong("another function in front", lambda m, x: x * (1 + 0.25 * m.view.rank), **whole()),
     wrong("a mean over a part in the blocks", **whole(model=lambda: Model(inside=averaged_in_a_part))),
+    wrong("positions in the blocks", **whole(model=lambda: Model(inside=turned_in_a_part))),
+    wrong("a length in the blocks", **whole(model=lambda: Model(inside=scaled_by_a_length))),
+    wrong("a table between the blocks", **whole(model=lambda: Twice(counted), apply=with_backbone_of_two)),
     wrong("cut before", **whole(cut=lambda view: view.cut(view.x))),
 )
 PROGRAMS: tuple[Program, ...] = (

@@ -280,9 +280,10 @@ class _Verification:
                 self._raise_if_any(next(filter(None, mistakes), []))
                 return self._with_power(replace(report, notes=tuple(next(filter(None, notes), []))), moved)
             del expected  # a run that finds causes keeps more
-        # If only the loss differs, gradients show that no module is the cause.
-        texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
-        texts = texts or _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
+        if any(names not in ([], [_LOSS]) for names in ranks):
+            texts = self._find_causes(leeway)
+        else:  # gradients show that no module is the cause
+            texts = _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
         texts = next(filter(None, self._gather_all(texts if wrong else [])), [])
         names = _join_names(next(filter(None, ranks)))
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
@@ -501,7 +502,7 @@ class _Verification:
             )
             self._state.restore()
             with as_one_rank(self._mesh, self._axis):
-                return findings(comparison, self._model, self._axis)
+                return findings(comparison, self._model, self._axis, self._state.restore)
 
     def _parameter_errors(self, actual: StepRun, expected: StepRun, tolerance: float) -> dict[str, float]:
         return gradient_errors(actual.gradients, expected.gradients, self._gather_axis, tolerance)[0]

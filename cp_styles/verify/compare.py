@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_styles.layout import SequenceLayout
-from cp_styles.verify.record import Call, Key, Recording
+from cp_styles.verify.record import ATTENTION, Call, Key, Recording
 
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks of a mesh, by rank. Communication: one all-gather of objects for each axis."""
@@ -256,7 +256,7 @@ class Comparison:
     def __init__(
         self, reference: StepResult, parallel: StepResult, shards: ShardLookup, gather: Gather, leeway: Leeway
     ) -> None:
-        self._reference, self.parallel, self.shards, self.gather = reference, parallel, shards, gather
+        self.reference, self.parallel, self.shards, self.gather = reference, parallel, shards, gather
         self._leeway, self.tolerance = leeway, leeway.tolerance
         self.calls = reference.recording.calls
         self.local_calls = {call.key: call for call in parallel.recording.calls}
@@ -281,9 +281,13 @@ class Comparison:
         """Names of the inputs of ``call`` that are wrong on any rank."""
         return [name for name in call.inputs if self.is_wrong(self.inputs.get((call.key, name)))]
 
+    def has_known_inputs(self, call: Call) -> bool:
+        """Whether an input of ``call`` can be compared, or there is none."""
+        return not call.inputs or any((call.key, name) in self.inputs for name in call.inputs)
+
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A parameter's gradient on ranks and with one rank, see :func:`gradient_pair`."""
-        return gradient_pair(self.parallel.gradients, self._reference.gradients, name)
+        return gradient_pair(self.parallel.gradients, self.reference.gradients, name)
 
     def loss_factor(self) -> float | None:
         """The common factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if the
@@ -313,8 +317,10 @@ class Comparison:
         totals = _add_ranks(of_gradients)
         floor = 1e-2 * max((total.norm**0.5 for total in totals.values()), default=0.0)
         of_input = {key: total.error() for key, total in _add_ranks(of_inputs).items()}
+        # The rounding of outputs of modules is known.
+        owners = {call.key: (call.parent if call.kind == ATTENTION else None) or call for call in self.calls}
         return (
-            {(key, name): self._leeway.scaled(key, error) for (key, name), error in of_input.items()},
+            {(key, name): self._leeway.scaled(owners[key].key, error) for (key, name), error in of_input.items()},
             {key: self._leeway.scaled(key, total.error()) for key, total in _add_ranks(of_outputs).items()},
             {key: self._leeway.scaled(key, total.error(floor)) for key, total in totals.items()},
         )

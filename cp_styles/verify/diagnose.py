@@ -7,6 +7,7 @@ is the cause. Otherwise the report says that the cause is not known.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,37 +19,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
+from cp_styles.backbone import Backbone, backbone_of
+from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add_squares, factor, squares
-from cp_styles.verify.record import Call, Key, UnhandledAttention, plain_name
+from cp_styles.verify.record import ATTENTION, Call, Key, UnhandledAttention, plain_name
 
 
-def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
+def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh, restore: Callable[[], None]) -> list[str]:
     """The first mistake in the order of a step, in sentences; empty if there is none.
 
-    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``.
+    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``. Each run
+    begins with the state before the step, which ``restore`` puts back.
     """
     for call in comparison.calls:
-        if comparison.is_wrong(comparison.outputs.get(call.key)):
-            return _diagnose_forward(comparison, model, call, axis.size())
+        wrong = call.kind == ATTENTION and comparison.wrong_inputs(call)
+        wrong = wrong or comparison.is_wrong(comparison.outputs.get(call.key))
+        if wrong and not (call.parent is None and _is_share(comparison, call)):
+            return _diagnose_forward(comparison, model, call, axis.size(), restore)
     if not any(map(comparison.is_wrong, comparison.parameters.values())):
         return []
+    if text := _describe_other_length(comparison, slice(None), slice(None)):
+        return [f"the model: {text}"]
     return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
 
 # The forward.
 
 
-def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
-    # A wrong input comes from the parent, or from a call before: go up until all inputs are right.
+def _is_share(comparison: Comparison, call: Call) -> bool:
+    """Whether the numbers that ``call`` returns on the ranks add up to its number on one process: shares of a loss."""
+    local = comparison.local_calls.get(call.key)
+    numbers = [x.item() for x in local.outputs if x.numel() == 1] if local is not None else []
+    whole = [x.item() for x in call.outputs if x.numel() == 1]
+    ranks = comparison.gather(numbers)
+    if not len(whole) == len(call.outputs) == len(ranks[0]):
+        return False
+    return all(
+        comparison.equal(torch.tensor(sum(each)), torch.tensor(x)) for *each, x in zip(*ranks, whole, strict=True)
+    )
+
+
+def _diagnose_forward(
+    comparison: Comparison, model: nn.Module, first: Call, ranks: int, restore: Callable[[], None]
+) -> list[str]:
+    # A wrong input comes from the parent, or from a call before: go up until all inputs are right. Inputs that cannot
+    # be compared, as a text and a part that are joined, say nothing.
     node, inner = first, None
-    while wrong := comparison.wrong_inputs(node):
+    while wrong := comparison.wrong_inputs(node) or (inner is not None and not comparison.has_known_inputs(node)):
         if node.parent is None:
-            return [
-                f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong
-            ]
-        node, inner = node.parent, node
+            break
+        node, inner = node.parent, inner if wrong is True else node
+    if isinstance(wrong, list) and wrong:
+        return [f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong]
     where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
     calls = [comparison.local_calls.get(call.key) for call in (node, inner or node)]
     tensors = [x for call in calls if call is not None for x in (*call.inputs.values(), *call.outputs)]
@@ -57,8 +81,8 @@ def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ran
     if inner is not None:
         for name in comparison.wrong_inputs(inner):
             if _examine_argument(comparison, inner, name, ranks)[0]:
-                return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"]
-    return [_WrongCall(comparison, model, node, inner, where).cause()]
+                return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten. {_remedy(model)}"]
+    return [_WrongCall(comparison, model, node, inner, where, restore).cause()]
 
 
 def _describe_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
@@ -71,6 +95,8 @@ def _describe_argument(comparison: Comparison, root: Call, name: str, ranks: int
         )
     if cuts:
         return f"layout mismatch: it is cut with {min(cuts)}, and attention ran with another layout ({layouts})"
+    if not layouts:
+        return "it has the shape of what one process is given, and another value: give every rank the same"
     return f"it is not this rank's part of what one process is given, by attention's layout ({layouts})"
 
 
@@ -99,7 +125,16 @@ class _WrongCall:
     """The first wrong call: the inputs of ``node`` are right, but its output, or an input of the nested call ``inner``,
     is wrong."""
 
-    def __init__(self, comparison: Comparison, model: nn.Module, node: Call, inner: Call | None, where: str) -> None:
+    def __init__(
+        self,
+        comparison: Comparison,
+        model: nn.Module,
+        node: Call,
+        inner: Call | None,
+        where: str,
+        restore: Callable[[], None],
+    ) -> None:
+        self._restore, self._remedy, backbone = restore, _remedy(model), backbone_of(model)
         self._comparison, self._node, self._inner, self._where = comparison, node, inner, where
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._gather, self._shards, self._equal = comparison.gather, comparison.shards, comparison.equal
@@ -107,16 +142,37 @@ class _WrongCall:
         self._expected = node.outputs if inner is None else list(inner.inputs.values())
         self._actual = target.outputs if inner is None else list(target.inputs.values())
         end = target.attended[1] if inner is None else target.attended[0]
+        self._args, self._kwargs = self._local.args, self._local.kwargs
+        if backbone is not None and self._modules[node.name] in [region.blocks[0] for region in backbone.regions]:
+            self._cut_as(backbone)
         # Code that ran before the wrong tensors existed.
         self._attentions = comparison.parallel.recording.attentions[self._local.attended[0] : end]
 
+    def _cut_as(self, backbone: Backbone) -> None:
+        """Cut the arguments, which were recorded in front of the style that cuts them."""
+        names = [*self._node.names, *(f"argument {at}" for at in range(len(self._args)))]
+        dims = {names[0]: 1, **backbone.seq_dims}
+
+        def cut(name: str, x: Any) -> Any:
+            for layout in self._shards.layouts:
+                if (
+                    (dim := dims.get(name)) is not None
+                    and isinstance(x, torch.Tensor)
+                    and x.shape[dim] == layout.length
+                ):
+                    return x.index_select(dim, layout.positions(self._shards.rank, x.device))
+            return x
+
+        self._args = tuple(map(cut, names, self._args))
+        self._kwargs = {name: cut(name, x) for name, x in self._kwargs.items()}
+
     def cause(self) -> str:
         """Test the causes in turn. Communication: all-gathers of small objects."""
-        node, local = self._node, self._local
+        node = self._node
         if text := self._describe_lost_documents():
             return f"{node}: {text}"
         anywhere = any(self._gather(any(attention is not None for attention in self._attentions)))
-        if self._reproduces(lambda: self._rerun(local.args, local.kwargs), whole=False):
+        if self._reproduces(lambda: self._rerun(self._args, self._kwargs), whole=False):
             if any(self._gather(None in self._attentions)):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
@@ -124,13 +180,16 @@ class _WrongCall:
                 )
             if not anywhere:
                 return self._cause_if_local_only({}, {}, "")
-        inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
+        calls = [call for call in self._comparison.calls if call.parent is node and call.kind != ATTENTION]
+        calls = [call for call in calls if self._inner is None or not self._inner.within(call)]
+        inside = {call.key: call.output for call in calls}
         if inside and anywhere:
             calls = self._comparison.local_calls
             outputs = {key: calls[key].output for key in inside if key in calls}
-            if self._reproduces(lambda: self._rerun(local.args, local.kwargs, outputs=outputs), whole=False):
+            if self._reproduces(lambda: self._rerun(self._args, self._kwargs, outputs=outputs), whole=False):
                 return self._cause_if_local_only(inside, outputs, ", in its own code between the modules")
-        if text := self._describe_other_layout():
+        slices = slice(*node.attended), slice(*self._local.attended)
+        if text := self._describe_other_layout() or _describe_other_length(self._comparison, *slices):
             return f"{node}: {text}"
         if text := self._describe_pooling():
             return text
@@ -141,7 +200,7 @@ class _WrongCall:
         if all(self._gather(wrong is not None and wrong[0] == self._moved_positions(wrong[1]))):
             return (
                 f"{where}. The cause is not known. A count from 0 on each rank, or a table cut from its first row, is "
-                "wrong at exactly these: if there is one, give the model positions, layout.positions(rank)"
+                "wrong at exactly these: if there is one: {self._remedy}"
             )
         return f"{where}. The cause is not known"
 
@@ -159,7 +218,7 @@ class _WrongCall:
         if text := self._describe_pooling():
             return text
         wholes = self._node.args, self._node.kwargs, inside
-        parts = self._local.args, self._local.kwargs, local_inside
+        parts = self._args, self._kwargs, local_inside
 
         def run(change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> list[torch.Tensor]:
             args, kwargs, outputs = self._change_shards(wholes, parts, change)
@@ -175,8 +234,13 @@ class _WrongCall:
             )
         if all(self._gather(_true_without_error(lambda: self._equals_first_rows(run(self._move_tokens_first))))):
             return (
-                f"{self._where} on each rank is the result for the first positions: positions are forgotten."
-                f"{_GIVE_POSITIONS}"
+                f"{self._where} on each rank is the result for the first positions: positions are forgotten. "
+                f"{self._remedy}"
+            )
+        if any(self._gather(_true_without_error(lambda: self._differs_if_shorter(run(self._keep_first_tokens))))):
+            return (
+                f"{self._where} depends on the number of tokens, and each rank takes the number of its part "
+                "(x.shape[1]). Let it take the length of the whole sequence, layout.length"
             )
         return (
             f"{self._where} on each rank is the result for its part alone, as if it were the whole sequence. The cause "
@@ -265,6 +329,20 @@ class _WrongCall:
         others = torch.ones(part.layout.length, dtype=torch.bool, device=whole.device).index_fill(0, rows, False)
         return whole.index_select(part.dim, torch.cat((rows, others.nonzero().flatten())))
 
+    @staticmethod
+    def _keep_first_tokens(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
+        """The first tokens of ``whole``, as many as this rank has."""
+        assert isinstance(part, ExpectedRows)
+        return whole.narrow(part.dim, 0, part.expected.shape[part.dim])
+
+    def _differs_if_shorter(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether a result for the first tokens differs from the first rows of the result for all."""
+        for result, whole, local in zip(results, self._expected, self._actual, strict=True):
+            part = self._shards.part(whole, local)
+            if isinstance(part, ExpectedRows) and not self._equal(result, self._keep_first_tokens(whole, part)):
+                return True
+        return False
+
     def _differs_here(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether a result differs from the result on one process at this rank's tokens."""
         for result, whole, local in zip(results, self._expected, self._actual, strict=True):
@@ -294,16 +372,19 @@ class _WrongCall:
         return all(self._gather(_true_without_error(ask)))
 
     def _describe_pooling(self) -> str:
-        """The cause if the wrong tensors have no rows of tokens on any rank."""
-        have_rows = [has_rows for rank in self._gather(self._wrong_tensors_have_rows()) for has_rows in rank]
-        if not have_rows or any(have_rows):
+        """The cause if the wrong tensors have no rows of tokens on any rank, and all arguments have their parts."""
+        wrong, known = zip(*self._gather((self._wrong_shapes(), self._arguments_are_parts())), strict=True)
+        shapes = [each for rank in wrong for each in rank]
+        if not shapes or None in shapes:
             return ""
-        if not self._node.key[0] and all(whole.numel() == 1 for whole in self._expected):
+        if set(shapes) == {1}:
             return (
-                f"{self._where} is one number, and another one on each rank: a loss of this rank's tokens. Let the "
-                "model return logits, and take the loss of all tokens: batch.loss(logits) of BatchSharder, or "
-                "global_loss(losses, global_token_count(labels, mesh), mesh)"
+                f"{self._where} has one number that is another one on each rank: a loss, or a mean, of this rank's "
+                "tokens. Let the model return logits, and take the loss of all tokens: batch.loss(logits) of "
+                "BatchSharder, or global_loss(losses, global_token_count(labels, mesh), mesh)"
             )
+        if not all(known):
+            return ""
         return (
             f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
             "rank's part (a mean, a sum, a maximum, the first or the last token). Give the model whole inputs, and "
@@ -311,16 +392,17 @@ class _WrongCall:
             "cp_styles.collectives.gather: both on the page Training"
         )
 
-    def _wrong_tensors_have_rows(self) -> list[bool]:
-        """For each tensor that is wrong on this rank: whether it has rows of this rank's tokens."""
-        parts = [
-            (self._shards.part(whole, local), local) for whole, local in zip(self._expected, self._actual, strict=True)
-        ]
-        return [
-            part.layout is not None
-            for part, local in parts
-            if part is not None and not self._equal(local, part.expected)
-        ]
+    def _arguments_are_parts(self) -> bool:
+        """Whether all arguments can be compared, and one is a part."""
+        parts = [self._shards.part(x, self._local.inputs.get(name)) for name, x in self._node.inputs.items()]
+        return None not in parts and any(part is not None and part.layout is not None for part in parts)
+
+    def _wrong_shapes(self) -> list[int | None]:
+        """For each tensor that is wrong on this rank its number of elements; None if it has rows of tokens."""
+        pairs = zip(self._expected, self._actual, strict=False)
+        parts = [(self._shards.part(whole, local), local) for whole, local in pairs]
+        wrong = [(part, x) for part, x in parts if part is not None and not self._equal(x, part.expected)]
+        return [x.numel() if part.layout is None else None for part, x in wrong]
 
     def _describe_other_layout(self) -> str | None:
         """The cause if the inputs are sharded with one layout, and the attention ran with another layout."""
@@ -351,42 +433,89 @@ class _WrongCall:
     ) -> list[torch.Tensor]:
         """Run the call again with one rank, and return the tensors that were wrong. With ``outputs``, the modules in
         the call do not run, and return these outputs."""
-        node, inner, calls = self._node, self._inner, self._comparison.calls
-        inputs: list[list[torch.Tensor]] = []
-        handle = None
-        if inner is not None:
+        node, inner, module = self._node, self._inner, self._modules[self._node.name]
+        inputs, results = list[list[torch.Tensor]](), list[Any]()
+        within = [call for call in self._comparison.calls if inner is not None and call.within(node)]
+        if inner is not None and inner.kind == ATTENTION and not outputs:
+            within = [call for call in within if call.kind == ATTENTION]
+        else:
+            within = [call for call in within if inner is not None and call.name == inner.name]
 
-            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-                inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            assert inner is not None
+            inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
 
-            handle = self._modules[inner.name].register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+        def note_attention(*tensors: torch.Tensor) -> None:
+            if inner is not None and inner.kind == ATTENTION:
+                note(module, tensors, {})
+
         returns: dict[str, list[Any]] = {}
-        for call in calls:
+        for call in self._comparison.calls:
             if call.parent is node and outputs and call.key in outputs:
                 returns.setdefault(call.name, []).append(outputs[call.key])
-        for name, values in returns.items():
-            following = iter(values)
-            self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
-        try:
-            with torch.no_grad(), UnhandledAttention([]):
-                output = self._modules[node.name](*args, **kwargs)
-        finally:
-            for name in returns:
-                del self._modules[name].forward
-            if handle is not None:
-                handle.remove()
-        if inner is None:
-            return tensors_in(output)
-        return inputs[[call.key for call in calls if call.name == inner.name and call.within(node)].index(inner.key)]
+
+        def replay(name: str, values: list[Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if inner is not None and inner.name == name:
+                    note(module, args, kwargs)
+                return values.pop(0)
+
+            return call
+
+        self._restore()
+        with contextlib.ExitStack() as stack:
+            for name, values in returns.items():
+                # Without its hooks: a style on it would miss its attention.
+                attributes = vars(self._modules[name])
+                before = {_CALL: attributes[_CALL]} if _CALL in attributes else {}
+                stack.callback(attributes.update, before)
+                stack.callback(attributes.pop, _CALL)
+                attributes[_CALL] = replay(name, values)
+            listener = attention_listener.set(lambda strategy, attention, *tensors: note_attention(*tensors[:3]))
+            stack.callback(attention_listener.reset, listener)
+            if inner is not None and inner.kind != ATTENTION and inner.name not in returns:
+                hook = self._modules[inner.name].register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+            hook = module.register_forward_hook(lambda module, args, output: results.append(output), prepend=True)
+            stack.callback(hook.remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(UnhandledAttention([], note_attention))
+            try:
+                results.append(module(*args, **kwargs))
+            except NotImplementedError:  # a style on the module may miss its attention too
+                if not results:
+                    raise
+        return tensors_in(results[-1]) if inner is None else inputs[[call.key for call in within].index(inner.key)]
 
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
-        """The wrong positions of the first tensor on this rank, and its layout. None if they are not known."""
-        part = self._shards.part(self._expected[0], self._actual[0]) if self._expected and self._actual else None
-        if not isinstance(part, ExpectedRows):
-            return None
-        positions = part.layout.positions(self._shards.rank, "cpu").tolist()
-        rows = zip(positions, self._actual[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
-        return {position for position, *row in rows if not self._equal(*row)}, part.layout
+        """The wrong positions on this rank, and their layout. None if they are not known."""
+        wrong, layout = set[int](), None
+        for whole, local in zip(self._expected, self._actual, strict=False):
+            part = self._shards.part(whole, local)
+            if isinstance(part, ExpectedRows) and layout in (None, part.layout):
+                layout = part.layout
+                positions = layout.positions(self._shards.rank, "cpu").tolist()
+                rows = zip(positions, local.unbind(part.dim), part.expected.unbind(part.dim), strict=True)
+                wrong |= {position for position, *row in rows if not self._equal(*row)}
+        return None if layout is None else (wrong, layout)
+
+
+def _describe_other_length(comparison: Comparison, with_one: slice, on_ranks: slice) -> str:
+    """The cause if an attention, among these of the steps, had more positions on the ranks than with one rank, or
+    fewer."""
+    steps = (comparison.reference, with_one), (comparison.parallel, on_ranks)
+    lengths = [[ran and ran.layouts[0].length for ran in step.recording.attentions[at]] for step, at in steps]
+    other = [pair for pair in zip(*lengths, strict=False) if None not in pair and pair[0] != pair[1]]
+    if not all(comparison.gather(bool(other) and len(lengths[0]) == len(lengths[1]))):
+        return ""
+    return (
+        f"its attention ran over {other[0][1]} positions on the ranks, and over {other[0][0]} with one rank. Tokens "
+        "that every rank has, as a text, count once for each rank, unless they are the prefix= or suffix= of a "
+        "JointLayout: give it their number"
+    )
+
+
+_CALL = "_compiled_call_impl"  # what a module runs when it is called, hooks included, if it is not None
 
 
 def _true_without_error(ask: Callable[[], bool]) -> bool:
@@ -416,7 +545,7 @@ def _diagnose_loss(comparison: Comparison) -> list[str]:
         return [
             f"the loss: what {root} returned is right, and its gradient is not, at "
             f"{_list_positions([set(part.wrong) for part in parts])}: labels, weights or the loss itself are not those "
-            "of this rank's tokens"
+            "of this rank's tokens, or a gather in front of it has them in another order (layout=)"
         ]
     factors = [part.factor for part in parts]
     counts = [part.factor * part.tokens for part in parts]
@@ -556,7 +685,17 @@ def _describe_first_gradient(comparison: Comparison) -> str:
 OUTSIDE = "outside of the model: "
 """The names of parameters of the step that the model does not have begin with this."""
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
-_GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
+
+
+def _remedy(model: nn.Module) -> str:
+    """The remedy for positions that count from 0 on each rank."""
+    if backbone_of(model) is None:
+        return "It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
+    return (
+        "Code in the blocks and between them counts this rank's tokens from 0. Make positions, or a table, before the "
+        "first block, and give them to the blocks as an argument (seq_dims=)"
+        f"{see('Positions that are made between the blocks')}"
+    )
 
 
 def join_first(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
 from cp_styles.collectives.autograd import walk_graph
+from cp_styles.engine.observers import attention_listener
 
 Key = tuple[str, int]
 """A module's name, and the number of the call of this module."""
@@ -78,9 +79,13 @@ class Hooks:
         return self._running
 
 
+ATTENTION = "attention"
+"""The kind of a call that is an attention, of no module of its own."""
+
+
 @dataclass(eq=False)
 class Call:
-    """One call of a module.
+    """One call of a module, or an attention in it.
 
     Attributes:
         parent: the call that made this call.
@@ -135,14 +140,15 @@ class Call:
 
 
 class UnhandledAttention(TorchFunctionMode):
-    """Appends None to ``attentions`` for each attention of this thread that no style or block handles.
+    """Appends None to ``attentions`` for each attention of this thread that no style or block handles, and calls
+    ``note`` with its query, key and value.
 
     Dropout functions return their input, because each rank draws other random numbers.
     """
 
-    def __init__(self, attentions: list[Any]) -> None:
+    def __init__(self, attentions: list[Any], note: Callable[..., None] = lambda *tensors: None) -> None:
         super().__init__()
-        self._attentions = attentions
+        self._attentions, self._note = attentions, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,6 +157,7 @@ class UnhandledAttention(TorchFunctionMode):
         attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
         if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
             self._attentions.append(None)
+            self._note(*(*args, *kwargs.values())[:3])
         return func(*args, **kwargs)
 
 
@@ -188,7 +195,7 @@ class OutsideParameters(TorchFunctionMode):
 
 
 class Recording(Hooks):
-    """Records the calls of all modules under ``model``.
+    """Records the calls of all modules under ``model``, and the attentions in them: calls of which inputs are compared.
 
     Attributes:
         calls: the calls in the order in which they end: children precede their parents.
@@ -200,6 +207,25 @@ class Recording(Hooks):
         self.attentions = attentions
         self.calls: list[Call] = []
         self._open: list[Call] = []
+
+    def __enter__(self) -> Any:
+        listens = attention_listener.get()
+        assert listens is not None  # of the step
+
+        def note(strategy: Any, attention: Any, *tensors: Any) -> None:
+            at, names = len(self.attentions), ("query", "key", "value")
+            listens(strategy, attention, *tensors)
+            if graph_task_id() < 0 and self._open:
+                parent, number = self._open[-1], sum(call.kind == ATTENTION for call in self.calls)
+                key = f"the attention in {parent.name or 'the model'}", number
+                self.calls.append(Call(key, ATTENTION, parent, tree_map(_detach, tensors[:3]), {}, names, (at, at)))
+
+        self._token = attention_listener.set(note)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        attention_listener.reset(self._token)
+        super().__exit__(*exception)
 
     def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

@@ -24,12 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
+from cp_styles.joint_layout import JointLayout
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
@@ -252,9 +254,10 @@ def _replace_group(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """An attention or a mixer that has run over ``ranks``, with the layouts of queries and of keys."""
+    """An attention or a mixer that has run over ``ranks``, with the layouts of queries, of keys, and of the tokens that
+    a JointLayout cuts."""
 
-    layouts: tuple[SequenceLayout, SequenceLayout]
+    layouts: tuple[SequenceLayout, ...]
     ranks: list[int]
 
 
@@ -291,10 +294,11 @@ def record_attentions() -> Iterator[list[Any]]:
 
     def note(group: dist.ProcessGroup | None, *layouts: SequenceLayout) -> None:
         ranks = [] if group is None else dist.get_process_group_ranks(group)
-        noted.append(AttentionRun((layouts[0], layouts[-1]), ranks))
+        noted.append(AttentionRun(layouts, ranks))
 
     def note_attention(strategy: Any, attention: Any, *tensors: Any) -> None:
-        note(attention.group, attention.q_layout, attention.kv_layout)
+        rest = facts_about(attention.q_layout).get(JointLayout)
+        note(attention.group, attention.q_layout, attention.kv_layout, *([] if rest is None else [rest]))
 
     tokens = attention_listener.set(note_attention), mixer_listener.set(note)
     try:
