@@ -1803,17 +1803,23 @@ AVERAGED = {
 }
 
 
-def kept_statistic(m, x):
-    """A buffer that the next forward uses, as the bias of a router."""
-    y = x - m.mean
-    m.mean.copy_(x.detach().mean((0, 1)))
-    return y
+def with_statistic(*, factor: float = 1.0, over_ranks: bool = False) -> nn.Module:
+    """A model with a buffer that the next forward uses, as the bias of a router."""
 
+    def kept(m, x):
+        y, total = x - factor * m.mean, x.detach().sum((0, 1))
+        m.mean.copy_(m.view.all_reduce(total) / S if over_ranks else total / x.shape[1])
+        return y
 
-def with_statistic() -> nn.Module:
-    model = Model(kept_statistic)
+    model = Model(kept)
     model.mean = nn.Buffer(torch.zeros(D))
     return model
+
+
+def scaled_by_the_last_length(m, x):
+    last = m.memo.get("length", 10)
+    m.memo["length"] = x.shape[1]
+    return x * last
 
 
 def from_zero(m, x, view):
@@ -2002,6 +2008,11 @@ STEPS = (
     *kind(
         "buffers for the next forward",
         wrong("the mean of this rank's tokens", model=with_statistic, call=from_zero),
+        wrong("the mean of this rank's tokens, of one forward", model=with_statistic),
+        wrong("a length in a dict, of one forward", model=with_memo(scaled_by_the_last_length)),
+        right("the mean of all tokens", model=partial(with_statistic, over_ranks=True)),
+        right("the mean of this rank's tokens, for an evaluation", model=partial(with_statistic, factor=0.0)),
+        right("the number of this rank's tokens", model=with_memo(lambda m, x: m.memo.update(tokens=x.shape[1]) or x)),
         wrong("a length in a dict", model=with_memo(lambda m, x: x * m.memo.setdefault("length", x.shape[1]))),
         right("lengths in a list", model=with_memo(lambda m, x: m.memo.setdefault("lengths", []).append(len(x)) or x)),
     ),

@@ -427,6 +427,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._training = [(module, module.training) for module in model.modules()]
         self._modules = [(module, dict(module._buffers), _plain_attributes(module)) for module in model.modules()]
         # A module of torch may be a wrapper, such as DDP, whose own containers are not to be touched.
@@ -442,9 +443,28 @@ class ModelState:
             if isinstance(x, torch.Tensor)
         } | {id(x): x for _, items in self._contents for x in tensors_in(items)}
         self._values = [(x, x.detach().clone()) for x in tensors.values()]
+        self._plain = {name: x for name, x in self._state() if not isinstance(x, torch.Tensor)}
         self._random = _random_states()
         on_gpu = any(x.is_cuda for x in model.parameters())
         self.drawn_from = checksum(dict(self._random)[torch.cuda.set_rng_state if on_gpu else torch.set_rng_state])
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        """The values in buffers and plain attributes, by name."""
+        for path, module in self._model.named_modules():
+            plain = {} if _is_of_torch(module) else _plain_attributes(module)
+            for name, x in (module._buffers | plain).items():
+                yield from _values(x, f"{plain_name(path)}.{name}".removeprefix("."))
+
+    def changed(self) -> dict[str, Any]:
+        """The values that are not those at the construction of this object: numbers, texts and copies of tensors."""
+        before = {id(x): value for x, value in self._values}
+        values = {}
+        for name, x in self._state():
+            if not isinstance(x, torch.Tensor):
+                values |= {} if name in self._plain and self._plain[name] == x else {name: x}
+            elif x.device.type != "meta" and not (id(x) in before and _is_equal(x.detach(), before[id(x)])):
+                values[name] = _local_tensor(x).detach().clone()
+        return values
 
     def restore(self) -> None:
         """Restore the state at the construction of this object. No communication."""
@@ -518,6 +538,19 @@ def _containers(value: Any) -> Iterator[Any]:
         yield value
     for each in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
         yield from _containers(each)
+
+
+def _values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensors, numbers and texts in a plain value, by name."""
+    if type(value) in (dict, list, tuple):
+        for at, each in _items(value) if type(value) is dict else enumerate(value):
+            yield from _values(each, f"{name}[{at!r}]")
+    else:
+        yield name, value
+
+
+def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(_local_tensor(x), _local_tensor(y))
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
