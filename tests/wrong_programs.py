@@ -1855,6 +1855,18 @@ def turned_from(offset: Callable[[RankView], int]) -> dict[str, Any]:
     return {"model": lambda: Model(inside=inside), "call": call, "layout": contiguous}
 
 
+def embedded(**options: Any) -> nn.Module:
+    return Model(read=lambda m, ids: m.words(ids), words=nn.Embedding(D, D, **options))
+
+
+def padded(m, x, view):
+    """The last three tokens of the first row are padding. A query without a key gets zeros, as from torch."""
+    mask = torch.ones(2, 1, S, S, dtype=torch.bool).tril()
+    mask[0, :, S - 3 :] = False
+    m.attention.core.mask = mask
+    return m(x)
+
+
 LOGITS = {"x": IDS, "model": lambda: Model(placed)}
 
 STEPS = (
@@ -1952,6 +1964,7 @@ STEPS = (
         wrong("no backward on several ranks", loss=without_backward),
         wrong("removed on several ranks", **then(only_on_ranks(removed))),
         wrong("changed by an optimizer", **then(optimizer_step)),
+        wrong("of rows that a forward renormalizes", model=partial(embedded, max_norm=1.0), x=IDS),
         wrong("removed behind an optimizer", **then(removing_step)),
         wrong("set to 0", **then(zeroed)),
         right("of a step without a backward", call=without_gradients),

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -216,7 +217,7 @@ class _Verification:
 
     def _run_and_compare(self, before: dict[str, int]) -> Report:
         parallel, local = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
-        state = self._state.changed()
+        state = self._state.values()
         layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
         lookup = ShardLookup(layouts, self._axis.get_local_rank())
 
@@ -236,7 +237,7 @@ class _Verification:
 
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
-            state = self._find_other_state(state, self._state.changed(), lookup)
+            state = self._gather_all(_find_other_state(state, self._state.values(), lookup))
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
             self._others = set(map(id, parallel.outside))
             self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
@@ -280,7 +281,7 @@ class _Verification:
             if not any(ranks):
                 mistakes, notes = zip(*self._gather_all(other), strict=True)
                 self._raise_if_any(next(filter(None, mistakes), []))
-                noted = [*next(filter(None, notes), []), *self._examine_state(state, keep_rows, leeway)]
+                noted = [*next(filter(None, notes), []), *self._examine_state(sorted(set().union(*state)), leeway)]
                 return self._with_power(replace(report, notes=tuple(noted)), moved)
             del expected  # a run that finds causes keeps more
         if any(names not in ([], [_LOSS]) for names in ranks):
@@ -292,42 +293,20 @@ class _Verification:
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
         raise VerificationError(replace(report, findings=tuple(texts)))
 
-    def _find_other_state(self, ranks: dict[str, Any], one: dict[str, Any], lookup: ShardLookup) -> list[str]:
-        """The names of buffers and plain attributes that the step changes, with another value than with one rank.
-        Communication: an all-gather of names."""
-        names, compare = [], lookup.compare
-        for name in dict.fromkeys((*ranks, *one)):
-            mine, whole = ranks.get(name), one.get(name)
-            if isinstance(mine, torch.Tensor) and isinstance(whole, torch.Tensor):
-                compared = compare(whole, mine)
-                names += [] if compared is not None and compared.error() <= _TOLERANCE else [name]
-            else:
-                names += [name] if isinstance(mine, torch.Tensor) or mine != whole else []
-        return sorted(set().union(*self._gather_all(names)))
-
-    def _examine_state(self, names: list[str], keep_rows: Any, leeway: Leeway) -> list[str]:
-        """A sentence on state that differs after the step (``names``), and does not change a second step in a row.
-
-        Raises if it does. Four steps, if there are names.
-        """
+    def _examine_state(self, names: list[str], leeway: Leeway) -> list[str]:
+        """A note on state that differs after the step (``names``). Two more steps in a row: raises if they differ."""
         if not names:
             return []
-        self._progress.expect(4)
-        self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
-        parallel, local = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep), restore=False)
-        recording = partial(Outputs, self._model, keep_rows)
-        self._run_with_one_rank(lambda attentions: recording())
-        reference, expected = self._run_with_one_rank(lambda attentions: recording(), restore=False)
-        outputs = {} if expected.trained else output_errors(local.kept, expected.kept, self._gather_axis)
-        wrong = [*leeway.wrong(outputs), *leeway.wrong(self._parameter_errors(parallel, reference, leeway.tolerance))]
+        self._progress.expect(2)
+        self._steps = _twice(self._steps[0]), _twice(self._steps[1])
+        parallel, _ = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
+        reference, _ = self._run_with_one_rank(lambda attentions: Outputs(self._model, _keep))
+        wrong = leeway.wrong(self._parameter_errors(parallel, reference, leeway.tolerance))
         wrong += [] if _is_near(reference.loss, parallel.loss, leeway.of(_LOSS)) else [_LOSS]
-        texts = [
-            f"after the step {join_first(names)} differ from one device, and a second step that follows differs by it: "
-            f"{_join_names(wrong)}. Take such state, as a running mean or a length, of the whole sequence: sum it over "
-            "the ranks, group=mesh.get_group()"
-        ]
-        self._refuse(texts if wrong else [])
-        return [f"After the step {join_first(names)} differ from one device, without an effect on the next step"]
+        what = f"he state that the step leaves ({join_first(names)}) differs from one device"
+        remedy = "Make a mean or a length that the next forward uses from the whole sequence: sum it over the ranks"
+        self._refuse([f"t{what}, and so does a second step in a row: {_join_names(wrong)}. {remedy}"] if wrong else [])
+        return [f"T{what}, without an effect on a second step"]
 
     def _repeat(self, reference: StepRun, expected: Outputs, keep_rows: Any, tolerance: float) -> dict[Key, float]:
         """The differences of outputs when the step with one rank is repeated. Raises if its results differ."""
@@ -476,12 +455,9 @@ class _Verification:
             rounding=max((leeway.of(key) - leeway.tolerance for key in (*outputs, *parameters)), default=0.0) / 4,
         )
 
-    def _run_with_all_ranks(
-        self, recording: Callable[[list[Any]], Any], *, restore: bool = True
-    ) -> tuple[StepRun, Any]:
-        """Run the step with all ranks. ``restore``: from the state before the first step."""
-        if restore:
-            self._state.restore()
+    def _run_with_all_ranks(self, recording: Callable[[list[Any]], Any]) -> tuple[StepRun, Any]:
+        """Run the step with all ranks."""
+        self._state.restore()
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
         with over_temporary_groups(self._mesh, self._gather_all) as groups:
@@ -507,12 +483,9 @@ class _Verification:
         recording: Callable[[list[Any]], Any],
         planted: PlantedCut | None = None,
         around: AbstractContextManager[Any] | None = None,
-        *,
-        restore: bool = True,
     ) -> tuple[StepRun, Any]:
         """Run the step with this rank in place of the ranks of the sequence, in the context ``around``."""
-        if restore:
-            self._state.restore()
+        self._state.restore()
         ranks = self._axis.mesh.tolist()
         with as_one_rank(self._mesh, self._axis, planted) as mesh, around or nullcontext():
             try:
@@ -546,9 +519,9 @@ class _Verification:
                 self._gather_axis,
                 leeway,
             )
-            self._state.restore()
+            comparison.restore = self._state.restore
             with as_one_rank(self._mesh, self._axis):
-                return findings(comparison, self._model, self._axis, self._state.restore)
+                return findings(comparison, self._model, self._axis)
 
     def _parameter_errors(self, actual: StepRun, expected: StepRun, tolerance: float) -> dict[str, float]:
         return gradient_errors(actual.gradients, expected.gradients, self._gather_axis, tolerance)[0]
@@ -594,6 +567,32 @@ class _Progress:
 
 def _keep(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
     return None if isinstance(x, DTensor) else x.clone()
+
+
+def _twice(step: StepFunction) -> StepFunction:
+    """Two steps in a row, with the results of the second one."""
+
+    def steps(model: nn.Module, batch: Any, mesh: DeviceMesh) -> Any:
+        step(model, copy.deepcopy(batch), mesh)
+        model.zero_grad()
+        return step(model, batch, mesh)
+
+    return steps
+
+
+def _find_other_state(ranks: Mapping[str, list[Any]], one: Mapping[str, list[Any]], lookup: ShardLookup) -> list[str]:
+    """The names of values that the step leaves on this rank, and that are not its part of those with one rank."""
+
+    def is_part(mine: Any, whole: Any) -> bool:
+        if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
+            return type(mine) is type(whole) and mine == whole
+        compared = lookup.compare(whole, mine)
+        return compared is not None and compared.error() <= _TOLERANCE
+
+    pairs = {name: (ranks.get(name, []), one.get(name, [])) for name in {**ranks, **one}}
+    return [
+        name for name, (mine, whole) in pairs.items() if len(mine) != len(whole) or not all(map(is_part, mine, whole))
+    ]
 
 
 def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:

@@ -244,7 +244,9 @@ class Comparison:
     Every rank takes the same decisions, because gathered values alone decide.
 
     Attributes:
+        reference, parallel: the results of the steps.
         shards: the positions that this rank holds.
+        restore: puts back the state before the step, with which each run of a part of the model begins.
         calls: the calls of the reference. Parents end after their children.
         local_calls: this rank's calls, by key.
         inputs, outputs, gradients: errors over all ranks, by call (and the input's name), if they can be compared. The
@@ -252,6 +254,8 @@ class Comparison:
         parameters: the error over all ranks, by parameter. A missing gradient counts as 0.
         loss_gradients: by rank; None if they cannot be compared.
     """
+
+    restore: Callable[[], None]
 
     def __init__(
         self, reference: StepResult, parallel: StepResult, shards: ShardLookup, gather: Gather, leeway: Leeway

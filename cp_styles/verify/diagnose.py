@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
-from cp_styles.backbone import Backbone, backbone_of
+from cp_styles.backbone import backbone_of
 from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.troubleshooting import see
@@ -27,21 +27,20 @@ from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add
 from cp_styles.verify.record import ATTENTION, Call, Key, UnhandledAttention, plain_name
 
 
-def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh, restore: Callable[[], None]) -> list[str]:
+def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
     """The first mistake in the order of a step, in sentences; empty if there is none.
 
-    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``. Each run
-    begins with the state before the step, which ``restore`` puts back.
+    Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``.
     """
+    if text := _describe_other_length(comparison):
+        return [text]
     for call in comparison.calls:
         wrong = call.kind == ATTENTION and comparison.wrong_inputs(call)
         wrong = wrong or comparison.is_wrong(comparison.outputs.get(call.key))
         if wrong and not (call.parent is None and _is_share(comparison, call)):
-            return _diagnose_forward(comparison, model, call, axis.size(), restore)
+            return _diagnose_forward(comparison, model, call, axis.size())
     if not any(map(comparison.is_wrong, comparison.parameters.values())):
         return []
-    if text := _describe_other_length(comparison, slice(None), slice(None)):
-        return [f"the model: {text}"]
     return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
 
@@ -51,19 +50,13 @@ def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh, restore
 def _is_share(comparison: Comparison, call: Call) -> bool:
     """Whether the numbers that ``call`` returns on the ranks add up to its number on one process: shares of a loss."""
     local = comparison.local_calls.get(call.key)
-    numbers = [x.item() for x in local.outputs if x.numel() == 1] if local is not None else []
-    whole = [x.item() for x in call.outputs if x.numel() == 1]
-    ranks = comparison.gather(numbers)
-    if not len(whole) == len(call.outputs) == len(ranks[0]):
+    ranks = comparison.gather([float(x) for x in local.outputs if x.numel() == 1] if local is not None else [])
+    if not call.outputs or any(len(numbers) != len(call.outputs) for numbers in ranks):
         return False
-    return all(
-        comparison.equal(torch.tensor(sum(each)), torch.tensor(x)) for *each, x in zip(*ranks, whole, strict=True)
-    )
+    return all(comparison.equal(x.new_tensor(sum(each)), x) for *each, x in zip(*ranks, call.outputs, strict=True))
 
 
-def _diagnose_forward(
-    comparison: Comparison, model: nn.Module, first: Call, ranks: int, restore: Callable[[], None]
-) -> list[str]:
+def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
     # A wrong input comes from the parent, or from a call before: go up until all inputs are right. Inputs that cannot
     # be compared, as a text and a part that are joined, say nothing.
     node, inner = first, None
@@ -82,7 +75,7 @@ def _diagnose_forward(
         for name in comparison.wrong_inputs(inner):
             if _examine_argument(comparison, inner, name, ranks)[0]:
                 return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten. {_remedy(model)}"]
-    return [_WrongCall(comparison, model, node, inner, where, restore).cause()]
+    return [_WrongCall(comparison, model, node, inner, where).cause()]
 
 
 def _describe_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
@@ -125,16 +118,8 @@ class _WrongCall:
     """The first wrong call: the inputs of ``node`` are right, but its output, or an input of the nested call ``inner``,
     is wrong."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        model: nn.Module,
-        node: Call,
-        inner: Call | None,
-        where: str,
-        restore: Callable[[], None],
-    ) -> None:
-        self._restore, self._remedy, backbone = restore, _remedy(model), backbone_of(model)
+    def __init__(self, comparison: Comparison, model: nn.Module, node: Call, inner: Call | None, where: str) -> None:
+        self._remedy, backbone = _remedy(model), backbone_of(model)
         self._comparison, self._node, self._inner, self._where = comparison, node, inner, where
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._gather, self._shards, self._equal = comparison.gather, comparison.shards, comparison.equal
@@ -144,27 +129,15 @@ class _WrongCall:
         end = target.attended[1] if inner is None else target.attended[0]
         self._args, self._kwargs = self._local.args, self._local.kwargs
         if backbone is not None and self._modules[node.name] in [region.blocks[0] for region in backbone.regions]:
-            self._cut_as(backbone)
+            self._args, self._kwargs = tree_map(self._cut, (self._args, self._kwargs))
         # Code that ran before the wrong tensors existed.
         self._attentions = comparison.parallel.recording.attentions[self._local.attended[0] : end]
 
-    def _cut_as(self, backbone: Backbone) -> None:
-        """Cut the arguments, which were recorded in front of the style that cuts them."""
-        names = [*self._node.names, *(f"argument {at}" for at in range(len(self._args)))]
-        dims = {names[0]: 1, **backbone.seq_dims}
-
-        def cut(name: str, x: Any) -> Any:
-            for layout in self._shards.layouts:
-                if (
-                    (dim := dims.get(name)) is not None
-                    and isinstance(x, torch.Tensor)
-                    and x.shape[dim] == layout.length
-                ):
-                    return x.index_select(dim, layout.positions(self._shards.rank, x.device))
-            return x
-
-        self._args = tuple(map(cut, names, self._args))
-        self._kwargs = {name: cut(name, x) for name, x in self._kwargs.items()}
+    def _cut(self, x: Any) -> Any:
+        """An argument of a block, which was recorded in front of the style that cuts it."""
+        dims = range(x.ndim) if isinstance(x, torch.Tensor) else ()
+        cuts = [(dim, layout) for dim in dims for layout in self._shards.layouts if layout.length == x.shape[dim]]
+        return x.index_select(cuts[0][0], cuts[0][1].positions(self._shards.rank, x.device)) if cuts else x
 
     def cause(self) -> str:
         """Test the causes in turn. Communication: all-gathers of small objects."""
@@ -188,26 +161,11 @@ class _WrongCall:
             outputs = {key: calls[key].output for key in inside if key in calls}
             if self._reproduces(lambda: self._rerun(self._args, self._kwargs, outputs=outputs), whole=False):
                 return self._cause_if_local_only(inside, outputs, ", in its own code between the modules")
-        slices = slice(*node.attended), slice(*self._local.attended)
-        if text := self._describe_other_layout() or _describe_other_length(self._comparison, *slices):
+        if text := self._describe_other_layout():
             return f"{node}: {text}"
-        if text := self._describe_pooling():
-            return text
         wrong = self._wrong_positions()
         positions = _list_positions(self._gather(set() if wrong is None else wrong[0]))
-        where = f"{self._where} is wrong at {positions}, and its inputs are right"
-        # Where a token has the same number in the part as in the sequence, a count from 0 is right.
-        if all(self._gather(wrong is not None and wrong[0] == self._moved_positions(wrong[1]))):
-            return (
-                f"{where}. The cause is not known. A count from 0 on each rank, or a table cut from its first row, is "
-                "wrong at exactly these: if there is one: {self._remedy}"
-            )
-        return f"{where}. The cause is not known"
-
-    def _moved_positions(self, layout: SequenceLayout) -> set[int]:
-        """This rank's positions that differ from their numbers in its part."""
-        positions = layout.positions(self._shards.rank, "cpu").tolist()
-        return {position for number, position in enumerate(positions) if number != position}
+        return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
     def _cause_if_local_only(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
         """The cause if each rank's result is the result for its shard alone, as if that were the sequence.
@@ -224,8 +182,10 @@ class _WrongCall:
             args, kwargs, outputs = self._change_shards(wholes, parts, change)
             return self._rerun(args, kwargs, outputs=outputs)
 
-        mixes = _true_without_error(lambda: self._differs_here(run(self._change_other_tokens)))
-        if any(self._gather(mixes)):
+        def differs(change: Callable[..., torch.Tensor], take: Callable[..., torch.Tensor]) -> bool:
+            return any(self._gather(_true_without_error(lambda: self._differs(run(change), take))))
+
+        if differs(self._change_other_tokens, lambda x, part: part.take(x)):
             return (
                 f"{self._node}: it carries values from token to token{code}, and no attention that a style takes over "
                 "does that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
@@ -237,7 +197,7 @@ class _WrongCall:
                 f"{self._where} on each rank is the result for the first positions: positions are forgotten. "
                 f"{self._remedy}"
             )
-        if any(self._gather(_true_without_error(lambda: self._differs_if_shorter(run(self._keep_first_tokens))))):
+        if differs(self._keep_first_tokens, self._keep_first_tokens):
             return (
                 f"{self._where} depends on the number of tokens, and each rank takes the number of its part "
                 "(x.shape[1]). Let it take the length of the whole sequence, layout.length"
@@ -335,19 +295,11 @@ class _WrongCall:
         assert isinstance(part, ExpectedRows)
         return whole.narrow(part.dim, 0, part.expected.shape[part.dim])
 
-    def _differs_if_shorter(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether a result for the first tokens differs from the first rows of the result for all."""
+    def _differs(self, results: Sequence[torch.Tensor], take: Callable[[torch.Tensor, ExpectedPart], Any]) -> bool:
+        """Whether a result differs from the result on one process at the tokens that ``take`` takes of both."""
         for result, whole, local in zip(results, self._expected, self._actual, strict=True):
             part = self._shards.part(whole, local)
-            if isinstance(part, ExpectedRows) and not self._equal(result, self._keep_first_tokens(whole, part)):
-                return True
-        return False
-
-    def _differs_here(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether a result differs from the result on one process at this rank's tokens."""
-        for result, whole, local in zip(results, self._expected, self._actual, strict=True):
-            part = self._shards.part(whole, local)
-            if part is not None and part.layout is not None and not self._equal(part.take(result), part.expected):
+            if part is not None and part.layout is not None and not self._equal(take(result, part), take(whole, part)):
                 return True
         return False
 
@@ -372,19 +324,16 @@ class _WrongCall:
         return all(self._gather(_true_without_error(ask)))
 
     def _describe_pooling(self) -> str:
-        """The cause if the wrong tensors have no rows of tokens on any rank, and all arguments have their parts."""
-        wrong, known = zip(*self._gather((self._wrong_shapes(), self._arguments_are_parts())), strict=True)
-        shapes = [each for rank in wrong for each in rank]
-        if not shapes or None in shapes:
+        """The cause if the wrong tensors have no rows of tokens on any rank."""
+        sizes = {size for rank in self._gather(self._wrong_sizes()) for size in rank}
+        if not sizes or None in sizes:
             return ""
-        if set(shapes) == {1}:
+        if sizes == {1}:
             return (
                 f"{self._where} has one number that is another one on each rank: a loss, or a mean, of this rank's "
                 "tokens. Let the model return logits, and take the loss of all tokens: batch.loss(logits) of "
                 "BatchSharder, or global_loss(losses, global_token_count(labels, mesh), mesh)"
             )
-        if not all(known):
-            return ""
         return (
             f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
             "rank's part (a mean, a sum, a maximum, the first or the last token). Give the model whole inputs, and "
@@ -392,16 +341,10 @@ class _WrongCall:
             "cp_styles.collectives.gather: both on the page Training"
         )
 
-    def _arguments_are_parts(self) -> bool:
-        """Whether all arguments can be compared, and one is a part."""
-        parts = [self._shards.part(x, self._local.inputs.get(name)) for name, x in self._node.inputs.items()]
-        return None not in parts and any(part is not None and part.layout is not None for part in parts)
-
-    def _wrong_shapes(self) -> list[int | None]:
+    def _wrong_sizes(self) -> list[int | None]:
         """For each tensor that is wrong on this rank its number of elements; None if it has rows of tokens."""
-        pairs = zip(self._expected, self._actual, strict=False)
-        parts = [(self._shards.part(whole, local), local) for whole, local in pairs]
-        wrong = [(part, x) for part, x in parts if part is not None and not self._equal(x, part.expected)]
+        pairs = [(self._shards.part(*pair), pair[1]) for pair in zip(self._expected, self._actual, strict=True)]
+        wrong = [(part, x) for part, x in pairs if part is not None and not self._equal(x, part.expected)]
         return [x.numel() if part.layout is None else None for part, x in wrong]
 
     def _describe_other_layout(self) -> str | None:
@@ -410,82 +353,62 @@ class _WrongCall:
         parts = (self._shards.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
         cut = {part.layout for part in parts if part is not None and part.layout is not None}
         attended = {attention.layouts[0] for attention in self._attentions if attention is not None}
-        if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
+        lengths = {layout.length for layout in (*cut, *attended)}
+        if not all(self._gather(len(cut) == len(attended) == len(lengths) == 1 and cut != attended)):
             return None
         inputs, attention = cut.pop(), attended.pop()
-        if inputs.length != attention.length:
-            return (
-                f"its inputs have {inputs.length} positions, and its attention ran over {attention.length}: if it "
-                "attends along another dim than the tokens (over layers, in space or in time), leave the style off "
-                f"this module{see('Attention along another dim')}"
-            )
         return (
             f"layout mismatch: its inputs are cut with {inputs.describe()}, and its attention ran with "
             f"{attention.describe()}. Give all styles the layout with which the step cuts"
         )
 
     def _rerun(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        outputs: Mapping[Key, Any] | None = None,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, outputs: Mapping[Key, Any] | None = None
     ) -> list[torch.Tensor]:
         """Run the call again with one rank, and return the tensors that were wrong. With ``outputs``, the modules in
         the call do not run, and return these outputs."""
-        node, inner, module = self._node, self._inner, self._modules[self._node.name]
+        node, inner, calls, outputs = self._node, self._inner, self._comparison.calls, outputs or {}
+        module, attends = self._modules[node.name], inner is not None and inner.kind == ATTENTION
         inputs, results = list[list[torch.Tensor]](), list[Any]()
-        within = [call for call in self._comparison.calls if inner is not None and call.within(node)]
-        if inner is not None and inner.kind == ATTENTION and not outputs:
-            within = [call for call in within if call.kind == ATTENTION]
-        else:
-            within = [call for call in within if inner is not None and call.name == inner.name]
 
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def note(*args: Any, **kwargs: Any) -> None:
             assert inner is not None
             inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
 
-        def note_attention(*tensors: torch.Tensor) -> None:
-            if inner is not None and inner.kind == ATTENTION:
-                note(module, tensors, {})
+        def replay(name: str) -> Callable[..., Any]:
+            values = iter([outputs[call.key] for call in calls if call.name == name and call.key in outputs])
+            noted = note if inner is not None and inner.name == name else lambda *args, **kwargs: None
+            return lambda *args, **kwargs: (noted(*args, **kwargs), next(values))[1]
 
-        returns: dict[str, list[Any]] = {}
-        for call in self._comparison.calls:
-            if call.parent is node and outputs and call.key in outputs:
-                returns.setdefault(call.name, []).append(outputs[call.key])
-
-        def replay(name: str, values: list[Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if inner is not None and inner.name == name:
-                    note(module, args, kwargs)
-                return values.pop(0)
-
-            return call
-
-        self._restore()
+        self._comparison.restore()
         with contextlib.ExitStack() as stack:
-            for name, values in returns.items():
+            for name in {key[0] for key in outputs}:
                 # Without its hooks: a style on it would miss its attention.
-                attributes = vars(self._modules[name])
-                before = {_CALL: attributes[_CALL]} if _CALL in attributes else {}
-                stack.callback(attributes.update, before)
-                stack.callback(attributes.pop, _CALL)
-                attributes[_CALL] = replay(name, values)
-            listener = attention_listener.set(lambda strategy, attention, *tensors: note_attention(*tensors[:3]))
-            stack.callback(attention_listener.reset, listener)
-            if inner is not None and inner.kind != ATTENTION and inner.name not in returns:
-                hook = self._modules[inner.name].register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+                child = self._modules[name]
+                stack.callback(setattr, child, "_compiled_call_impl", child._compiled_call_impl)
+                child._compiled_call_impl = replay(name)
+            if attends:
+                listener = attention_listener.set(lambda strategy, attention, *tensors: note(*tensors[:3]))
+                stack.callback(attention_listener.reset, listener)
+            elif inner is not None:
+                called = self._modules[inner.name]
+                before = lambda module, args, kwargs: note(*args, **kwargs)  # noqa: E731
+                hook = called.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 stack.callback(hook.remove)
             hook = module.register_forward_hook(lambda module, args, output: results.append(output), prepend=True)
             stack.callback(hook.remove)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(UnhandledAttention([], note_attention))
+            stack.enter_context(UnhandledAttention([], note if attends else None))
             try:
                 results.append(module(*args, **kwargs))
             except NotImplementedError:  # a style on the module may miss its attention too
                 if not results:
                     raise
-        return tensors_in(results[-1]) if inner is None else inputs[[call.key for call in within].index(inner.key)]
+        if inner is None:
+            return tensors_in(results[-1])
+        ran = [x for x in calls if x.within(node) and not any(x.within(each) for each in calls if each.key in outputs)]
+        alike = [x.key for x in ran if (x.kind == ATTENTION if attends else x.name == inner.name)]
+        return inputs[alike.index(inner.key)]
 
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
         """The wrong positions on this rank, and their layout. None if they are not known."""
@@ -500,22 +423,18 @@ class _WrongCall:
         return None if layout is None else (wrong, layout)
 
 
-def _describe_other_length(comparison: Comparison, with_one: slice, on_ranks: slice) -> str:
-    """The cause if an attention, among these of the steps, had more positions on the ranks than with one rank, or
-    fewer."""
-    steps = (comparison.reference, with_one), (comparison.parallel, on_ranks)
-    lengths = [[ran and ran.layouts[0].length for ran in step.recording.attentions[at]] for step, at in steps]
+def _describe_other_length(comparison: Comparison) -> str:
+    """The cause if an attention had more positions on the ranks than with one rank, or fewer."""
+    steps = comparison.reference.recording, comparison.parallel.recording
+    lengths = [[ran and ran.layouts[0].length for ran in step.attentions] for step in steps]
     other = [pair for pair in zip(*lengths, strict=False) if None not in pair and pair[0] != pair[1]]
     if not all(comparison.gather(bool(other) and len(lengths[0]) == len(lengths[1]))):
         return ""
     return (
-        f"its attention ran over {other[0][1]} positions on the ranks, and over {other[0][0]} with one rank. Tokens "
-        "that every rank has, as a text, count once for each rank, unless they are the prefix= or suffix= of a "
-        "JointLayout: give it their number"
+        f"attention ran over {other[0][1]} positions on the ranks, and over {other[0][0]} with one rank. Tokens that "
+        "every rank has, as a text, count once for each rank, unless they are the prefix= or suffix= of a JointLayout: "
+        "give it their number"
     )
-
-
-_CALL = "_compiled_call_impl"  # what a module runs when it is called, hooks included, if it is not None
 
 
 def _true_without_error(ask: Callable[[], bool]) -> bool:

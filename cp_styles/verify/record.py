@@ -146,7 +146,7 @@ class UnhandledAttention(TorchFunctionMode):
     Dropout functions return their input, because each rank draws other random numbers.
     """
 
-    def __init__(self, attentions: list[Any], note: Callable[..., None] = lambda *tensors: None) -> None:
+    def __init__(self, attentions: list[Any], note: Callable[..., None] | None = None) -> None:
         super().__init__()
         self._attentions, self._note = attentions, note
 
@@ -157,7 +157,8 @@ class UnhandledAttention(TorchFunctionMode):
         attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
         if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
             self._attentions.append(None)
-            self._note(*(*args, *kwargs.values())[:3])
+            if self._note is not None:
+                self._note(*(*args, *kwargs.values())[:3])
         return func(*args, **kwargs)
 
 

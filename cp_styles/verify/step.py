@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, tree_leaves, without_groups
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
@@ -443,28 +443,26 @@ class ModelState:
             if isinstance(x, torch.Tensor)
         } | {id(x): x for _, items in self._contents for x in tensors_in(items)}
         self._values = [(x, x.detach().clone()) for x in tensors.values()]
-        self._plain = {name: x for name, x in self._state() if not isinstance(x, torch.Tensor)}
         self._random = _random_states()
         on_gpu = any(x.is_cuda for x in model.parameters())
         self.drawn_from = checksum(dict(self._random)[torch.cuda.set_rng_state if on_gpu else torch.set_rng_state])
 
-    def _state(self) -> Iterator[tuple[str, Any]]:
-        """The values in buffers and plain attributes, by name."""
-        for path, module in self._model.named_modules():
-            plain = {} if _is_of_torch(module) else _plain_attributes(module)
-            for name, x in (module._buffers | plain).items():
-                yield from _values(x, f"{plain_name(path)}.{name}".removeprefix("."))
+    def values(self) -> dict[str, list[Any]]:
+        """The values in buffers and plain attributes now. A tensor that is as it was is None."""
+        before = {id(x): _local_tensor(value) for x, value in self._values}
 
-    def changed(self) -> dict[str, Any]:
-        """The values that are not those at the construction of this object: numbers, texts and copies of tensors."""
-        before = {id(x): value for x, value in self._values}
-        values = {}
-        for name, x in self._state():
+        def copied(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                values |= {} if name in self._plain and self._plain[name] == x else {name: x}
-            elif x.device.type != "meta" and not (id(x) in before and _is_equal(x.detach(), before[id(x)])):
-                values[name] = _local_tensor(x).detach().clone()
-        return values
+                return x
+            local, value = _local_tensor(x).detach(), before.get(id(x))
+            same = local.is_meta or (value is not None and value.shape == local.shape and torch.equal(value, local))
+            return None if same else local.clone()
+
+        return {
+            f"{plain_name(path)}.{name}".removeprefix("."): list(map(copied, tree_leaves(value)))
+            for path, module in self._model.named_modules()
+            for name, value in (module._buffers | ({} if _is_of_torch(module) else _plain_attributes(module))).items()
+        }
 
     def restore(self) -> None:
         """Restore the state at the construction of this object. No communication."""
@@ -538,19 +536,6 @@ def _containers(value: Any) -> Iterator[Any]:
         yield value
     for each in value.values() if type(value) is dict else value if type(value) in (list, tuple) else ():
         yield from _containers(each)
-
-
-def _values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors, numbers and texts in a plain value, by name."""
-    if type(value) in (dict, list, tuple):
-        for at, each in _items(value) if type(value) is dict else enumerate(value):
-            yield from _values(each, f"{name}[{at!r}]")
-    else:
-        yield name, value
-
-
-def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(_local_tensor(x), _local_tensor(y))
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
