@@ -1859,12 +1859,15 @@ def embedded(**options: Any) -> nn.Module:
     return Model(read=lambda m, ids: m.words(ids), words=nn.Embedding(D, D, **options))
 
 
-def padded(m, x, view):
-    """The last three tokens of the first row are padding. A query without a key gets zeros, as from torch."""
-    mask = torch.ones(2, 1, S, S, dtype=torch.bool).tril()
-    mask[0, :, S - 3 :] = False
-    m.attention.core.mask = mask
-    return m(x)
+def masked_on_one_rank(core, q, k, v):
+    """Masks padding, at the end of the sequence, if there is a rank alone. Only rows of padding have other values."""
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask[:, S - 3 :] = False
+    return F.scaled_dot_product_attention(q, k, v, mask) if q.shape[2] == S else core.attend(q, k, v)
+
+
+def but_for_padding(out: torch.Tensor, view: RankView) -> torch.Tensor:
+    return by_token(out * (view.positions < S - 3)[:, None], view)
 
 
 LOGITS = {"x": IDS, "model": lambda: Model(placed)}
@@ -2028,6 +2031,11 @@ STEPS = (
         right("the number of this rank's tokens", model=with_memo(lambda m, x: m.memo.update(tokens=x.shape[1]) or x)),
         wrong("a length in a dict", model=with_memo(lambda m, x: x * m.memo.setdefault("length", x.shape[1]))),
         right("lengths in a list", model=with_memo(lambda m, x: m.memo.setdefault("lengths", []).append(len(x)) or x)),
+    ),
+    *kind(
+        "rows that no loss reads",
+        wrong("padding, which one rank alone masks", model=lambda: Model(inside=masked_on_one_rank)),
+        loss=but_for_padding,
     ),
     *kind(
         "a kernel that counts from an offset",

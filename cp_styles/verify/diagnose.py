@@ -32,14 +32,16 @@ def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list
 
     Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``.
     """
+    wrong_gradients = any(map(comparison.is_wrong, comparison.parameters.values()))
     if text := _describe_other_length(comparison):
         return [text]
     for call in comparison.calls:
         wrong = call.kind == ATTENTION and comparison.wrong_inputs(call)
         wrong = wrong or comparison.is_wrong(comparison.outputs.get(call.key))
         if wrong and not (call.parent is None and _is_share(comparison, call)):
-            return _diagnose_forward(comparison, model, call, axis.size())
-    if not any(map(comparison.is_wrong, comparison.parameters.values())):
+            texts = _diagnose_forward(comparison, model, call, axis.size())
+            return texts if wrong_gradients or not comparison.parameters else [*texts[:-1], texts[-1] + _NOT_READ]
+    if not wrong_gradients:
         return []
     return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
@@ -330,7 +332,7 @@ class _WrongCall:
             return ""
         if sizes == {1}:
             return (
-                f"{self._where} has one number that is another one on each rank: a loss, or a mean, of this rank's "
+                f"{self._where} has a number that differs between the ranks: a loss, or a mean, of each rank's own "
                 "tokens. Let the model return logits, and take the loss of all tokens: batch.loss(logits) of "
                 "BatchSharder, or global_loss(losses, global_token_count(labels, mesh), mesh)"
             )
@@ -603,6 +605,10 @@ def _describe_first_gradient(comparison: Comparison) -> str:
 
 OUTSIDE = "outside of the model: "
 """The names of parameters of the step that the model does not have begin with this."""
+_NOT_READ = (
+    ". All gradients are right, so the loss reads nothing that is wrong. If these are rows of padding, give the ranks "
+    "the mask that one rank is given"
+)
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
 
 
