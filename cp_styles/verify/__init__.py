@@ -237,7 +237,11 @@ class _Verification:
 
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
-            state = self._gather_all(_find_other_state(state, self._state.values(), lookup))
+            values = self._state.values()
+            differing = [
+                name for name in {**state, **values} if not _is_part(lookup, state.get(name), values.get(name))
+            ]
+            state = self._gather_all(differing)
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
             self._others = set(map(id, parallel.outside))
             self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
@@ -297,8 +301,14 @@ class _Verification:
         """A note on state that differs after the step (``names``). Two more steps in a row: raises if they differ."""
         if not names:
             return []
+
+        def twice(step: StepFunction, model: nn.Module, batch: Any, mesh: DeviceMesh) -> Any:
+            step(model, copy.deepcopy(batch), mesh)
+            model.zero_grad()
+            return step(model, batch, mesh)
+
         self._progress.expect(2)
-        self._steps = _twice(self._steps[0]), _twice(self._steps[1])
+        self._steps = partial(twice, self._steps[0]), partial(twice, self._steps[1])
         parallel, _ = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
         reference, _ = self._run_with_one_rank(lambda attentions: Outputs(self._model, _keep))
         wrong = leeway.wrong(self._parameter_errors(parallel, reference, leeway.tolerance))
@@ -569,30 +579,14 @@ def _keep(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
     return None if isinstance(x, DTensor) else x.clone()
 
 
-def _twice(step: StepFunction) -> StepFunction:
-    """Two steps in a row, with the results of the second one."""
-
-    def steps(model: nn.Module, batch: Any, mesh: DeviceMesh) -> Any:
-        step(model, copy.deepcopy(batch), mesh)
-        model.zero_grad()
-        return step(model, batch, mesh)
-
-    return steps
-
-
-def _find_other_state(ranks: Mapping[str, list[Any]], one: Mapping[str, list[Any]], lookup: ShardLookup) -> list[str]:
-    """The names of values that the step leaves on this rank, and that are not its part of those with one rank."""
-
-    def is_part(mine: Any, whole: Any) -> bool:
-        if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
-            return type(mine) is type(whole) and mine == whole
-        compared = lookup.compare(whole, mine)
-        return compared is not None and compared.error() <= _TOLERANCE
-
-    pairs = {name: (ranks.get(name, []), one.get(name, [])) for name in {**ranks, **one}}
-    return [
-        name for name, (mine, whole) in pairs.items() if len(mine) != len(whole) or not all(map(is_part, mine, whole))
-    ]
+def _is_part(lookup: ShardLookup, mine: Any, whole: Any) -> bool:
+    """Whether a value that the step leaves on this rank is its part of the value with one rank, or equal to it."""
+    if isinstance(mine, list) and isinstance(whole, list):
+        return len(mine) == len(whole) and all(map(partial(_is_part, lookup), mine, whole))
+    if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return type(mine) is type(whole) and mine == whole
+    compared = lookup.compare(whole, mine)
+    return compared is not None and compared.error() <= _TOLERANCE
 
 
 def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:

@@ -285,9 +285,9 @@ class Comparison:
         """Names of the inputs of ``call`` that are wrong on any rank."""
         return [name for name in call.inputs if self.is_wrong(self.inputs.get((call.key, name)))]
 
-    def has_known_inputs(self, call: Call) -> bool:
-        """Whether an input of ``call`` can be compared, or there is none."""
-        return not call.inputs or any((call.key, name) in self.inputs for name in call.inputs)
+    def knows(self, call: Call) -> bool:
+        """Whether an input of ``call`` can be compared."""
+        return any((call.key, name) in self.inputs for name in call.inputs)
 
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A parameter's gradient on ranks and with one rank, see :func:`gradient_pair`."""
@@ -321,7 +321,6 @@ class Comparison:
         totals = _add_ranks(of_gradients)
         floor = 1e-2 * max((total.norm**0.5 for total in totals.values()), default=0.0)
         of_input = {key: total.error() for key, total in _add_ranks(of_inputs).items()}
-        # The rounding of outputs of modules is known.
         owners = {call.key: (call.parent if call.kind == ATTENTION else None) or call for call in self.calls}
         return (
             {(key, name): self._leeway.scaled(owners[key].key, error) for (key, name), error in of_input.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,22 +52,21 @@ def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list
 
 def _is_share(comparison: Comparison, call: Call) -> bool:
     """Whether the numbers that ``call`` returns on the ranks add up to its number on one process: shares of a loss."""
-    local = comparison.local_calls.get(call.key)
-    ranks = comparison.gather([float(x) for x in local.outputs if x.numel() == 1] if local is not None else [])
-    if not call.outputs or any(len(numbers) != len(call.outputs) for numbers in ranks):
-        return False
-    return all(comparison.equal(x.new_tensor(sum(each)), x) for *each, x in zip(*ranks, call.outputs, strict=True))
+    outputs = call.outputs if (local := comparison.local_calls.get(call.key)) is None else local.outputs
+    ranks = comparison.gather([float(x) for x in outputs if x.numel() == 1])
+    sums = [(x, x.new_tensor(sum(each))) for x, *each in zip(call.outputs, *ranks, strict=False)]
+    return 0 < len(call.outputs) == len(sums) and all(comparison.equal(total, x) for x, total in sums)
 
 
 def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
     # A wrong input comes from the parent, or from a call before: go up until all inputs are right. Inputs that cannot
     # be compared, as a text and a part that are joined, say nothing.
     node, inner = first, None
-    while wrong := comparison.wrong_inputs(node) or (inner is not None and not comparison.has_known_inputs(node)):
+    while (wrong := comparison.wrong_inputs(node)) or (inner is not None and not comparison.knows(node)):
         if node.parent is None:
             break
-        node, inner = node.parent, inner if wrong is True else node
-    if isinstance(wrong, list) and wrong:
+        node, inner = node.parent, node if wrong else inner
+    if wrong:
         return [f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong]
     where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
     calls = [comparison.local_calls.get(call.key) for call in (node, inner or node)]
@@ -297,22 +297,21 @@ class _WrongCall:
         assert isinstance(part, ExpectedRows)
         return whole.narrow(part.dim, 0, part.expected.shape[part.dim])
 
+    def _sharded(self, results: Sequence[torch.Tensor]) -> list[tuple[ExpectedPart, torch.Tensor, torch.Tensor]]:
+        """The parts of the wrong tensors that have rows of tokens, with their result and their value on this rank."""
+        parts = [(self._shards.part(x, local), local) for x, local in zip(self._expected, self._actual, strict=True)]
+        known = zip(parts, results, strict=True)
+        return [(part, x, local) for (part, local), x in known if part is not None and part.layout is not None]
+
     def _differs(self, results: Sequence[torch.Tensor], take: Callable[[torch.Tensor, ExpectedPart], Any]) -> bool:
         """Whether a result differs from the result on one process at the tokens that ``take`` takes of both."""
-        for result, whole, local in zip(results, self._expected, self._actual, strict=True):
-            part = self._shards.part(whole, local)
-            if part is not None and part.layout is not None and not self._equal(take(result, part), take(whole, part)):
-                return True
-        return False
+        pairs = zip(self._sharded(results), self._sharded(self._expected), strict=True)
+        return not all(self._equal(take(x, part), take(whole, part)) for (part, x, _), (_, whole, _) in pairs)
 
     def _equals_first_rows(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether the first rows of the results are this rank's results."""
-        parts = [(self._shards.part(x, local), x, local) for x, local in zip(results, self._actual, strict=True)]
-        sharded = [(part, x, local) for part, x, local in parts if part is not None and part.layout is not None]
-        return bool(sharded) and all(
-            isinstance(part, ExpectedRows) and self._equal(x.narrow(part.dim, 0, local.shape[part.dim]), local)
-            for part, x, local in sharded
-        )
+        sharded = self._sharded(results)
+        return bool(sharded) and all(self._equal(self._keep_first_tokens(x, part), y) for part, x, y in sharded)
 
     def _reproduces(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
         """Whether ``run`` reproduces the wrong result on every rank. If ``whole``, parts that cannot be compared are
@@ -379,8 +378,8 @@ class _WrongCall:
 
         def replay(name: str) -> Callable[..., Any]:
             values = iter([outputs[call.key] for call in calls if call.name == name and call.key in outputs])
-            noted = note if inner is not None and inner.name == name else lambda *args, **kwargs: None
-            return lambda *args, **kwargs: (noted(*args, **kwargs), next(values))[1]
+            noted = inner is not None and inner.name == name
+            return lambda *args, **kwargs: (noted and note(*args, **kwargs), next(values))[1]
 
         self._comparison.restore()
         with contextlib.ExitStack() as stack:
@@ -393,12 +392,10 @@ class _WrongCall:
                 listener = attention_listener.set(lambda strategy, attention, *tensors: note(*tensors[:3]))
                 stack.callback(attention_listener.reset, listener)
             elif inner is not None:
-                called = self._modules[inner.name]
-                before = lambda module, args, kwargs: note(*args, **kwargs)  # noqa: E731
-                hook = called.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                stack.callback(hook.remove)
-            hook = module.register_forward_hook(lambda module, args, output: results.append(output), prepend=True)
-            stack.callback(hook.remove)
+                add = partial(self._modules[inner.name].register_forward_pre_hook, prepend=True, with_kwargs=True)
+                stack.callback(add(lambda module, args, kwargs: note(*args, **kwargs)).remove)
+            keep = module.register_forward_hook(lambda module, args, output: results.append(output), prepend=True)
+            stack.callback(keep.remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(UnhandledAttention([], note if attends else None))
             try:
@@ -415,8 +412,7 @@ class _WrongCall:
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
         """The wrong positions on this rank, and their layout. None if they are not known."""
         wrong, layout = set[int](), None
-        for whole, local in zip(self._expected, self._actual, strict=False):
-            part = self._shards.part(whole, local)
+        for part, _, local in self._sharded(self._expected):
             if isinstance(part, ExpectedRows) and layout in (None, part.layout):
                 layout = part.layout
                 positions = layout.positions(self._shards.rank, "cpu").tolist()

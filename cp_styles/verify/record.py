@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ class Hooks:
         return self._running
 
 
-ATTENTION = "attention"
-"""The kind of a call that is an attention, of no module of its own."""
+ATTENTION = "attention"  # the kind of a call that is an attention
 
 
 @dataclass(eq=False)
@@ -210,23 +210,30 @@ class Recording(Hooks):
         self._open: list[Call] = []
 
     def __enter__(self) -> Any:
-        listens = attention_listener.get()
-        assert listens is not None  # of the step
+        listener = attention_listener.get()
+        assert listener is not None  # the step's
 
         def note(strategy: Any, attention: Any, *tensors: Any) -> None:
             at, names = len(self.attentions), ("query", "key", "value")
-            listens(strategy, attention, *tensors)
+            listener(strategy, attention, *tensors)
             if graph_task_id() < 0 and self._open:
-                parent, number = self._open[-1], sum(call.kind == ATTENTION for call in self.calls)
-                key = f"the attention in {parent.name or 'the model'}", number
-                self.calls.append(Call(key, ATTENTION, parent, tree_map(_detach, tensors[:3]), {}, names, (at, at)))
+                parent = self._open[-1]
+                name = f"the attention in {parent.name or 'the model'}"
+                self._numbers[name] += 1
+                self.calls.append(
+                    Call(
+                        (name, self._numbers[name]),
+                        ATTENTION,
+                        parent,
+                        tree_map(_detach, tensors[:3]),
+                        {},
+                        names,
+                        (at, at),
+                    )
+                )
 
-        self._token = attention_listener.set(note)
+        self._handles.append(SimpleNamespace(remove=partial(attention_listener.reset, attention_listener.set(note))))
         return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        attention_listener.reset(self._token)
-        super().__exit__(*exception)
 
     def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
