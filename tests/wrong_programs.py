@@ -30,6 +30,7 @@ from torch._higher_order_ops import map as map_rows
 from torch._higher_order_ops import scan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -1938,6 +1939,16 @@ STEPS = (
         ),
         wrong("that is no number", returns=lambda loss, view: loss * (1 if view.size == 1 else float("nan"))),
         wrong(
+            "of losses behind a gather, that is not divided",
+            call=lambda m, x, view: gather(m(x), 1, view.mesh, layout=view.layout, reduce_gradients=True),
+            loss=lambda out, view: distance(out, randn(5, *out.shape)),
+        ),
+        wrong(
+            "of losses behind an all-reduce with gradients, that is not divided",
+            call=lambda m, x, view: all_reduce(m(x).sum(1), group=view.mesh.get_group()),
+            loss=lambda out, view: distance(out, randn(5, *out.shape)),
+        ),
+        wrong(
             "behind a gather in another order",
             model=lambda: Model(behind=lambda m, x: m.linear(x)),
             call=lambda m, x, view: gather(m(x), 1, view.mesh, reduce_gradients=True),
@@ -2087,15 +2098,20 @@ def scaled_by_a_length(core, q, k, v):
 
 
 class Twice(Model):
-    """Two attentions, with ``between`` in between."""
+    """Two attentions, with ``between`` in between. ``keeps``: what is in between is returned too."""
 
-    def __init__(self, between: Slot) -> None:
+    def __init__(self, between: Slot, *, keeps: bool = False) -> None:
         super().__init__()
-        self.blocks, self.between = nn.ModuleList((self.attention, Attention())), between
+        self.blocks, self.between, self.keeps = nn.ModuleList((self.attention, Attention())), between, keeps
 
     def forward(self, x):
         first, second = self.blocks
-        return second(self.between(self, first(x)))
+        x = self.between(self, first(x))
+        return (second(x), x) if self.keeps else second(x)
+
+
+def of_both(outs: Sequence[torch.Tensor], view: RankView) -> torch.Tensor:
+    return of_all(outs[0], view) + of_all(outs[1], view)
 
 
 def with_backbone_of_two(model: Any, mesh: DeviceMesh) -> Any:
@@ -2122,6 +2138,10 @@ WHOLE = kind(
     wrong("positions in the blocks", **whole(model=lambda: Model(inside=turned_in_a_part))),
     wrong("a length in the blocks", **whole(model=lambda: Model(inside=scaled_by_a_length))),
     wrong("a table between the blocks", **whole(model=lambda: Twice(counted), apply=with_backbone_of_two)),
+    wrong(
+        "hidden states that are changed between the blocks, and returned",
+        **whole(model=lambda: Twice(lambda m, x: 2 * x, keeps=True), apply=with_backbone_of_two, loss=of_both),
+    ),
     wrong("cut before", **whole(cut=lambda view: view.cut(view.x))),
 )
 PROGRAMS: tuple[Program, ...] = (

@@ -44,6 +44,14 @@ def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list
             return texts if wrong_gradients or not comparison.parameters else [*texts[:-1], texts[-1] + _NOT_READ]
     if not wrong_gradients:
         return []
+    root = comparison.calls[-1]
+    local = comparison.local_calls.get(root.key, root)
+    pairs = zip(root.outputs, local.outputs, strict=False)
+    if any(comparison.gather(backbone_of(model) is not None and any(x.shape != y.shape for x, y in pairs))):
+        return [
+            f"{root}: it returns this rank's part of what it computes between its blocks, and its results are whole. "
+            "Return hidden states as blocks return them, and change them behind the last block"
+        ]
     return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
 
@@ -551,7 +559,8 @@ def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
         return (
             f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
             "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, a token count of labels "
-            "that are not cut, and global_loss with averaged_over= where no reducer averages"
+            "that are not cut, a loss behind a gather or an all-reduce with gradients that is not divided by the "
+            "ranks, and global_loss with averaged_over= where no reducer averages"
         )
     return f"the gradient of the loss is {of_loss:.4g} times its value on one process, and code after it does the rest"
 

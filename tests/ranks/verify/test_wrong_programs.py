@@ -107,6 +107,10 @@ CAUSES = {
     "with a joint text: positions that are not cut": r"'argument 1' of the model .* attention's layout \(12 p",
     "with a joint text: positions of another cut": "'argument 1' .* layout mismatch: it is cut with contiguous",
     "with a joint text that is longer: by one token": "attention ran over 16 positions .* over 15 .*prefix=",
+    "whole inputs: hidden states that are changed between the blocks, and returned": (
+        r"the model \(Twice\): it returns this rank's part of what it computes between its blocks"
+    ),
+    "a mean: of losses behind a gather, that is not divided": "are 2 times .* behind a gather or an all-reduce with grad",
     "whole inputs: a mean over a part in the blocks": rf"attention.core \(Core\): it {MIXES} .* later tokens",
     "whole inputs: positions in the blocks": rf"to the attention in attention.core .* first positions.*{BETWEEN}",
     "whole inputs: a length in the blocks": rf"to the attention in attention.core depends on the number.*{LENGTH}",
