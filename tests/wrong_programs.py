@@ -1549,6 +1549,11 @@ RESULTS = (
     *kind(
         "sums that a model returns",
         right("by sequence", model=lambda: Model(give=lambda m, x: x.square().sum((1, 2)))),
+        wrong(
+            "by sequence, of gradients that are not summed",
+            model=lambda: Model(give=lambda m, x: x.square().sum()),
+            after=lambda model, view: None,
+        ),
         right("by three rows", model=lambda: Model(give=of_rows(3))),
         wrong("of attention", model=lambda: Model(give=lambda m, x: product_of(x, x, x).sum())),
         wrong("a mean", model=lambda: Model(give=lambda m, x: x.square().mean())),

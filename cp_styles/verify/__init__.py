@@ -87,7 +87,8 @@ def verify(
     - the outputs of all modules, which show where a mistake is (and in a step without a backward, that there is one);
     - the loss that the step returns;
     - the gradients of all parameters after the step, also of parameters outside of the model to which a ``backward()``
-      of the step leads.
+      of the step leads;
+    - buffers and plain attributes after the step. Where they differ, the results of a second step that follows.
 
     A comparison that cannot fail proves nothing. So a last step with one rank has a planted mistake: each attention and
     mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a

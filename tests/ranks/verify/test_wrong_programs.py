@@ -110,7 +110,8 @@ CAUSES = {
     "whole inputs: hidden states that are changed between the blocks, and returned": (
         r"the model \(Twice\): it returns this rank's part of what it computes between its blocks"
     ),
-    "a mean: of losses behind a gather, that is not divided": "are 2 times .* behind a gather or an all-reduce with grad",
+    "sums that a model returns: by sequence, of gradients that are not summed": "^gradients are unreduced",
+    "a mean: of losses behind a gather, that is not divided": "are 2 times .* behind a gather or an all-reduce with",
     "whole inputs: a mean over a part in the blocks": rf"attention.core \(Core\): it {MIXES} .* later tokens",
     "whole inputs: positions in the blocks": rf"to the attention in attention.core .* first positions.*{BETWEEN}",
     "whole inputs: a length in the blocks": rf"to the attention in attention.core depends on the number.*{LENGTH}",
