@@ -519,6 +519,15 @@ def test_nothing_is_left_behind(fails: bool):
     assert losses[0][1] == 2  # a count and a loss
 
 
+def test_state_that_differs_without_an_effect():
+    """Statistics and a length of a part, which no later step reads, are named in the line of a right step."""
+    whole = llama()
+    whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Counted())
+    report = run(whole, tolerance=1e-5)[0]
+    words = r"The state that the step leaves \(layers.0.feed_forward.1.*\) differs from one device, without an effect"
+    assert re.search(words, report.line), report.line
+
+
 class Hooked(nn.Module):
     """A layer that registers a hook at its first forward, and notes it in a flag, as models of transformers do."""
 
