@@ -176,8 +176,10 @@ def run_recurrence(
         return list(call.cut.values()), 1, facts
 
     with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
-        outs, states = _exchange_states(call, cut, check=sequence.checks.agreement)
-    out, final = _run_remaining(call, outs, states)
+        ran = None if cut.whole else _exchange_states(call, cut, check=sequence.checks.agreement)
+    if ran is None:
+        return kernel(*args, **kwargs)
+    out, final = _run_remaining(call, *ran)
     # Kernels of FLA always return two results, kernels of mamba-ssm with the flag ``wants``.
     return (out, final) if call.wants or not how.transposed else out
 
