@@ -74,7 +74,10 @@ INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4, "num_key_value_heads": 4} for name in MLA},
     "t5": {"decoder_start_token_id": 0},
-    **{name: {"num_hidden_layers": 2} | MIXERS[name] for name in ("falcon_h1", "mamba2", "zamba", "zamba2")},
+    **{
+        name: {"num_hidden_layers": 2} | MIXERS[name]
+        for name in ("falcon_h1", "kimi_linear", "mamba2", "zamba", "zamba2")
+    },
     "lfm2_moe": {"num_hidden_layers": 2, **MIXERS["lfm2_moe"], "rope_parameters": ROPE},
     "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2},
     "gemma4_unified_text": GEMMA4,
