@@ -295,7 +295,7 @@ mixers: one rank does not know the documents of a scope | clients/test_own_code.
 mixers: one rank does not know documents in arguments | clients/test_own_code.py -k in_arguments
     _run_with_handlers | any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS)
     becomes | False
-mixers: one rank keeps no states for a cache | clients/test_generate.py -k beside
+mixers: one rank takes a cache that its layers do not know | clients/test_mixers.py -k keeps_its_states
     _runs_own_code | and find_cache(calls.inputs) is None
     becomes nothing
 mixers: one rank calls a kernel for fragments | ranks/mixers/test_by_name.py -k one_rank

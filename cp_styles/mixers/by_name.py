@@ -3,7 +3,8 @@
 [Note: mixers by name] Such a layer calls its kernels as Python functions, which a TorchFunctionMode does not see. Under
 a ModuleContextParallel, the layer gets a subclass of its class. Its forward is the same code with other globals, in
 which functions of this package replace kernels with known names, and call these kernels. So plain functions, installed
-packages and kernels of a hub are all supported. The class, its module and its library do not change.
+packages and kernels of a hub are all supported. The class, its module and its library do not change. With one rank
+the layer's own code runs, see :func:`_runs_own_code`.
 """
 
 from __future__ import annotations
@@ -108,11 +109,8 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
 
 
 def _runs_own_code(calls: AttentionCalls) -> bool:
-    """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake.
-
-    So verify compares what this package does in place of a layer with the layer itself.
-    """
-    binding = calls.binding
+    """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake."""
+    binding = calls.binding  # in verify's step with one rank: what replaces a layer is compared with the layer
     alone = binding.group.size() == 1 and binding.group_state.planted is None
     return alone and find_documents(binding.mask) is None and find_cache(calls.inputs) is None
 

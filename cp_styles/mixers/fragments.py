@@ -375,9 +375,8 @@ def document_lengths(documents: Documents | Iterable[int]) -> tuple[int, ...]:
 def bind_arguments(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
     bound = inspect.signature(kernel).bind(*args, **kwargs)
-    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
-    named = {name: x for name, x in bound.arguments.items() if kinds[name] is not inspect.Parameter.VAR_KEYWORD}
-    return named | bound.kwargs
+    known = bound.signature.parameters
+    return {name: x for name, x in bound.arguments.items() if known[name].kind.name != "VAR_KEYWORD"} | bound.kwargs
 
 
 def refuse_arguments(name: str, arguments: dict[str, Any], unsupported: Sequence[str]) -> None:

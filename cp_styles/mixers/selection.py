@@ -253,8 +253,7 @@ def select_by_layer(
         mask: which keys a query may select.
         heads: the number of heads of the indexer, all of which are scored at once.
         keys: computes the keys [B, L, D] of this rank's tokens.
-        select: ``select(rows, keys_BSD, allowed_BlS)`` gives the positions for a range of this rank's tokens. With one
-            rank ``keys_BSD`` is None: the tokens are all, and have their keys.
+        select: ``select(rows, keys_BSD, allowed_BlS)`` gives positions for a range of tokens; no keys with one rank.
 
     Communication: as :func:`context_select`.
     """
@@ -262,8 +261,7 @@ def select_by_layer(
         keys_BSD = None if cut.whole else _gather(cut.peers, cut.layout, keys(), check=False)
         allowed = _Allowed(mask, cut.layout, cut.peers.rank, x_BLC.device)
         parts = []
-        numbers = 0 if cut.whole else x_BLC.shape[0] * heads * cut.layout.length
-        for rows in _ranges(x_BLC.shape[1], numbers):
+        for rows in _ranges(x_BLC.shape[1], 0 if cut.whole else x_BLC.shape[0] * heads * cut.layout.length):
             allowed_BlS = allowed(rows)
             part = select(rows, keys_BSD, allowed_BlS)
             found = allowed_BlS.expand(part.shape[0], -1, -1).gather(-1, part.long())

@@ -116,7 +116,7 @@ def test_documents_on_one_rank(model_type: str):
     """Of a scope, of which the model knows nothing."""
     model, tokens = model_of(model_type), tokens_of()
     inputs, labels = inputs_of(model, tokens, POSITIONS), document_labels(tokens)
-    scope = {"scope": lambda layout: SequenceScope(layout, mask=Documents(DOCUMENTS))}
+    scope: dict[str, Any] = {"scope": lambda layout: SequenceScope(layout, mask=Documents(DOCUMENTS))}
     found = on_ranks(model, inputs, labels, ranks=1, **scope)
     assert largest_error(found, one_after_the_other(model, tokens)) < EXACT
 
