@@ -147,13 +147,13 @@ def _attend(
 
     def refuse() -> None:
         refuse_dropout(name, dropout)
-        if position_bias is not None and biases_DH is None and bool((position_bias != 0).any()):
+        if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} adds a position_bias to its logits that was computed from this "
                 "rank's lengths, as if its tokens were the first of the sequence. Only learned biases by distance, "
                 "as in T5, are supported: run this model without context parallelism"
             )
-        if biases_DH is not None and softcap is not None:
+        if position_bias is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
         if problem is not None:
             raise problem
@@ -199,10 +199,13 @@ def _attend(
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
     score_mod = None if softcap is None else _cap_logits(softcap)
     past, _ = past_of(calls.inputs)
-    alone = calls.binding.group.size() == 1  # the model's own biases, keys and values are of all tokens
-    if biases_DH is not None and position_bias is not None:
-        own = alone and (past is None or not past.prefilled)
-        score_mod = _add_own_biases(position_bias) if own else _add_biases(biases_DH)
+    # One rank has all tokens: the model's own biases, keys and values.
+    alone = calls.binding.group.size() == 1 and (past is None or not past.prefilled)
+    own = position_bias if alone and position_bias is not None and position_bias.shape[0] == 1 else None
+    if own is not None and (biases_DH is not None or bool((own != 0).any())):
+        score_mod = _add_own_biases(own)
+    elif biases_DH is not None:
+        score_mod = _add_biases(biases_DH)
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
     options["refuse"] = refuse
 

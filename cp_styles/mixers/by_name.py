@@ -110,9 +110,9 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
 
 def _runs_own_code(calls: AttentionCalls) -> bool:
     """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake."""
-    binding = calls.binding  # in verify's step with one rank: what replaces a layer is compared with the layer
+    binding = calls.unscoped  # in verify's step with one rank: what replaces a layer is compared with the layer
     alone = binding.group.size() == 1 and binding.group_state.planted is None
-    return alone and find_documents(binding.mask) is None and find_cache(calls.inputs) is None
+    return alone and find_documents(calls.binding.mask) is None and find_cache(calls.inputs) is None
 
 
 def _run_own(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,20 +121,16 @@ def _run_own(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **
 
 
 def _run_with_handlers(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    def handle(how: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        handler = partial(how, calls, function)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            arguments = bind_arguments(function, args, kwargs) if own else {}
-            if not own or any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS):
-                return handler(*args, **kwargs)
-            return _run_own(calls, function, *args, **kwargs)
-
-        return run
-
     own = _runs_own_code(calls)
-    forward = _replace_globals(plain, {name: partial(handle, how) for name, how in _HANDLERS.items()})
-    return forward(*bound.args, **bound.kwargs)
+    handlers = {name: partial(partial, _call_handler, calls, own, how) for name, how in _HANDLERS.items()}
+    return _replace_globals(plain, handlers)(*bound.args, **bound.kwargs)
+
+
+def _call_handler(calls: AttentionCalls, own: bool, how: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = bind_arguments(function, args, kwargs) if own else {}
+    if not own or any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS):
+        return how(calls, function, *args, **kwargs)
+    return _run_own(calls, function, *args, **kwargs)
 
 
 def _run_token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:

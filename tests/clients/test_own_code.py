@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,12 +12,17 @@ import torch
 
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
-from cp_styles import Documents, SequenceScope
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles import BatchSharder, Documents, ModuleContextParallel, SequenceScope, head_tail
 from cp_styles._compat import tree_map
 from cp_styles.integrations import transformers as integration
 from cp_styles.integrations.transformers import position_ids_of, send_latents
 from cp_styles.mixers import by_name
-from tests.clients.hugging_face import StayDouble, expected, labels_of, largest_error, on_ranks, tiny, tokens_of
+from cp_styles.testing import run_ranks
+from cp_styles.verify import verify
+from tests.clients.hugging_face import NAME, StayDouble, expected, labels_of, largest_error, on_ranks, tiny, tokens_of
 from tests.clients.sweep import KINDS, OWN, configured, made, proved
 from tests.clients.test_mixers import (
     DOCUMENTS,
@@ -129,3 +135,26 @@ def test_documents_in_arguments_on_one_rank():
     inputs = inputs_of(model, tokens, POSITIONS)
     found = on_ranks(model, inputs, document_labels(tokens), ranks=1, whole=packed)
     assert largest_error(found, one_after_the_other(model, tokens)) < EXACT
+
+
+def test_biases_in_low_precision():
+    """verify measures rounding by outputs of modules with other last bits: biases that no table has given."""
+    model = tiny(partial(made, "seq2seq", "t5"), configured("t5", num_layers=1, num_decoder_layers=1))
+    model, tokens = model.to(torch.bfloat16).eval(), tokens_of()
+
+    def act(mine: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        sharder = BatchSharder(mesh, layout=head_tail)
+        batch = sharder(tokens)
+        loss = batch.loss(mine(input_ids=batch.tokens, decoder_input_ids=batch.tokens).logits)
+        loss.backward()
+        sharder.sum_gradients(mine)
+        return loss
+
+    def main(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        return verify(mine, mesh, tokens, act).line
+
+    assert "equal to one device" in run_ranks(main, 2)[0]
