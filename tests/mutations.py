@@ -283,6 +283,33 @@ mixers: arguments that cannot be understood are passed on
         | ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused
     refuse_arguments | if used:
     becomes | if False:
+mixers: one rank runs what replaces a layer | clients/test_own_code.py -k "noticed and not biases and not latents"
+    _runs_own_code | binding.group.size() == 1
+    becomes | False
+mixers: a planted mistake is not put into what replaces a layer | clients/test_own_code.py -k shift
+    _runs_own_code | and binding.group_state.planted is None
+    becomes nothing
+mixers: one rank does not know the documents of a scope | clients/test_own_code.py -k documents_on_one_rank
+    _runs_own_code | find_documents(calls.binding.mask) is None
+    becomes | True
+mixers: one rank does not know documents in arguments | clients/test_own_code.py -k in_arguments
+    _call_handler | any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS)
+    becomes | False
+mixers: one rank takes a cache that its layers do not know | clients/test_mixers.py -k keeps_its_states
+    _runs_own_code | and find_cache(calls.inputs) is None
+    becomes nothing
+mixers: one rank calls a kernel for fragments | ranks/mixers/test_by_name.py -k one_rank
+    Cut.whole | self.peers.size == len(self.documents) == 1
+    becomes | False
+selection: one rank gathers the keys of an indexer | clients/test_own_code.py -k indexer
+    Cut.whole | self.peers.size == len(self.documents) == 1
+    becomes | False
+transformers: one rank computes biases and latents anew | clients/test_own_code.py -k "biases or latents"
+    _attend | calls.binding.group.size() == 1
+    becomes | False
+transformers: one rank must know the table of biases | clients/test_own_code.py -k low_precision
+    _attend | own is not None and (biases_DH is not None or bool((own != 0).any()))
+    becomes | own is not None and biases_DH is not None
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
