@@ -245,6 +245,21 @@ verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
 verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
     _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
     becomes | True
+verify: a situation is noted without a look | ranks/verify/test_situations.py -k warns_once
+    Proof._note | not runs and
+    becomes | runs and
+verify: a length is beyond one earlier length | ranks/verify/test_situations.py -k says_nothing
+    Situations.add | rows > _FACTOR * most
+    becomes | rows > most
+verify: the whole batch of a proof is no length | ranks/verify/test_situations.py -k says_nothing
+    Proof._note | lengths if runs else lengths[:1]
+    becomes | lengths[:1]
+verify: a step of the optimizer is not seen | ranks/verify/test_situations.py -k says_nothing
+    Proof._accumulates | parameter._version == self._version
+    becomes | parameter._version >= 0
+verify: a second proof takes the place of the first | ranks/verify/test_situations.py -k second_proof
+    Proof.proved | self.proved_in.add(situations.facts, *(situations.lengths or ()))
+    becomes | self.proved_in = situations
 verify: gradients outside of the model are not compared | ranks/verify/test_verify.py -k only_what
     _Verification._with_outside | {**run.gradients, **outside}
     becomes | run.gradients

@@ -23,22 +23,9 @@ Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
 
 
 class _EvenOutputs(OnMeshAxis):
-    """A style of a Linear or an Embedding. Refuses plain outputs whose rows the axis does not divide."""
+    """Refuses plain outputs whose rows the axis does not divide."""
 
     _keeps_rows = True
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        options: Any = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        options["use_local_output"] = use_local_output
-        super().__init__(**options)  # of torch's style, a later base
-        self.mesh_axis = mesh_axis
 
     def _prepare_output_fn(  # a static method in torch
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
@@ -58,6 +45,17 @@ class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
         parallelize_module(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp")), plan)
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
+
 
 class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """torch's style that shards a Linear or an Embedding by its input features, over the mesh axis ``mesh_axis``.
@@ -65,6 +63,17 @@ class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     A Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
     gathered over other axes. Arguments, errors and example: see :class:`ColwiseParallel`.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):

@@ -314,10 +314,12 @@ class _Verification:
         reference, _ = self._run_with_one_rank(lambda attentions: Outputs(self._model, _keep))
         wrong = leeway.wrong(self._parameter_errors(parallel, reference, leeway.tolerance))
         wrong += [] if _is_near(reference.loss, parallel.loss, leeway.of(_LOSS)) else [_LOSS]
-        what = f"he state that the step leaves ({join_first(names)}) differs from one device"
+        what = f"state that the step leaves ({join_first(names)}) differs from one device"
         remedy = "Make a mean or a length that the next forward uses from the whole sequence: sum it over the ranks"
-        self._refuse([f"t{what}, and so does a second step in a row: {_join_names(wrong)}. {remedy}"] if wrong else [])
-        return [f"T{what}, without an effect on a second step"]
+        self._refuse(
+            [f"the {what}, and so does a second step in a row: {_join_names(wrong)}. {remedy}"] if wrong else []
+        )
+        return [f"The {what}, without an effect on a second step"]
 
     def _repeat(self, reference: StepRun, expected: Outputs, keep_rows: Any, tolerance: float) -> dict[Key, float]:
         """The differences of outputs when the step with one rank is repeated. Raises if its results differ."""

@@ -179,7 +179,7 @@ def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
 
 def example(name: str) -> str:
     page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
     return code
 
 
@@ -208,7 +208,7 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
             "v": k,
         }
         names["context_attention"] = context_attention
-        exec(example("keys of a known length"), names)
+        exec(example("example: keys of a known length"), names)
         tell = AttentionContextParallel(layout=lambda length, ranks: {8: first, 16: second}[length])
         out = parallelize_module(Core(), mesh, tell)(q, k, k, mask)
         part, found = first.shard(wanted, 2, rank), [names["out"], out]
@@ -223,7 +223,7 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
 
 @pytest.mark.parametrize("lengths", [(12, 20), (13, 21)])
 def test_the_page_lays_them_out(lengths: tuple[int, int]):
-    code = example("keys of several pieces")
+    code = example("example: keys of several pieces")
     whole = [[randn(10 * n + i, 1, 2, length, WIDTH) for i in range(3)] for n, length in enumerate(lengths)]
     joined = [torch.cat(parts, 2) for parts in zip(*whole, strict=True)]
     wanted = F.scaled_dot_product_attention(*joined, is_causal=True)
