@@ -7,7 +7,7 @@ from cp_styles.backbone import BackboneContextParallel
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
 from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
-from cp_styles.checks.proof import UnverifiedModelWarning
+from cp_styles.checks.proof import UnprovedPathWarning, UnverifiedModelWarning
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
@@ -63,6 +63,7 @@ __all__ = [
     "SlidingWindow",
     "TransferError",
     "Ulysses",
+    "UnprovedPathWarning",
     "UnreducedGradientsError",
     "UnreducedGradientsWarning",
     "UnverifiedModelWarning",

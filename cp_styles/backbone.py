@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,11 +61,6 @@ _SEQ_DIMS: dict[str, int | None] = {
     **dict.fromkeys(("position_ids", "cache_position"), -1),
     **dict.fromkeys(("position_embeddings", "rotary_pos_emb", "rope", "freqs_cis"), -2),
 }
-
-
-# Blocks whose tables have no rows for the first tokens, which are class tokens and registers: they apply all rows that
-# they are given, to their last tokens.
-_WITHOUT_FIRST_ROWS = {(block, "position_embeddings") for block in ("DINOv3ViTLayer", "Sapiens2Layer")}
 
 
 class BackboneContextParallel(ParallelStyle):
@@ -504,7 +500,7 @@ class _Region:
                     f"{see('An argument of a block whose sequence dim is not known')}"
                 )
             size = None if dim is None else x.shape[dim]
-            if size is not None and size < length and (type(block).__name__, name) in _WITHOUT_FIRST_ROWS:
+            if size is not None and size < length and name == "position_embeddings" and _rotates_last_tokens(block):
                 at = layout.positions(rank, "cpu") - (length - size)
                 return x.index_select(dim or 0, tensor_on(x.device, at[at >= 0]))
             if dim is None or size == 1 or (size != length and _IS_PART in facts_about(x)):
@@ -594,7 +590,8 @@ class _Region:
         raise ValueError(
             f"{self._backbone.name}: {self.path} is given {name} of shape {tuple(x.shape)}, which was made between the "
             f"blocks, for this rank's part of {length} tokens. Make it once, before the first block, from the whole "
-            f'sequence, and give seq_dims={{"{name}": {dim}}}{see("Positions that are made between the blocks")}'
+            f'sequence, and give seq_dims={{"{name}": {dim}}}. If it is computed from detached hidden states, hand '
+            f"these to the block, which computes it{see('Positions that are made between the blocks')}"
         )
 
     @property
@@ -625,6 +622,16 @@ class _WithLength:
 
 
 _IS_PART = "is a part"  # a fact about a tensor: a block has returned it
+
+
+def _rotates_last_tokens(block: nn.Module) -> bool:
+    """Whether the rotary function of the block's file gives a table with too few rows to the last tokens, as DINOv3's:
+    the first tokens, class tokens and registers, have no rows."""
+    rotate: Any = getattr(sys.modules[type(block).__module__], "apply_rotary_pos_emb", None)
+    x_BHLD, table_LD = torch.ones(1, 1, 3, 2, device="cpu"), torch.zeros(2, 2, device="cpu")
+    with contextlib.suppress(Exception):  # other functions take other arguments, or tables of as many rows
+        return rotate(x_BHLD, x_BHLD, table_LD, table_LD)[0][0, 0, :, 0].tolist() == [1, 0, 0]
+    return False
 
 
 def _likely_dim(x: torch.Tensor, length: int) -> int:

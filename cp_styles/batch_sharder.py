@@ -292,6 +292,8 @@ class BatchSharder:
         self._losses = 0  # the number of losses at the last sum of gradients
         self._batches = self._sums = 0
         self._packed_at: int | None = None  # of the latest batch
+        self._first_at: int | None = None  # the number of forwards before the first batch since the latest sum
+        self._all_packed = True
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -341,9 +343,12 @@ class BatchSharder:
         )
         agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
         self._batches += 1
+        forwards = state_of(self._group).operations.forwards
         if not isinstance(batch, torch.Tensor) and _joins_matter(batch.get("document_ids"), batch.get("labels")):
-            parts[0]._packed_at = state_of(self._group).operations.forwards
+            parts[0]._packed_at = forwards
         self._packed_at = parts[0]._packed_at
+        self._all_packed &= self._packed_at is not None
+        self._first_at = forwards if self._first_at is None else self._first_at
         notes, labels = state_of(world_group()).notes, parts[0].get("shift_labels")
         if notes is not None and labels is not None:
             notes.labels.append(int((labels != IGNORE_INDEX).sum()))
@@ -397,8 +402,10 @@ class BatchSharder:
                 "gradients: leave out sum_gradients, or averaged_over"
             )
         self._sums += 1
-        if self._batches == self._sums:  # batches that were cut ahead have not run
-            self._refuse_joined_documents(self._packed_at)
+        # Batches that were cut ahead have not run. Which of several have run matters only if some are not packed.
+        before = self._first_at if self._all_packed else self._packed_at if self._batches == self._sums else None
+        self._first_at = None
+        self._refuse_joined_documents(before)
         sum_gradients(parameters, self.loss_mesh)
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number

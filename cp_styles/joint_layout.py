@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import is_traced
+from cp_styles.bounded_cache import facts_about
 from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import Operation, collective
@@ -161,7 +162,7 @@ def make_joint_layout(
             f"JointLayout: the layout cuts {cut.length} tokens for {cut.ranks} ranks, but {ranks} ranks hold {size} "
             f"in addition to the {prefix + suffix} that are whole on every rank"
         )
-    return SequenceLayout.from_chunks(
+    layout = SequenceLayout.from_chunks(
         [
             _token_range(prefix, rank, ranks),
             *((prefix + start, prefix + stop) for start, stop in cut.chunks[rank]),
@@ -169,6 +170,8 @@ def make_joint_layout(
         ]
         for rank in range(ranks)
     )
+    facts_about(layout)[JointLayout] = cut  # for a listener
+    return layout
 
 
 def _token_range(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:

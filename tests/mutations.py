@@ -245,6 +245,21 @@ verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
 verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
     _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
     becomes | True
+verify: a situation is noted without a look | ranks/verify/test_situations.py -k warns_once
+    Proof._note | not runs and
+    becomes | runs and
+verify: a length is beyond one earlier length | ranks/verify/test_situations.py -k says_nothing
+    Situations.add | rows > _FACTOR * most
+    becomes | rows > most
+verify: the whole batch of a proof is no length | ranks/verify/test_situations.py -k says_nothing
+    Proof._note | lengths if runs else lengths[:1]
+    becomes | lengths[:1]
+verify: a step of the optimizer is not seen | ranks/verify/test_situations.py -k says_nothing
+    Proof._accumulates | parameter._version == self._version
+    becomes | parameter._version >= 0
+verify: a second proof takes the place of the first | ranks/verify/test_situations.py -k second_proof
+    Proof.proved | self.proved_in.add(situations.facts, *(situations.lengths or ()))
+    becomes | self.proved_in = situations
 verify: gradients outside of the model are not compared | ranks/verify/test_verify.py -k only_what
     _Verification._with_outside | {**run.gradients, **outside}
     becomes | run.gradients
@@ -283,6 +298,33 @@ mixers: arguments that cannot be understood are passed on
         | ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused
     refuse_arguments | if used:
     becomes | if False:
+mixers: one rank runs what replaces a layer | clients/test_own_code.py -k "noticed and not biases and not latents"
+    _runs_own_code | binding.group.size() == 1
+    becomes | False
+mixers: a planted mistake is not put into what replaces a layer | clients/test_own_code.py -k shift
+    _runs_own_code | and binding.group_state.planted is None
+    becomes nothing
+mixers: one rank does not know the documents of a scope | clients/test_own_code.py -k documents_on_one_rank
+    _runs_own_code | find_documents(calls.binding.mask) is None
+    becomes | True
+mixers: one rank does not know documents in arguments | clients/test_own_code.py -k in_arguments
+    _call_handler | any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS)
+    becomes | False
+mixers: one rank takes a cache that its layers do not know | clients/test_mixers.py -k keeps_its_states
+    _runs_own_code | and find_cache(calls.inputs) is None
+    becomes nothing
+mixers: one rank calls a kernel for fragments | ranks/mixers/test_by_name.py -k one_rank
+    Cut.whole | self.peers.size == len(self.documents) == 1
+    becomes | False
+selection: one rank gathers the keys of an indexer | clients/test_own_code.py -k indexer
+    Cut.whole | self.peers.size == len(self.documents) == 1
+    becomes | False
+transformers: one rank computes biases and latents anew | clients/test_own_code.py -k "biases or latents"
+    _attend | calls.binding.group.size() == 1
+    becomes | False
+transformers: one rank must know the table of biases | clients/test_own_code.py -k low_precision
+    _attend | own is not None and (biases_DH is not None or bool((own != 0).any()))
+    becomes | own is not None and biases_DH is not None
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
@@ -391,6 +433,9 @@ recurrence: arguments of the outputs are columns of a map | ranks/mixers/test_re
 batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k without_a_scope
     BatchSharder._refuse_joined_documents | > before >= state.separated
     becomes | < before
+batch: documents of several batches pass | ranks/doors/test_batch_sharder.py -k without_a_scope
+    BatchSharder.sum_gradients | self._first_at if self._all_packed else
+    becomes nothing
 batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
     _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
     becomes | binding.separates
@@ -499,6 +544,24 @@ threads: a forward of another thread than its loss is not met | process/test_thr
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
+keys: a mask of a style is no mask | ranks/doors/test_joined_keys.py
+    _AttentionAgreement._refuse_joined_keys | or isinstance(binding.mask, Dense)
+    becomes nothing
+keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
+    _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
+    becomes nothing
+keys: the user's function of lengths is not believed | ranks/doors/test_joined_keys.py -k tells
+    _AttentionAgreement._refuse_joined_keys | is cut(*wanted)
+    becomes | is not cut(*wanted) and False
+keys: any function is believed | ranks/doors/test_joined_keys.py -k tells
+    _AttentionAgreement._refuse_joined_keys | (made := cut(*wanted)) is cut(*wanted)
+    becomes | (made := cut(*wanted))
+keys: marks of query, key and value alone | ranks/doors/test_joined_keys.py -k one_longer
+    _AttentionAgreement._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
+    becomes | find_cuts(self.tensors)
+keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py -k tells
+    CoreState._begin | {layout.length for _, layout in cut}
+    becomes | ()
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
     _compare_tokens | if uncut and not differs
     becomes | if False

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -107,6 +108,16 @@ def error(found: torch.Tensor, expected: torch.Tensor, *, whole: torch.Tensor | 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Drawn in float64 and rounded: the same numbers in every dtype, from a generator of their own."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def filled(model: M, scale: float = 0.3) -> M:
+    """``model`` itself, with parameters that depend on their number and shape alone."""
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = randn(index, *parameter.shape) * scale
+    return model
 
 
 def attention_inputs(

@@ -30,6 +30,7 @@ from torch._higher_order_ops import map as map_rows
 from torch._higher_order_ops import scan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -711,10 +712,10 @@ def with_zeros(before: Slot) -> Callable[[], nn.Module]:
 
 
 class Joint(Model):
-    """A text that every rank has, before the tokens of an image."""
+    """A text that every rank has, before the tokens of an image, to which ``given`` is added."""
 
-    def forward(self, x):
-        x = self._through(self.before, x)
+    def forward(self, x, *given):
+        x = self._through(self.before, sum(given, x))
         h = torch.cat((TEXT.to(x), x), 1)
         return (h + self.attention(h))[:, TEXT.shape[1] :]
 
@@ -748,6 +749,15 @@ def of_part(view: RankView, length: int) -> torch.Tensor:
     return torch.arange(length)
 
 
+def with_places(cut: Callable[[torch.Tensor, RankView], torch.Tensor]) -> Callable[..., Any]:
+    """Call a model with positions that ``cut`` has cut; the first ones, if there are too many."""
+    return lambda m, x, view: m(x, cut(m.table[None, :S].detach(), view)[:, : x.shape[1]])
+
+
+def cut_contiguous(x: torch.Tensor, view: RankView) -> torch.Tensor:
+    return by_hand(contiguous(S, view.size).shard(x, 1, view.rank))
+
+
 COUNTED = (
     *kind(
         "counted",
@@ -768,7 +778,15 @@ COUNTED = (
         right("nothing", model=lambda: Joint(causal=False)),
         wrong("centred", model=lambda: Joint(centred, causal=False)),
         wrong("table[:L] of the image", model=lambda: Joint(lambda m, x: x + m.table[: x.shape[1]], causal=False)),
+        wrong("positions that are not cut", model=lambda: Joint(causal=False), call=with_places(lambda x, view: x)),
+        wrong("positions of another cut", model=lambda: Joint(causal=False), call=with_places(cut_contiguous)),
         apply=on(lambda: ModuleContextParallel(layout=JointLayout(prefix=TEXT.shape[1]))),
+        no_block="a block takes no JointLayout",
+    ),
+    *kind(
+        "with a joint text that is longer",
+        wrong("by one token", model=lambda: Joint(causal=False)),
+        apply=on(lambda: ModuleContextParallel(layout=JointLayout(prefix=TEXT.shape[1] - 1))),
         no_block="a block takes no JointLayout",
     ),
     *kind(
@@ -1531,6 +1549,11 @@ RESULTS = (
     *kind(
         "sums that a model returns",
         right("by sequence", model=lambda: Model(give=lambda m, x: x.square().sum((1, 2)))),
+        wrong(
+            "by sequence, of gradients that are not summed",
+            model=lambda: Model(give=lambda m, x: x.square().sum()),
+            after=lambda model, view: None,
+        ),
         right("by three rows", model=lambda: Model(give=of_rows(3))),
         wrong("of attention", model=lambda: Model(give=lambda m, x: product_of(x, x, x).sum())),
         wrong("a mean", model=lambda: Model(give=lambda m, x: x.square().mean())),
@@ -1786,17 +1809,23 @@ AVERAGED = {
 }
 
 
-def kept_statistic(m, x):
-    """A buffer that the next forward uses, as the bias of a router."""
-    y = x - m.mean
-    m.mean.copy_(x.detach().mean((0, 1)))
-    return y
+def with_statistic(*, factor: float = 1.0, over_ranks: bool = False) -> nn.Module:
+    """A model with a buffer that the next forward uses, as the bias of a router."""
 
+    def kept(m, x):
+        y, total = x - factor * m.mean, x.detach().sum((0, 1))
+        m.mean.copy_(m.view.all_reduce(total) / S if over_ranks else total / x.shape[1])
+        return y
 
-def with_statistic() -> nn.Module:
-    model = Model(kept_statistic)
+    model = Model(kept)
     model.mean = nn.Buffer(torch.zeros(D))
     return model
+
+
+def scaled_by_the_last_length(m, x):
+    last = m.memo.get("length", 10)
+    m.memo["length"] = x.shape[1]
+    return x * last
 
 
 def from_zero(m, x, view):
@@ -1830,6 +1859,21 @@ def turned_from(offset: Callable[[RankView], int]) -> dict[str, Any]:
         return m(x)
 
     return {"model": lambda: Model(inside=inside), "call": call, "layout": contiguous}
+
+
+def embedded(**options: Any) -> nn.Module:
+    return Model(read=lambda m, ids: m.words(ids), words=nn.Embedding(D, D, **options))
+
+
+def masked_on_one_rank(core, q, k, v):
+    """Masks padding, at the end of the sequence, if there is a rank alone. Only rows of padding have other values."""
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask[:, S - 3 :] = False
+    return F.scaled_dot_product_attention(q, k, v, mask) if q.shape[2] == S else core.attend(q, k, v)
+
+
+def but_for_padding(out: torch.Tensor, view: RankView) -> torch.Tensor:
+    return by_token(out * (view.positions < S - 3)[:, None], view)
 
 
 LOGITS = {"x": IDS, "model": lambda: Model(placed)}
@@ -1899,6 +1943,27 @@ STEPS = (
             loss=lambda out, view: distance(out, randn(5, *out.shape)),
         ),
         wrong("that is no number", returns=lambda loss, view: loss * (1 if view.size == 1 else float("nan"))),
+        wrong(
+            "of losses behind a gather, that is not divided",
+            call=lambda m, x, view: gather(m(x), 1, view.mesh, layout=view.layout, reduce_gradients=True),
+            loss=lambda out, view: distance(out, randn(5, *out.shape)),
+        ),
+        wrong(
+            "of losses behind an all-reduce with gradients, that is not divided",
+            call=lambda m, x, view: all_reduce(m(x).sum(1), group=view.mesh.get_group()),
+            loss=lambda out, view: distance(out, randn(5, *out.shape)),
+        ),
+        wrong(
+            "behind a gather in another order",
+            model=lambda: Model(behind=lambda m, x: m.linear(x)),
+            call=lambda m, x, view: gather(m(x), 1, view.mesh, reduce_gradients=True),
+            loss=by_sequence,
+        ),
+        wrong(
+            "that a model returns with its logits",
+            model=lambda: Model(give=lambda m, x: (x, mean_in_the_model(m, x))),
+            loss=lambda outs, view: outs[1],
+        ),
         right("by token", **LOGITS, **labelled()),
         right("that is not returned", returns=lambda loss, view: None),
         right("that is a number", returns=lambda loss, view: total(loss, view).item()),
@@ -1918,6 +1983,7 @@ STEPS = (
         wrong("no backward on several ranks", loss=without_backward),
         wrong("removed on several ranks", **then(only_on_ranks(removed))),
         wrong("changed by an optimizer", **then(optimizer_step)),
+        wrong("of rows that a forward renormalizes", model=partial(embedded, max_norm=1.0), x=IDS),
         wrong("removed behind an optimizer", **then(removing_step)),
         wrong("set to 0", **then(zeroed)),
         right("of a step without a backward", call=without_gradients),
@@ -1974,8 +2040,18 @@ STEPS = (
     *kind(
         "buffers for the next forward",
         wrong("the mean of this rank's tokens", model=with_statistic, call=from_zero),
+        wrong("the mean of this rank's tokens, of one forward", model=with_statistic),
+        wrong("a length in a dict, of one forward", model=with_memo(scaled_by_the_last_length)),
+        right("the mean of all tokens", model=partial(with_statistic, over_ranks=True)),
+        right("the mean of this rank's tokens, for an evaluation", model=partial(with_statistic, factor=0.0)),
+        right("the number of this rank's tokens", model=with_memo(lambda m, x: m.memo.update(tokens=x.shape[1]) or x)),
         wrong("a length in a dict", model=with_memo(lambda m, x: x * m.memo.setdefault("length", x.shape[1]))),
         right("lengths in a list", model=with_memo(lambda m, x: m.memo.setdefault("lengths", []).append(len(x)) or x)),
+    ),
+    *kind(
+        "rows that no loss reads",
+        wrong("padding, which one rank alone masks", model=lambda: Model(inside=masked_on_one_rank)),
+        loss=but_for_padding,
     ),
     *kind(
         "a kernel that counts from an offset",
@@ -2017,6 +2093,36 @@ def averaged_in_a_part(core, q, k, v):
     return core.attend(q, k, v + v.mean(2, keepdim=True))
 
 
+def turned_in_a_part(core, q, k, v):
+    places = torch.arange(q.shape[2])
+    return core.attend(turned(q, places), turned(k, places), v)
+
+
+def scaled_by_a_length(core, q, k, v):
+    return core.attend(q * math.log(q.shape[2]), k, v)
+
+
+class Twice(Model):
+    """Two attentions, with ``between`` in between. ``keeps``: what is in between is returned too."""
+
+    def __init__(self, between: Slot, *, keeps: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.between, self.keeps = nn.ModuleList((self.attention, Attention())), between, keeps
+
+    def forward(self, x):
+        first, second = self.blocks
+        x = self.between(self, first(x))
+        return (second(x), x) if self.keeps else second(x)
+
+
+def of_both(outs: Sequence[torch.Tensor], view: RankView) -> torch.Tensor:
+    return of_all(outs[0], view) + of_all(outs[1], view)
+
+
+def with_backbone_of_two(model: Any, mesh: DeviceMesh) -> Any:
+    return parallelize_module(model, mesh, BackboneContextParallel(blocks="blocks"))
+
+
 WHOLE = kind(
     "whole inputs",
     right("a mean over tokens, behind", **whole(model=lambda: Model(give=mean_over_tokens))),
@@ -2034,6 +2140,13 @@ WHOLE = kind(
     wrong("random numbers of a rank in front", lambda m, x: x * (1 + torch.rand(())), **whole()),
     wrong("another function in front", lambda m, x: x * (1 + 0.25 * m.view.rank), **whole()),
     wrong("a mean over a part in the blocks", **whole(model=lambda: Model(inside=averaged_in_a_part))),
+    wrong("positions in the blocks", **whole(model=lambda: Model(inside=turned_in_a_part))),
+    wrong("a length in the blocks", **whole(model=lambda: Model(inside=scaled_by_a_length))),
+    wrong("a table between the blocks", **whole(model=lambda: Twice(counted), apply=with_backbone_of_two)),
+    wrong(
+        "hidden states that are changed between the blocks, and returned",
+        **whole(model=lambda: Twice(lambda m, x: 2 * x, keeps=True), apply=with_backbone_of_two, loss=of_both),
+    ),
     wrong("cut before", **whole(cut=lambda view: view.cut(view.x))),
 )
 PROGRAMS: tuple[Program, ...] = (
@@ -2071,7 +2184,10 @@ def proved(program: Program, door: Door) -> BaseException | None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("cp",))
         tolerance = TOLERANCE if program.dtype == torch.float64 else None
-        verify(door.model(program, mesh), mesh, program.batch, partial(door.step, program), tolerance=tolerance)
+        step = partial(door.step, program)
+        report = verify(door.model(program, mesh), mesh, program.batch, step, tolerance=tolerance)
+        if program.right and report.power is None and not str(program).startswith("by collectives"):
+            raise AssertionError("no mistake was planted")  # attention of the user's own has no place for one
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # verify prints what it has found
         warnings.simplefilter("ignore")

@@ -237,6 +237,9 @@ class ParameterWatch(RankCheck):
         listing += ", ..." if len(differing) > _MOST_NAMED else ""
         but, so = _GRADIENTS if all(entry.is_gradient for entry in differing) else _PARAMETERS
         rest = so + _REMEDY.format(axis=axis) if beyond else _ROUNDED
+        tables = [x for module, *_ in running_modules() for x in module.modules() if getattr(x, "max_norm", None)]
+        if beyond and {id(entry.parameter) for entry in differing}.issubset(id(x.weight) for x in tables):
+            rest = _RENORMALIZED
         text = (
             f"{name}: the ranks of mesh axis {axis!r} {but}hold different parameters: {len(differing)} of the "
             f"{len(checksums)} that were compared, {listing}. {rest}{see('Parameters that differ')}"
@@ -250,6 +253,10 @@ _REMEDY = (
     "Each rank has its own share of every gradient: call sum_gradients(model, mesh[{axis!r}]) between backward() and "
     "the optimizer's step, or use FSDP2 or DDP over a mesh that contains this axis. Begin with one seed on all ranks. "
     "Name parameters that are meant to differ, such as experts, in checks=Checks(local=[experts])"
+)
+_RENORMALIZED = (
+    "A forward renormalizes the rows of its own tokens alone (max_norm= of nn.Embedding): leave it out, and "
+    "renormalize the weight on all ranks after the optimizer's step"
 )
 _ROUNDED = (
     "They differ by no more than the rounding of sums in another order. Reduce over this axis last, or over all axes "

@@ -1,25 +1,67 @@
-"""Notes whether verify has compared a model with one device, and warns before the training of other models."""
+"""Notes whether verify has compared a model with one device, and in which situations; warns about what it has not."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import calling_frames, graph_task_id
+from cp_styles._compat import calling_frames, graph_task_id, tensors_in
 from cp_styles.bounded_cache import facts_about
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import world_group
+from cp_styles.engine.observers import CheckedCall, Place
+from cp_styles.introspect import input_names
 from cp_styles.troubleshooting import see
 
 
 class UnverifiedModelWarning(UserWarning):
-    """A model has begun to train under context parallelism, but no step of it was compared with one device."""
+    """A model runs context parallel, for training or evaluation, but no step of it was compared with one device."""
+
+
+class UnprovedPathWarning(UserWarning):
+    """A model runs in a situation in which no step of it was compared with one device: another mode, mask or length."""
+
+
+Fact: TypeAlias = tuple[Any, ...]
+"""The kind of a fact, and what it is about: see :func:`_describe`."""
+
+
+@dataclass(eq=False)
+class Situations:
+    """The situations in which a model has run.
+
+    Attributes:
+        facts: what was so.
+        lengths: the least number of tokens of this rank's part, and the greatest. In verify one rank has also run the
+            whole sequence.
+        keys: attentions that need no second look.
+    """
+
+    facts: set[Fact] = field(default_factory=set)
+    lengths: tuple[int, int] | None = None
+    keys: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def add(self, facts: Iterable[Fact], *lengths: int) -> list[Fact]:
+        """Add facts and lengths. Returns the new facts. A length is one if it is 4 times beyond all earlier ones."""
+        new = [fact for fact in facts if fact not in self.facts]
+        self.facts.update(new)
+        for rows in lengths:
+            least, most = self.lengths or (rows, rows)
+            if rows > _FACTOR * most or _FACTOR * rows < least:
+                new.append(("length", rows, least, most))
+            self.lengths = min(least, rows), max(most, rows)
+        return new
+
+
+_FACTOR = 4  # code that depends on a length, such as a window, is likely to take another path beyond it
 
 
 @dataclass(eq=False)
@@ -37,6 +79,8 @@ class Proof:
         by_hand: of the latest loss, if the program must average its gradients further:
             :class:`~cp_styles.batch.MeanByHand`.
         reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
+        proved_in: the situations of the steps that were compared; None for ``verified=True``.
+        forwards: the number of forwards for a backward, since the last one.
     """
 
     model: ref[nn.Module]
@@ -47,6 +91,12 @@ class Proof:
     reducer: ref[DistributedDataParallel] | None = None
     reduces: bool = False
     by_hand: Any = None
+    proved_in: Situations | None = None
+    forwards: int = 0
+    _begun: int = 0
+    _first: Place | None = None  # the attention with which these forwards begin
+    _trained: ref[nn.Parameter] | None = None  # a parameter, and its version at the last backward
+    _version: int = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Proof:
         """The proof of the copy of the model; of the outermost copied module, if a part of the model is copied."""
@@ -55,17 +105,26 @@ class Proof:
             return self
         proof = memo[id(self)] = proof_of(copied)
         proof.verified, proof.unseen = proof.verified or self.verified, self.unseen
+        proof.proved_in = copy.deepcopy(self.proved_in, memo)
         return proof
 
-    def proved(self, unseen: frozenset[str]) -> None:
-        """A comparison has found no difference. ``unseen``: what it would not have shown, and earlier ones may have."""
+    def proved(self, unseen: frozenset[str], situations: Situations | None) -> None:
+        """A comparison has found no difference in ``situations``. ``unseen``: what it would not have shown, and earlier
+        ones may have."""
         self.unseen = self.unseen & unseen if self.verified else unseen
-        self.verified = True
+        self.verified, self.forwards, self._first, self._begun = True, 0, None, 0
+        if self.proved_in is None:
+            self.proved_in = situations
+        elif situations is not None:
+            self.proved_in.add(situations.facts, *(situations.lengths or ()))
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
         state.training[self] = None
         state.trained.add(self)
+        self._begun += 1
+        if self.proved_in is not None and not self._begun & (self._begun - 1):  # 1, 2, 4, 8, ...
+            self.proved_in.keys.clear()
         if graph_task_id() >= 0:  # a checkpoint recomputes, outside of the DDP module
             return
         ddp = running_ddp()
@@ -74,24 +133,82 @@ class Proof:
             ddp is not None and ddp.require_backward_grad_sync,
         )
 
+    def attends(self, call: CheckedCall, place: Place, masks: tuple[str, ...], module_call: tuple[Any, ...]) -> None:
+        """Warn once, on rank 0, of each fact that was not proved. In a run of verify, note the facts."""
+        if not (self.verified or call.trains):
+            self.warn_if_unverified()
+        situations, model, query, new = self._situations, self.model(), call.tensors[0], list[Fact]()
+        if situations is None or model is None:
+            return
+        if call.trains and place[-1] and model.training:
+            if self._first is None:
+                self._first = place
+                new += [("accumulates",)] if self._accumulates(model) else []
+            self.forwards += place == self._first
+        key = model.training, call.trains, query.dtype, masks
+        if key not in situations.keys:
+            situations.keys.add(key)
+            new += [("dtype", query.dtype), ("mask", *sorted({*masks})), *_facts_of(model, module_call)]
+        (least, most), rows = situations.lengths or (0, -1), query.shape[-2]
+        if new or not least <= rows <= most:
+            self._note(new, rows, rows * call.where[2].size())
+
+    def _accumulates(self, model: nn.Module) -> bool:
+        """Whether the model has gradients of an earlier backward, after which no optimizer has made a step."""
+        parameter = self._trained and self._trained()
+        if parameter is None or not parameter.requires_grad:
+            parameter = next((x for x in model.parameters() if x.requires_grad), None)
+            self._trained, self._version = None if parameter is None else ref(parameter), -1
+        return parameter is not None and parameter.grad is not None and parameter._version == self._version
+
+    @property
+    def _situations(self) -> Situations | None:
+        """The situations to which facts are added now: of a run of verify, or of the steps that were proved."""
+        notes: StepNotes | None = state_of(world_group()).notes
+        return self.proved_in if notes is None else notes.proofs.setdefault(self, Situations())
+
+    def _note(self, facts: Iterable[Fact], *lengths: int) -> None:
+        """Add facts to the situations; warn of new ones, on rank 0, outside of a run of verify. ``lengths``: of this
+        rank's part, and of the sequence."""
+        situations = self._situations
+        if situations is None:
+            return
+        runs = situations is not self.proved_in  # verify, whose reference runs the whole sequence
+        new = situations.add(facts, *(lengths if runs else lengths[:1]))
+        if new and not runs and dist.get_rank() == 0:
+            warnings.warn(
+                f"{type(self.model()).__name__} runs as no step of it was compared with one device: "
+                f"{'; '.join(_describe(new))}. Code that depends on it may be wrong on a rank's part. Write on every "
+                "rank, with a step that does it: verify(model, mesh, batch, step). It adds to what was proved"
+                f"{see('A path that was not proved')}",
+                UnprovedPathWarning,
+                stacklevel=2,
+            )
+
     def backward_begins(self, state: GroupState) -> None:
         """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
         state.training.pop(self, None)  # so that the next forward is noted, also without a loss of this package
         self.warn_if_unverified()
+        if self._first is not None:
+            self._note([("forwards",)] if self.forwards > 1 else [])
+            self.forwards, self._first = 0, None
+            parameter = self._trained and self._trained()
+            self._version = -1 if parameter is None else parameter._version
 
     def warn_if_unverified(self) -> None:
         """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
         notes: StepNotes | None = state_of(world_group()).notes
         if notes is not None:
-            notes.proofs.add(self)
+            notes.proofs.setdefault(self, Situations())
         elif not (self.verified or self.missed):
             self.missed = True
             if dist.get_rank() == 0:
                 warnings.warn(
-                    f"{type(self.model()).__name__} begins to train, and no step of it was compared with one device. "
-                    "Its attention is exact or an error, but code around it may count, pool or shift the tokens of one "
-                    "rank alone. Before training write on every rank: verify(model, mesh, batch, step). If a test does "
-                    f"so, give the style or the block verified=True{see('A model that was never compared')}",
+                    f"{type(self.model()).__name__} runs context parallel, and no step of it was compared with one "
+                    "device. Its attention is exact or an error, but code around it may count, pool or shift the "
+                    "tokens of one rank alone. Before training write on every rank: verify(model, mesh, batch, step). "
+                    "If a test does so, give the style or the block verified=True"
+                    f"{see('A model that was never compared')}",
                     UnverifiedModelWarning,
                     stacklevel=2,
                 )
@@ -102,15 +219,60 @@ class StepNotes:
     """Notes for :func:`cp_styles.verify.verify` on this rank's part of the step with all ranks.
 
     Attributes:
-        proofs: of the models that run a backward.
+        proofs: of the models whose attention runs, with the situations in which it does.
         labels: of each batch that is cut, how many of this rank's tokens have a label.
         losses: the ranks and the token count of each global loss, and None for the count of a function from which a
             user may compute a loss: see :func:`~cp_styles.batch.note_loss`.
     """
 
-    proofs: set[Proof] = field(default_factory=set)
+    proofs: dict[Proof, Situations] = field(default_factory=dict)
     labels: list[int] = field(default_factory=list)
     losses: list[tuple[list[int], float | None]] = field(default_factory=list)
+
+
+def _facts_of(model: nn.Module, module_call: tuple[Any, ...]) -> Iterator[Fact]:
+    """The modes of modules, the parameters that are trained, and which arguments have tensors."""
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("torch."):
+            yield "mode", module.training, name
+    yield from (("trained", name) for name, x in model.named_parameters() if x.requires_grad)
+    module, args, kwargs = module_call or (None, (), {})
+    names = () if module is None else input_names(module)
+    given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+    yield from (
+        ("argument", bool(tensors_in(x)), f"{type(module).__name__}.forward", name) for name, x in given.items()
+    )
+
+
+def _describe(facts: Iterable[Fact]) -> Iterator[str]:
+    """Clauses for facts, one for each kind of them."""
+    kinds: dict[Fact, list[Fact]] = {}
+    for kind, *rest in facts:
+        by = rest[:1] if kind in ("mode", "argument") else ()
+        kinds.setdefault((kind, *by), []).append(tuple(rest[len(by) :]))
+    for (kind, *by), details in kinds.items():
+        if kind == "mode":
+            names = [name or "the model" for (name,) in details]
+            yield f"{_join(names[:1] if '' in details[0] else names)} in {'training' if by[0] else 'eval'} mode"
+        elif kind == "argument":
+            yield f"{details[0][0]} {'with' if by[0] else 'without'} {_join([name for _, name in details])}"
+        elif kind == "trained":
+            yield f"gradients of {_join([name for (name,) in details])}"
+        elif kind == "length":
+            rows, least, most = details[0]
+            yield f"a part of {rows} tokens, where {least if least == most else f'{least} to {most}'} were proved"
+        elif kind == "mask":
+            yield f"attention with {' and with '.join('+'.join(masks) or 'no mask' for masks in details)}"
+        elif kind == "dtype":
+            yield f"attention in {_join([str(dtype) for (dtype,) in details])}"
+        elif kind == "forwards":
+            yield "several forwards before a backward"
+        else:
+            yield "a backward that adds to the gradients of an earlier one"
+
+
+def _join(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def running_ddp() -> DistributedDataParallel | None:

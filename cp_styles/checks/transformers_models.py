@@ -41,7 +41,7 @@ class TransformersCheck(ForwardObserver):
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise for arguments that are not this rank's part of a whole sequence."""
-        binding, kind = calls.unscoped, type(module).__name__
+        binding, kind = calls.scoped.unscoped, type(module).__name__  # see PositionCheck.forward_begins
         if binding.group.size() == 1:
             return  # verify runs a step with one rank, on the whole sequence
         name = binding.name
@@ -108,12 +108,13 @@ class TransformersCheck(ForwardObserver):
         mask = inputs.get("attention_mask")
         if window is None or isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
             return
-        style_mask = calls.binding.mask
+        binding, _ = calls.scoped.resolve()
+        style_mask = binding.mask
         parts = style_mask.parts if isinstance(style_mask, All) else (style_mask,)
         if any(isinstance(part, SlidingWindow | Chunked) for part in parts):
             return  # the style makes the window, with positions of the whole sequence
         raise NotImplementedError(
-            f"{calls.unscoped.name}: layers of {kind} have {window}, and the model would make their masks from this "
+            f"{binding.name}: layers of {kind} have {window}, and the model would make their masks from this "
             "rank's part of the tokens. Choose attn_implementation=register_attention() of "
             "cp_styles.integrations.transformers, or apply a style with mask=SlidingWindow(size - 1) (or "
             "Chunked(size)) to the attention modules that have it"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import call_when_destroyed, graph_task_id, uncompiled
+from cp_styles._compat import call_when_destroyed, graph_task_id, running_modules, uncompiled
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
@@ -71,9 +72,9 @@ class ForwardState:
         cuts: the arguments that a layout has cut, each with its layout.
         layer_mask: a mask other than causal that an integration has made for the layers of this forward.
         path: the path of the innermost module that runs, below the module that has the style.
-        sequences: for a call with a mask of its keys: the lengths of the sequences of which the module's arguments are
-            parts; None for other calls.
+        sequences: the lengths of more sequences that a layout has cut.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
+        model: observes the model that calls attention in a block.
     """
 
     calls: int = 0
@@ -84,8 +85,9 @@ class ForwardState:
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     layer_mask: Any = None
     path: str = ""
-    sequences: tuple[int, ...] | None = None
+    sequences: Collection[int] = ()
     mixing: bool = False
+    model: ModelObserver | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,12 @@ class Binding:
         return self.group_state.get_or_create(RankChecks)
 
     @cached_property
+    def mask_kinds(self) -> tuple[str, ...]:
+        """The classes of the parts of the mask, by name."""
+        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
+        return tuple(sorted({type(part).__name__ for part in parts if not isinstance(part, Full)}))
+
+    @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
         parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
@@ -438,7 +446,6 @@ class _AttentionAgreement(CheckedCall):
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
     dtypes: Sequence[torch.dtype] = ()
-    sequences: tuple[int, ...] | None = None
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
@@ -461,8 +468,12 @@ class _AttentionAgreement(CheckedCall):
         if v.shape[dim] != k.shape[dim]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
         contents = None if self.attn_mask is None else _describe_mask(self.attn_mask)
-        self.sequences, forward_state.sequences = forward_state.sequences, None  # of this call alone
         self.dtypes = q.dtype, k.dtype, v.dtype
+        model = binding.model or forward_state.model
+        if model is not None and binding.group.size() > 1 and graph_task_id() < 0:
+            place, masks = (binding.site, forward_state.path, forward_state.calls), binding.mask_kinds
+            masks += ("Causal",) * bool(call.get("is_causal")) + ("attn_mask",) * (self.attn_mask is not None)
+            model.attends(self, place, masks, forward_state.module_call)
         which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (
             *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
@@ -535,20 +546,31 @@ class _AttentionAgreement(CheckedCall):
         """
         # Heads that draft tokens, and caches of earlier pieces, keep such keys. On every rank they are as many times as
         # long as the queries, which keys of one other sequence are too where the lengths divide.
-        binding, sequences = self.binding, self.sequences
+        binding = self.binding
         queries, keys = rows.columns.q_length, rows.columns.kv_length
         pieces = sum(keys) // max(sum(queries), 1) if len(rows) > 1 else 1  # one rank has the pieces one after another
-        if sequences is None or pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)):
+        if pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)) or graph_task_id() >= 0:
+            return  # a recomputation has no arguments of a module, and its first run was looked at
+        masked = self.attn_mask is not None or isinstance(binding.mask, Dense)
+        if not (masked or (binding.kernel is not None and binding.kernel.positional)):
             return
-        is_marked = int(sum(keys) in sequences)  # a mark that one rank has lost, as in a broadcast, is on another one
+        inputs = itertools.chain(*((*args, *kwargs.values()) for _, args, kwargs in running_modules()))
+        lengths = {cut.length for _, cut in (*binding.forward_state.cuts, *find_cuts((*self.tensors, *inputs)))}
+        # A user's function that holds a layout of this length returns the same object again.
+        cut, wanted = binding.layout, (sum(keys), len(rows))
+        with contextlib.suppress(Exception):
+            if not isinstance(cut, SequenceLayout) and (made := cut(*wanted)) is cut(*wanted):
+                lengths.add(made.length)
+        is_marked = int(sum(keys) in lengths or sum(keys) in binding.forward_state.sequences)
+        # A mark that one rank has lost, as in a broadcast, is on another one.
         marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
         if not any(map(any, marks)):
             binding.group_state.phase = GroupPhase.TOGETHER
             raise NotImplementedError(
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
-                f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and attn_mask has another order. "
+                f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "
                 "Lay them out by SequenceLayout.from_chunks. Keys of one other sequence: cut it by layout.shard, and "
-                "give the style to the module that takes both parts"
+                f"give the part to a module. Or give layout= a function that looks up the layout of {sum(keys)} tokens"
                 f"{see('Keys of several pieces')}"
             )
 

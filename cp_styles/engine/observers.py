@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,17 @@ from cp_styles.comm.agreement import Caller
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import GroupState
 
+Place: TypeAlias = tuple[int, str, int]
+"""The number of a module with a style, the path of a module in it, and the number of the call, 0 in a graph."""
+
 
 class ModelObserver(Protocol):
     """Observes the training of one model, which it also identifies as a key."""
+
+    def attends(self, call: CheckedCall, place: Place, masks: tuple[str, ...], module_call: tuple[Any, ...]) -> None:
+        """Called before the agreement of an attention over several ranks, not in a recomputation. All ranks raise an
+        error of one. ``masks``: the classes of the mask's parts. ``module_call``: the module with the style and the
+        arguments of its call, if they are known."""
 
     def forward_begins(self, state: GroupState) -> None:
         """Called at the first attention since the last loss whose backward may follow, after the agreement."""

@@ -169,7 +169,7 @@ class ContextParallelTrainer:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The Trainer's (batches, number of labels), for ``epoch_iterator``, ``num_batches`` and ``device`` as in the
-        Trainer. Verifies a step of the first batch.
+        Trainer. Verifies a step of the first batch, also in eval mode if there is an ``eval_dataset``.
 
         Raises:
             VerificationError: on every rank, if a step of all ranks differs from the step of one device.
@@ -180,17 +180,19 @@ class ContextParallelTrainer:
             self.verify = False  # once per trainer
             binding = binding_of(trainer.model)
             if binding is not None and isinstance(binding.model, Proof) and not binding.model.verified:
-                self._prove(batches[0])
+                for mode in (True, False) if trainer.eval_dataset is not None else (True,):
+                    self._prove(batches[0], mode)
         return samples
 
-    def _prove(self, batch: Any) -> None:
+    def _prove(self, batch: Any, mode: bool) -> None:
+        """Verify a step of ``batch`` in training mode or eval mode, both with gradients, which show what is a share."""
         trainer = self._trainer
         # TRL adds to these at each loss.
         before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTS if name in vars(self)}
         group = self._sharder._group
 
         def step(model: Any, batch: Any, mesh: DeviceMesh) -> None:
-            model.train()
+            model.train(mode)
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
             trainer.accelerator.backward(loss)

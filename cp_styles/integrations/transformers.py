@@ -147,13 +147,13 @@ def _attend(
 
     def refuse() -> None:
         refuse_dropout(name, dropout)
-        if position_bias is not None and biases_DH is None and bool((position_bias != 0).any()):
+        if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} adds a position_bias to its logits that was computed from this "
                 "rank's lengths, as if its tokens were the first of the sequence. Only learned biases by distance, "
                 "as in T5, are supported: run this model without context parallelism"
             )
-        if biases_DH is not None and softcap is not None:
+        if position_bias is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias and a softcap")
         if problem is not None:
             raise problem
@@ -198,16 +198,21 @@ def _attend(
     latents, problem = take_latents(module, query, key, value)
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
     score_mod = None if softcap is None else _cap_logits(softcap)
-    if biases_DH is not None:
+    past, _ = past_of(calls.inputs)
+    # One rank has all tokens: the model's own biases, keys and values.
+    alone = calls.binding.group.size() == 1 and (past is None or not past.prefilled)
+    own = position_bias if alone and position_bias is not None and position_bias.shape[0] == 1 else None
+    if own is not None and (biases_DH is not None or bool((own != 0).any())):
+        score_mod = _add_own_biases(own)
+    elif biases_DH is not None:
         score_mod = _add_biases(biases_DH)
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
     options["refuse"] = refuse
 
-    past, _ = past_of(calls.inputs)
     if past is not None and past.prefilled:
         out_BHLE = _decode(calls, past, module, (query, key, value), options)
     else:
-        out_BHLE = calls.attend_with((query, key, value), latents=latents, **options)
+        out_BHLE = calls.attend_with((query, key, value), latents=None if alone else latents, **options)
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
@@ -276,6 +281,13 @@ def _add_biases(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
 
     def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
         return score + biases_DH[kv_idx - q_idx + zero, h]
+
+    return add
+
+
+def _add_own_biases(position_bias: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return score + position_bias[0, h, q_idx, kv_idx]
 
     return add
 

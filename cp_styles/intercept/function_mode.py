@@ -101,7 +101,7 @@ class AttentionCalls(TorchFunctionMode):
         """
         super().__init__()
         self._name = name
-        self._joint, self._scoped = joint, scoped
+        self._joint, self.scoped = joint, scoped
         self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
         self.forward_state = scoped.unscoped.forward_state
@@ -112,13 +112,13 @@ class AttentionCalls(TorchFunctionMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         # Not of the class of the mode: a block has modes of its own.
-        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self._scoped, memo), self._name, joint=self._joint)
+        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self.scoped, memo), self._name, joint=self._joint)
         copied._sink = copy.deepcopy(self._sink, memo)
         return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), joint=self._joint)
+        return AttentionCalls(self.scoped, self._name, (module, parameter), joint=self._joint)
 
     @staticmethod
     def current() -> AttentionCalls | None:
@@ -231,21 +231,17 @@ class AttentionCalls(TorchFunctionMode):
             self.check_call()
 
         tensors = query, key, value
-        if not compiling:
-            # A recomputation has no arguments of the module. Its first run was looked at.
-            masks_keys = attn_mask is not None and self._joint is None and graph_task_id() < 0
-            self.forward_state.sequences = self.list_sequences() if masks_keys else None
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         sink = None if self._sink is None else getattr(*self._sink)
         options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
         if self._joint is not None:
-            share = partial(attend, self._scoped, **options)
+            share = partial(attend, self.scoped, **options)
             given = [x for x in tensors if isinstance(x, torch.Tensor)]
             trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
             self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
             options = {"refuse": refuse, "look": number & (number - 1) == 0}  # a power of 2
             return attend_jointly(self._joint, self._name, self.unscoped.group, tensors, share, **options)
-        out, *_ = attend(self._in_graph if compiling else self._scoped, tensors, **options, refuse=refuse)
+        out, *_ = attend(self._in_graph if compiling else self.scoped, tensors, **options, refuse=refuse)
         return out
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
@@ -259,17 +255,17 @@ class AttentionCalls(TorchFunctionMode):
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
         self.forward_state.calls += 1
-        return call.result(*flex_attend(self._scoped.resolve()[0], tensors, call, self._refuse_joint_and_sinks))
+        return call.result(*flex_attend(self.scoped.resolve()[0], tensors, call, self._refuse_joint_and_sinks))
 
     @property
     def unscoped(self) -> Binding:
         """The binding of a call where no scope is open."""
-        return self._scoped.unscoped
+        return self.scoped.unscoped
 
     @property
     def binding(self) -> Binding:
         """The binding of a call at this moment."""
-        return self._scoped.resolve()[0]
+        return self.scoped.resolve()[0]
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -309,7 +305,7 @@ class AttentionCalls(TorchFunctionMode):
             if self._joint is not None:
                 self._refuse_joint()
 
-        binding = self._scoped.resolve()[0]
+        binding = self.scoped.resolve()[0]
         if score_mod is None:
             binding = binding.with_mask(mask)
             learned = None
@@ -344,7 +340,7 @@ class AttentionCalls(TorchFunctionMode):
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and checks are the module's.
         """
         self.forward_state.calls += 1
-        binding = self._scoped.resolve()[0]
+        binding = self.scoped.resolve()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
@@ -366,7 +362,7 @@ class AttentionCalls(TorchFunctionMode):
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self.forward_state.calls += 1
-        return varlen_operator(self._scoped.resolve()[0], self._refuse_joint_and_sinks, *args, **kwargs)
+        return varlen_operator(self.scoped.resolve()[0], self._refuse_joint_and_sinks, *args, **kwargs)
 
     def _refuse_joint_and_sinks(self) -> None:
         self.check_call()
@@ -383,10 +379,6 @@ class AttentionCalls(TorchFunctionMode):
             f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
             "them, or cut all tokens"
         )
-
-    def list_sequences(self) -> tuple[int, ...]:
-        """The lengths of the sequences of which a layout has cut an argument of the module."""
-        return tuple(sorted({cut.length for _, cut in self.forward_state.cuts}))
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
@@ -441,7 +433,7 @@ class AttentionCalls(TorchFunctionMode):
             # Only tensors that a layout has returned show their layout. Computed inputs of attention do not.
             self.forward_state.cuts = find_cuts((*args, *kwargs.values()))
             if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
-                binding = self._scoped.resolve()[0]
+                binding = self.scoped.resolve()[0]
                 try:
                     binding.refuse_other_cut(self.forward_state.cuts)
                 except Exception as error:  # of any kind: the other ranks must raise too

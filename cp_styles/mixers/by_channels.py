@@ -62,7 +62,10 @@ def by_channels(
         return tensors, how.seq_dim, {how.wants: bool(named.get(how.wants)), **requires_grad_by_name(named.values())}
 
     with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
-        out, last = _run_on_channels(cut, kernel, how, named, check=sequence.checks.agreement)
+        ran = None if cut.whole else _run_on_channels(cut, kernel, how, named, check=sequence.checks.agreement)
+    if ran is None:
+        return kernel(*args, **kwargs)
+    out, last = ran
     return keep_in_graph(out) if last is None else (keep_in_graph(out), last)
 
 

@@ -3,7 +3,8 @@
 [Note: mixers by name] Such a layer calls its kernels as Python functions, which a TorchFunctionMode does not see. Under
 a ModuleContextParallel, the layer gets a subclass of its class. Its forward is the same code with other globals, in
 which functions of this package replace kernels with known names, and call these kernels. So plain functions, installed
-packages and kernels of a hub are all supported. The class, its module and its library do not change.
+packages and kernels of a hub are all supported. The class, its module and its library do not change. With one rank
+the layer's own code runs, see :func:`_runs_own_code`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Dense, Mask
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import last_rows, run_convolution
-from cp_styles.mixers.fragments import CutSequence, bind_arguments, find_documents, refuse_arguments
+from cp_styles.mixers.fragments import (
+    DOCUMENT_ARGUMENTS,
+    CutSequence,
+    bind_arguments,
+    find_documents,
+    mark_mixing,
+    refuse_arguments,
+)
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.mixers.selection import select_by_layer
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
@@ -93,14 +101,36 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
         bound = parameters.bind(self, *args, **kwargs)
         if calls is None or _continues_prompt(calls, bound.arguments):
             return plain(self, *args, **kwargs)
+        if how not in (_run_with_handlers, _run_indexer) and _runs_own_code(calls):
+            return _run_own(calls, plain, *bound.args, **bound.kwargs)
         return how(calls, plain, bound)
 
     return {name: functools.wraps(plain)(uncompiled(method, _REASON))}
 
 
+def _runs_own_code(calls: AttentionCalls) -> bool:
+    """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake."""
+    binding = calls.unscoped  # in verify's step with one rank: what replaces a layer is compared with the layer
+    alone = binding.group.size() == 1 and binding.group_state.planted is None
+    return alone and find_documents(calls.binding.mask) is None and find_cache(calls.inputs) is None
+
+
+def _run_own(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mark_mixing():
+        return calls.run_mixer(lambda refuse: function(*args, **kwargs))
+
+
 def _run_with_handlers(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    forward = _replace_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
-    return forward(*bound.args, **bound.kwargs)
+    own = _runs_own_code(calls)
+    handlers = {name: partial(partial, _call_handler, calls, own, how) for name, how in _HANDLERS.items()}
+    return _replace_globals(plain, handlers)(*bound.args, **bound.kwargs)
+
+
+def _call_handler(calls: AttentionCalls, own: bool, how: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = bind_arguments(function, args, kwargs) if own else {}
+    if not own or any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS):
+        return how(calls, function, *args, **kwargs)
+    return _run_own(calls, function, *args, **kwargs)
 
 
 def _run_token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
@@ -303,7 +333,7 @@ def _run_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> to
     x_BLC, whole = arguments["hidden_states"], arguments["attention_mask"]
     cache = next(name for name in CACHE_ARGUMENTS if name in bound.signature.parameters)
 
-    def run_layer(rows: slice, allowed_BlS: torch.Tensor, keys: _IndexerKeys) -> torch.Tensor:
+    def run_layer(rows: slice, allowed_BlS: torch.Tensor, keys: _IndexerKeys | None) -> torch.Tensor:
         def part(x: Any) -> Any:
             if isinstance(x, tuple):  # cos and sin
                 return tuple(map(part, x))
@@ -320,8 +350,8 @@ def _run_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> to
         run_layer(slice(None), torch.ones(1, x_BLC.shape[1], 1, dtype=torch.bool, device=x_BLC.device), taken)
         return taken.taken_BLD
 
-    def select(rows: slice, keys_BSD: torch.Tensor, allowed_BlS: torch.Tensor) -> torch.Tensor:
-        return run_layer(rows, allowed_BlS, _IndexerKeys(keys_BSD))
+    def select(rows: slice, keys_BSD: torch.Tensor | None, allowed_BlS: torch.Tensor) -> torch.Tensor:
+        return run_layer(rows, allowed_BlS, None if keys_BSD is None else _IndexerKeys(keys_BSD))
 
     def run(sequence: CutSequence) -> torch.Tensor:
         mask = getattr(whole, "mask", None)

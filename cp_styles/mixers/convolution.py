@@ -90,7 +90,8 @@ def run_convolution(
 
     with sequence.compared_call(describe) as cut:
         along = seq_dim % x.ndim
-        exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+        reach = 0 if cut.whole else width - 1
+        exchange, sizes = rows_before(cut.layout, cut.documents, reach, cut.peers.rank)
         slots = exchange_rows(cut.peers, exchange, x, along, check=sequence.checks.agreement)
     before = slots.tensor_split(len(sizes), along)
     rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
@@ -101,8 +102,8 @@ def run_convolution(
             "output for each token, without its padding"
         )
     if len(sizes) == 1:  # callers may change this view in place, which autograd forbids for parts of a split
-        return out.narrow(along, width - 1, sizes[0])
-    return torch.cat(out.split([count for size in sizes for count in (width - 1, size)], along)[1::2], along)
+        return out.narrow(along, reach, sizes[0])
+    return torch.cat(out.split([count for size in sizes for count in (reach, size)], along)[1::2], along)
 
 
 def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> torch.Tensor:

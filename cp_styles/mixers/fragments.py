@@ -45,6 +45,10 @@ Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
 one."""
 
 
+# The arguments of kernels that have documents: their ends, and a number for each token.
+DOCUMENT_ARGUMENTS = "cu_seqlens", "cu_seqlens_cpu", "seq_idx"
+
+
 class Fragment(NamedTuple):
     """Consecutive positions of one document that one rank holds.
 
@@ -74,6 +78,11 @@ class Cut(NamedTuple):
     peers: Peers
     layout: SequenceLayout
     documents: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has all tokens, of one document: the caller's kernel is called as on one device."""
+        return self.peers.size == len(self.documents) == 1
 
 
 @contextmanager
@@ -242,8 +251,8 @@ class CutSequence:
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
         """This sequence with the documents in the arguments of a kernel, which are removed from ``kwargs``."""
-        ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
-        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # the latter repeats cu_seqlens
+        *ends, ids = (kwargs.pop(name, None) for name in DOCUMENT_ARGUMENTS)
+        kwargs.pop("chunk_indices", None)  # it repeats cu_seqlens
         edges = next((edges for edges in ends if edges is not None), None)
         return self if edges is None and ids is None else replace(self, packed=(edges, ids))
 
@@ -366,7 +375,8 @@ def document_lengths(documents: Documents | Iterable[int]) -> tuple[int, ...]:
 def bind_arguments(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
     bound = inspect.signature(kernel).bind(*args, **kwargs)
-    return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | bound.kwargs
+    known = bound.signature.parameters
+    return {name: x for name, x in bound.arguments.items() if known[name].kind.name != "VAR_KEYWORD"} | bound.kwargs
 
 
 def refuse_arguments(name: str, arguments: dict[str, Any], unsupported: Sequence[str]) -> None:

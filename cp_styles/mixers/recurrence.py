@@ -105,7 +105,8 @@ def context_recurrence(
     For gated delta rules, KDA, gated linear attention, Mamba-2 (SSD): ``S_t = A_t S_{t-1} + k_t v_t``,
     ``out_t = q_t S_t``. The returned function is called like ``kernel``, with this rank's tokens. The initial state is
     the state before the whole sequence, equal on all ranks. The final state is the state after the last token, on every
-    rank. ``cu_seqlens`` and ``seq_idx`` are for the whole sequence; the kernel is called for each document.
+    rank. ``cu_seqlens`` and ``seq_idx`` are for the whole sequence; the kernel is called for each document. With one
+    rank and one document it is called as it is.
 
     A fragment in the middle of a document is run twice, first for its map of the state, with K more columns of values
     (or with one column, if the recurrence is diagonal). See [Note: affine maps] in mixers/recurrence.py.
@@ -176,8 +177,10 @@ def run_recurrence(
         return list(call.cut.values()), 1, facts
 
     with sequence.with_documents_from(kwargs).compared_call(describe) as cut:
-        outs, states = _exchange_states(call, cut, check=sequence.checks.agreement)
-    out, final = _run_remaining(call, outs, states)
+        ran = None if cut.whole else _exchange_states(call, cut, check=sequence.checks.agreement)
+    if ran is None:
+        return kernel(*args, **kwargs)
+    out, final = _run_remaining(call, *ran)
     # Kernels of FLA always return two results, kernels of mamba-ssm with the flag ``wants``.
     return (out, final) if call.wants or not how.transposed else out
 

@@ -35,7 +35,7 @@ from cp_styles.plan.selected import Selected, Selection
 _SCORES = 2**24
 
 
-Select: TypeAlias = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+Select: TypeAlias = Callable[[slice, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 class SelectedKeys(NamedTuple):
@@ -253,15 +253,15 @@ def select_by_layer(
         mask: which keys a query may select.
         heads: the number of heads of the indexer, all of which are scored at once.
         keys: computes the keys [B, L, D] of this rank's tokens.
-        select: ``select(rows, keys_BSD, allowed_BlS)`` gives the positions for a range of this rank's tokens.
+        select: ``select(rows, keys_BSD, allowed_BlS)`` gives positions for a range of tokens; no keys with one rank.
 
     Communication: as :func:`context_select`.
     """
     with torch.no_grad(), sequence.compared_call(lambda: ([x_BLC], 1, _facts(1, [mask], None))) as cut:
-        keys_BSD = _gather(cut.peers, cut.layout, keys(), check=False)
+        keys_BSD = None if cut.whole else _gather(cut.peers, cut.layout, keys(), check=False)
         allowed = _Allowed(mask, cut.layout, cut.peers.rank, x_BLC.device)
         parts = []
-        for rows in _ranges(x_BLC.shape[1], x_BLC.shape[0] * heads * cut.layout.length):
+        for rows in _ranges(x_BLC.shape[1], 0 if cut.whole else x_BLC.shape[0] * heads * cut.layout.length):
             allowed_BlS = allowed(rows)
             part = select(rows, keys_BSD, allowed_BlS)
             found = allowed_BlS.expand(part.shape[0], -1, -1).gather(-1, part.long())

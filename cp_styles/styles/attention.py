@@ -84,7 +84,8 @@ class AttentionContextParallel(ContextParallelStyle):
             :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
-            without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
+            without :func:`~cp_styles.verify.verify`, the first backward or evaluation warns
+            (``UnverifiedModelWarning``).
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -269,7 +270,9 @@ class CoreState:
             check_local(binding.name, inputs)
             if not only_inputs:
                 self._refuse_other_tensors(args, kwargs)
-            if cut := find_cuts(inputs):
+            cut = find_cuts(inputs)
+            self.calls.forward_state.sequences = {layout.length for _, layout in cut}
+            if cut:
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
             if self._holds_parameters and torch.is_grad_enabled():
@@ -524,7 +527,7 @@ class CoreCalls(AttentionCalls):
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
-        binding: Source = self._scoped if self.form is None else self._scoped.resolve()[0]
+        binding: Source = self.scoped if self.form is None else self.scoped.resolve()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             self.wrap_checkpoints()

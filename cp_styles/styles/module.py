@@ -60,7 +60,8 @@ class ModuleContextParallel(ContextParallelStyle):
             :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
         checks: what the ranks check of each other and of the arguments of the model: :class:`~cp_styles.Checks`.
         verified: a step of the model is compared with one device elsewhere, in a test for example. Without it, and
-            without :func:`~cp_styles.verify.verify`, the first backward warns (``UnverifiedModelWarning``).
+            without :func:`~cp_styles.verify.verify`, the first backward or evaluation warns
+            (``UnverifiedModelWarning``).
         sink_name: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one
             learned logit for each query head, which takes part in every softmax and adds nothing to the output. Calls
             under such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.

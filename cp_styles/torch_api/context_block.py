@@ -36,7 +36,7 @@ from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, inne
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import input_names, is_model
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, find_cuts, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, normalize_dim
@@ -77,7 +77,7 @@ class context_parallel(contextlib.ContextDecorator):
         kernel: computes the tiles.
         checks: what the ranks check of each other and of the arguments of models: :class:`~cp_styles.Checks`.
         verified: whether a step of the models inside is compared with one device elsewhere, in a test for example.
-            Without it, and without :func:`~cp_styles.verify.verify`, training a model in a block warns
+            Without it, and without :func:`~cp_styles.verify.verify`, a model in a block warns
             (``UnverifiedModelWarning``).
 
     It may be entered again after it has ended.
@@ -280,7 +280,7 @@ class _BlockEntry(Opening):
             # The binding may belong to an earlier entry, or to a block around this one.
             forward_state = vars(self.scoped.unscoped.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
-            forward_state.update(vars(ForwardState()))
+            forward_state.update(vars(ForwardState(sequences={part.layout.length for part in self.parts.values()})))
             stack.enter_context(_BlockCalls(self, again=again))
             yield
 
@@ -323,10 +323,13 @@ class _BlockCalls(AttentionCalls):
         super().check_call()
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
+        called = [proof_of(module) for module, _, _ in running_modules()]
+        for proof in called[-1:]:
+            proof.verified = proof.verified or self._entry.verified
+            self.forward_state.model = next((each for each in called if each.verified), proof)
         if torch.is_grad_enabled():
-            proofs = [proof_of(module) for module, _, _ in running_modules() if module.training]
+            proofs = [proof for proof in called if (model := proof.model()) is not None and model.training]
             for proof in proofs[-1:]:
-                proof.verified = proof.verified or self._entry.verified
                 # A loss or a backward ends the training state of a model, and its next forward begins it again.
                 if proof not in self._trained or proof not in self.unscoped.group_state.training:
                     self._trained.add(proof)
@@ -350,13 +353,6 @@ class _BlockCalls(AttentionCalls):
         models = [call for call in running_modules() if is_model(call[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
         return {} if module is None else dict(zip(input_names(module), args, strict=False)) | kwargs
-
-    def list_sequences(self) -> tuple[int, ...]:
-        """Sequences of the buffers, and of the arguments of the modules that run."""
-        calls = [(*args, *kwargs.values()) for _, args, kwargs in running_modules()]
-        cuts = [part.layout for part in self._entry.parts.values()]
-        cuts += [cut for inputs in calls for _, cut in find_cuts(inputs)]
-        return tuple(sorted({cut.length for cut in cuts}))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The order matters: a graph gets guards on all attributes that its trace reads.

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -86,7 +87,8 @@ def verify(
     - the outputs of all modules, which show where a mistake is (and in a step without a backward, that there is one);
     - the loss that the step returns;
     - the gradients of all parameters after the step, also of parameters outside of the model to which a ``backward()``
-      of the step leads.
+      of the step leads;
+    - buffers and plain attributes after the step. Where they differ, the results of a second step that follows.
 
     A comparison that cannot fail proves nothing. So a last step with one rank has a planted mistake: each attention and
     mixer is cut where the parts of the ranks end, as if the ranks ran it alone. If that moves neither the loss nor a
@@ -210,12 +212,13 @@ class _Verification:
             # Another model of the step may lack a proof. The whole model of a pipeline may be gone.
             model = proof.model()
             if model is None or self._others.isdisjoint(map(id, model.parameters())):
-                proof.proved(frozenset(report.unseen))
+                proof.proved(frozenset(report.unseen), self._notes.proofs.get(proof))
         self._progress.print(report.line)
         return report
 
     def _run_and_compare(self, before: dict[str, int]) -> Report:
         parallel, local = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
+        state = self._state.values()
         layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
         lookup = ShardLookup(layouts, self._axis.get_local_rank())
 
@@ -235,6 +238,11 @@ class _Verification:
 
         with broadcast_errors(self._gather_all, VerificationError):
             reference, expected = self._run_with_one_rank(lambda attentions: Outputs(self._model, keep_rows))
+            values = self._state.values()
+            differing = [
+                name for name in {**state, **values} if not _is_part(lookup, state.get(name), values.get(name))
+            ]
+            state = self._gather_all(differing)
             self._refuse(_describe_changes(before, weights(self._model, sharded=True)))
             self._others = set(map(id, parallel.outside))
             self._outside = self._name_outside([x for x in parallel.outside if x in reference.outside])
@@ -278,15 +286,40 @@ class _Verification:
             if not any(ranks):
                 mistakes, notes = zip(*self._gather_all(other), strict=True)
                 self._raise_if_any(next(filter(None, mistakes), []))
-                return self._with_power(replace(report, notes=tuple(next(filter(None, notes), []))), moved)
+                noted = [*next(filter(None, notes), []), *self._examine_state(sorted(set().union(*state)), leeway)]
+                return self._with_power(replace(report, notes=tuple(noted)), moved)
             del expected  # a run that finds causes keeps more
-        # If only the loss differs, gradients show that no module is the cause.
-        texts = self._find_causes(leeway) if any(names not in ([], [_LOSS]) for names in ranks) else []
-        texts = texts or _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
+        if any(names not in ([], [_LOSS]) for names in ranks):
+            texts = self._find_causes(leeway)
+        else:  # gradients show that no module is the cause
+            texts = _describe_loss(reference.loss, [x for _, x in losses], leeway.of(_LOSS))
         texts = next(filter(None, self._gather_all(texts if wrong else [])), [])
         names = _join_names(next(filter(None, ranks)))
         texts = texts or [f"more than rounding differs from one device: {names}. The cause is not known"]
         raise VerificationError(replace(report, findings=tuple(texts)))
+
+    def _examine_state(self, names: list[str], leeway: Leeway) -> list[str]:
+        """A note on state that differs after the step (``names``). Two more steps in a row: raises if they differ."""
+        if not names:
+            return []
+
+        def twice(step: StepFunction, model: nn.Module, batch: Any, mesh: DeviceMesh) -> Any:
+            step(model, copy.deepcopy(batch), mesh)
+            model.zero_grad()
+            return step(model, batch, mesh)
+
+        self._progress.expect(2)
+        self._steps = partial(twice, self._steps[0]), partial(twice, self._steps[1])
+        parallel, _ = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
+        reference, _ = self._run_with_one_rank(lambda attentions: Outputs(self._model, _keep))
+        wrong = leeway.wrong(self._parameter_errors(parallel, reference, leeway.tolerance))
+        wrong += [] if _is_near(reference.loss, parallel.loss, leeway.of(_LOSS)) else [_LOSS]
+        what = f"state that the step leaves ({join_first(names)}) differs from one device"
+        remedy = "Make a mean or a length that the next forward uses from the whole sequence: sum it over the ranks"
+        self._refuse(
+            [f"the {what}, and so does a second step in a row: {_join_names(wrong)}. {remedy}"] if wrong else []
+        )
+        return [f"The {what}, without an effect on a second step"]
 
     def _repeat(self, reference: StepRun, expected: Outputs, keep_rows: Any, tolerance: float) -> dict[Key, float]:
         """The differences of outputs when the step with one rank is repeated. Raises if its results differ."""
@@ -499,7 +532,7 @@ class _Verification:
                 self._gather_axis,
                 leeway,
             )
-            self._state.restore()
+            comparison.restore = self._state.restore
             with as_one_rank(self._mesh, self._axis):
                 return findings(comparison, self._model, self._axis)
 
@@ -547,6 +580,16 @@ class _Progress:
 
 def _keep(key: Key, at: int, x: torch.Tensor) -> torch.Tensor | None:
     return None if isinstance(x, DTensor) else x.clone()
+
+
+def _is_part(lookup: ShardLookup, mine: Any, whole: Any) -> bool:
+    """Whether a value that the step leaves on this rank is its part of the value with one rank, or equal to it."""
+    if isinstance(mine, list) and isinstance(whole, list):
+        return len(mine) == len(whole) and all(map(partial(_is_part, lookup), mine, whole))
+    if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return type(mine) is type(whole) and mine == whole
+    compared = lookup.compare(whole, mine)
+    return compared is not None and compared.error() <= _TOLERANCE
 
 
 def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:

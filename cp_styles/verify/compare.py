@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_styles.layout import SequenceLayout
-from cp_styles.verify.record import Call, Key, Recording
+from cp_styles.verify.record import ATTENTION, Call, Key, Recording
 
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks of a mesh, by rank. Communication: one all-gather of objects for each axis."""
@@ -244,7 +244,9 @@ class Comparison:
     Every rank takes the same decisions, because gathered values alone decide.
 
     Attributes:
+        reference, parallel: the results of the steps.
         shards: the positions that this rank holds.
+        restore: puts back the state before the step, with which each run of a part of the model begins.
         calls: the calls of the reference. Parents end after their children.
         local_calls: this rank's calls, by key.
         inputs, outputs, gradients: errors over all ranks, by call (and the input's name), if they can be compared. The
@@ -253,10 +255,12 @@ class Comparison:
         loss_gradients: by rank; None if they cannot be compared.
     """
 
+    restore: Callable[[], None]
+
     def __init__(
         self, reference: StepResult, parallel: StepResult, shards: ShardLookup, gather: Gather, leeway: Leeway
     ) -> None:
-        self._reference, self.parallel, self.shards, self.gather = reference, parallel, shards, gather
+        self.reference, self.parallel, self.shards, self.gather = reference, parallel, shards, gather
         self._leeway, self.tolerance = leeway, leeway.tolerance
         self.calls = reference.recording.calls
         self.local_calls = {call.key: call for call in parallel.recording.calls}
@@ -281,9 +285,13 @@ class Comparison:
         """Names of the inputs of ``call`` that are wrong on any rank."""
         return [name for name in call.inputs if self.is_wrong(self.inputs.get((call.key, name)))]
 
+    def knows(self, call: Call) -> bool:
+        """Whether an input of ``call`` can be compared."""
+        return any((call.key, name) in self.inputs for name in call.inputs)
+
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A parameter's gradient on ranks and with one rank, see :func:`gradient_pair`."""
-        return gradient_pair(self.parallel.gradients, self._reference.gradients, name)
+        return gradient_pair(self.parallel.gradients, self.reference.gradients, name)
 
     def loss_factor(self) -> float | None:
         """The common factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if the
@@ -313,8 +321,9 @@ class Comparison:
         totals = _add_ranks(of_gradients)
         floor = 1e-2 * max((total.norm**0.5 for total in totals.values()), default=0.0)
         of_input = {key: total.error() for key, total in _add_ranks(of_inputs).items()}
+        owners = {call.key: (call.parent if call.kind == ATTENTION else None) or call for call in self.calls}
         return (
-            {(key, name): self._leeway.scaled(key, error) for (key, name), error in of_input.items()},
+            {(key, name): self._leeway.scaled(owners[key].key, error) for (key, name), error in of_input.items()},
             {key: self._leeway.scaled(key, total.error()) for key, total in _add_ranks(of_outputs).items()},
             {key: self._leeway.scaled(key, total.error(floor)) for key, total in totals.items()},
         )

@@ -7,8 +7,10 @@ is the cause. Otherwise the report says that the cause is not known.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
+from cp_styles.backbone import backbone_of
+from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add_squares, factor, squares
-from cp_styles.verify.record import Call, Key, UnhandledAttention, plain_name
+from cp_styles.verify.record import ATTENTION, Call, Key, UnhandledAttention, plain_name
 
 
 def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
@@ -29,26 +33,49 @@ def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list
 
     Parts of ``model`` are run to test causes, with one rank in place of the ranks of the sequence, ``axis``.
     """
+    wrong_gradients = any(map(comparison.is_wrong, comparison.parameters.values()))
+    if text := _describe_other_length(comparison):
+        return [text]
     for call in comparison.calls:
-        if comparison.is_wrong(comparison.outputs.get(call.key)):
-            return _diagnose_forward(comparison, model, call, axis.size())
-    if not any(map(comparison.is_wrong, comparison.parameters.values())):
+        wrong = call.kind == ATTENTION and comparison.wrong_inputs(call)
+        wrong = wrong or comparison.is_wrong(comparison.outputs.get(call.key))
+        if wrong and not (call.parent is None and _is_share(comparison, call)):
+            texts = _diagnose_forward(comparison, model, call, axis.size())
+            return texts if wrong_gradients or not comparison.parameters else [*texts[:-1], texts[-1] + _NOT_READ]
+    if not wrong_gradients:
         return []
+    root = comparison.calls[-1]
+    local = comparison.local_calls.get(root.key, root)
+    pairs = zip(root.outputs, local.outputs, strict=False)
+    if any(comparison.gather(backbone_of(model) is not None and any(x.shape != y.shape for x, y in pairs))):
+        return [
+            f"{root}: it returns this rank's part of what it computes between its blocks, and its results are whole. "
+            "Return hidden states as blocks return them, and change them behind the last block"
+        ]
     return _diagnose_loss(comparison) or _diagnose_gradients(comparison, axis)
 
 
 # The forward.
 
 
+def _is_share(comparison: Comparison, call: Call) -> bool:
+    """Whether the numbers that ``call`` returns on the ranks add up to its number on one process: shares of a loss."""
+    outputs = call.outputs if (local := comparison.local_calls.get(call.key)) is None else local.outputs
+    ranks = comparison.gather([float(x) for x in outputs if x.numel() == 1])
+    sums = [(x, x.new_tensor(sum(each))) for x, *each in zip(call.outputs, *ranks, strict=False)]
+    return 0 < len(call.outputs) == len(sums) and all(comparison.equal(total, x) for x, total in sums)
+
+
 def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
-    # A wrong input comes from the parent, or from a call before: go up until all inputs are right.
+    # A wrong input comes from the parent, or from a call before: go up until all inputs are right. Inputs that cannot
+    # be compared, as a text and a part that are joined, say nothing.
     node, inner = first, None
-    while wrong := comparison.wrong_inputs(node):
+    while (wrong := comparison.wrong_inputs(node)) or (inner is not None and not comparison.knows(node)):
         if node.parent is None:
-            return [
-                f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong
-            ]
-        node, inner = node.parent, node
+            break
+        node, inner = node.parent, node if wrong else inner
+    if wrong:
+        return [f"argument {name!r} of {node}: {_describe_argument(comparison, node, name, ranks)}" for name in wrong]
     where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
     calls = [comparison.local_calls.get(call.key) for call in (node, inner or node)]
     tensors = [x for call in calls if call is not None for x in (*call.inputs.values(), *call.outputs)]
@@ -57,7 +84,7 @@ def _diagnose_forward(comparison: Comparison, model: nn.Module, first: Call, ran
     if inner is not None:
         for name in comparison.wrong_inputs(inner):
             if _examine_argument(comparison, inner, name, ranks)[0]:
-                return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"]
+                return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten. {_remedy(model)}"]
     return [_WrongCall(comparison, model, node, inner, where).cause()]
 
 
@@ -71,6 +98,8 @@ def _describe_argument(comparison: Comparison, root: Call, name: str, ranks: int
         )
     if cuts:
         return f"layout mismatch: it is cut with {min(cuts)}, and attention ran with another layout ({layouts})"
+    if not layouts:
+        return "it has the shape of what one process is given, and another value: give every rank the same"
     return f"it is not this rank's part of what one process is given, by attention's layout ({layouts})"
 
 
@@ -100,6 +129,7 @@ class _WrongCall:
     is wrong."""
 
     def __init__(self, comparison: Comparison, model: nn.Module, node: Call, inner: Call | None, where: str) -> None:
+        self._remedy, backbone = _remedy(model), backbone_of(model)
         self._comparison, self._node, self._inner, self._where = comparison, node, inner, where
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._gather, self._shards, self._equal = comparison.gather, comparison.shards, comparison.equal
@@ -107,16 +137,25 @@ class _WrongCall:
         self._expected = node.outputs if inner is None else list(inner.inputs.values())
         self._actual = target.outputs if inner is None else list(target.inputs.values())
         end = target.attended[1] if inner is None else target.attended[0]
+        self._args, self._kwargs = self._local.args, self._local.kwargs
+        if backbone is not None and self._modules[node.name] in [region.blocks[0] for region in backbone.regions]:
+            self._args, self._kwargs = tree_map(self._cut, (self._args, self._kwargs))
         # Code that ran before the wrong tensors existed.
         self._attentions = comparison.parallel.recording.attentions[self._local.attended[0] : end]
 
+    def _cut(self, x: Any) -> Any:
+        """An argument of a block, which was recorded in front of the style that cuts it."""
+        dims = range(x.ndim) if isinstance(x, torch.Tensor) else ()
+        cuts = [(dim, layout) for dim in dims for layout in self._shards.layouts if layout.length == x.shape[dim]]
+        return x.index_select(cuts[0][0], cuts[0][1].positions(self._shards.rank, x.device)) if cuts else x
+
     def cause(self) -> str:
         """Test the causes in turn. Communication: all-gathers of small objects."""
-        node, local = self._node, self._local
+        node = self._node
         if text := self._describe_lost_documents():
             return f"{node}: {text}"
         anywhere = any(self._gather(any(attention is not None for attention in self._attentions)))
-        if self._reproduces(lambda: self._rerun(local.args, local.kwargs), whole=False):
+        if self._reproduces(lambda: self._rerun(self._args, self._kwargs), whole=False):
             if any(self._gather(None in self._attentions)):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
@@ -124,31 +163,19 @@ class _WrongCall:
                 )
             if not anywhere:
                 return self._cause_if_local_only({}, {}, "")
-        inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
+        calls = [call for call in self._comparison.calls if call.parent is node and call.kind != ATTENTION]
+        calls = [call for call in calls if self._inner is None or not self._inner.within(call)]
+        inside = {call.key: call.output for call in calls}
         if inside and anywhere:
             calls = self._comparison.local_calls
             outputs = {key: calls[key].output for key in inside if key in calls}
-            if self._reproduces(lambda: self._rerun(local.args, local.kwargs, outputs=outputs), whole=False):
+            if self._reproduces(lambda: self._rerun(self._args, self._kwargs, outputs=outputs), whole=False):
                 return self._cause_if_local_only(inside, outputs, ", in its own code between the modules")
         if text := self._describe_other_layout():
             return f"{node}: {text}"
-        if text := self._describe_pooling():
-            return text
         wrong = self._wrong_positions()
         positions = _list_positions(self._gather(set() if wrong is None else wrong[0]))
-        where = f"{self._where} is wrong at {positions}, and its inputs are right"
-        # Where a token has the same number in the part as in the sequence, a count from 0 is right.
-        if all(self._gather(wrong is not None and wrong[0] == self._moved_positions(wrong[1]))):
-            return (
-                f"{where}. The cause is not known. A count from 0 on each rank, or a table cut from its first row, is "
-                "wrong at exactly these: if there is one, give the model positions, layout.positions(rank)"
-            )
-        return f"{where}. The cause is not known"
-
-    def _moved_positions(self, layout: SequenceLayout) -> set[int]:
-        """This rank's positions that differ from their numbers in its part."""
-        positions = layout.positions(self._shards.rank, "cpu").tolist()
-        return {position for number, position in enumerate(positions) if number != position}
+        return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
     def _cause_if_local_only(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
         """The cause if each rank's result is the result for its shard alone, as if that were the sequence.
@@ -159,14 +186,16 @@ class _WrongCall:
         if text := self._describe_pooling():
             return text
         wholes = self._node.args, self._node.kwargs, inside
-        parts = self._local.args, self._local.kwargs, local_inside
+        parts = self._args, self._kwargs, local_inside
 
         def run(change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> list[torch.Tensor]:
             args, kwargs, outputs = self._change_shards(wholes, parts, change)
             return self._rerun(args, kwargs, outputs=outputs)
 
-        mixes = _true_without_error(lambda: self._differs_here(run(self._change_other_tokens)))
-        if any(self._gather(mixes)):
+        def differs(change: Callable[..., torch.Tensor], take: Callable[..., torch.Tensor]) -> bool:
+            return any(self._gather(_true_without_error(lambda: self._differs(run(change), take))))
+
+        if differs(self._change_other_tokens, lambda x, part: part.take(x)):
             return (
                 f"{self._node}: it carries values from token to token{code}, and no attention that a style takes over "
                 "does that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
@@ -175,8 +204,13 @@ class _WrongCall:
             )
         if all(self._gather(_true_without_error(lambda: self._equals_first_rows(run(self._move_tokens_first))))):
             return (
-                f"{self._where} on each rank is the result for the first positions: positions are forgotten."
-                f"{_GIVE_POSITIONS}"
+                f"{self._where} on each rank is the result for the first positions: positions are forgotten. "
+                f"{self._remedy}"
+            )
+        if differs(self._keep_first_tokens, self._keep_first_tokens):
+            return (
+                f"{self._where} depends on the number of tokens, and each rank takes the number of its part "
+                "(x.shape[1]). Let it take the length of the whole sequence, layout.length"
             )
         return (
             f"{self._where} on each rank is the result for its part alone, as if it were the whole sequence. The cause "
@@ -265,22 +299,27 @@ class _WrongCall:
         others = torch.ones(part.layout.length, dtype=torch.bool, device=whole.device).index_fill(0, rows, False)
         return whole.index_select(part.dim, torch.cat((rows, others.nonzero().flatten())))
 
-    def _differs_here(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether a result differs from the result on one process at this rank's tokens."""
-        for result, whole, local in zip(results, self._expected, self._actual, strict=True):
-            part = self._shards.part(whole, local)
-            if part is not None and part.layout is not None and not self._equal(part.take(result), part.expected):
-                return True
-        return False
+    @staticmethod
+    def _keep_first_tokens(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
+        """The first tokens of ``whole``, as many as this rank has."""
+        assert isinstance(part, ExpectedRows)
+        return whole.narrow(part.dim, 0, part.expected.shape[part.dim])
+
+    def _sharded(self, results: Sequence[torch.Tensor]) -> list[tuple[ExpectedPart, torch.Tensor, torch.Tensor]]:
+        """The parts of the wrong tensors that have rows of tokens, with their result and their value on this rank."""
+        parts = [(self._shards.part(x, local), local) for x, local in zip(self._expected, self._actual, strict=True)]
+        known = zip(parts, results, strict=True)
+        return [(part, x, local) for (part, local), x in known if part is not None and part.layout is not None]
+
+    def _differs(self, results: Sequence[torch.Tensor], take: Callable[[torch.Tensor, ExpectedPart], Any]) -> bool:
+        """Whether a result differs from the result on one process at the tokens that ``take`` takes of both."""
+        pairs = zip(self._sharded(results), self._sharded(self._expected), strict=True)
+        return not all(self._equal(take(x, part), take(whole, part)) for (part, x, _), (_, whole, _) in pairs)
 
     def _equals_first_rows(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether the first rows of the results are this rank's results."""
-        parts = [(self._shards.part(x, local), x, local) for x, local in zip(results, self._actual, strict=True)]
-        sharded = [(part, x, local) for part, x, local in parts if part is not None and part.layout is not None]
-        return bool(sharded) and all(
-            isinstance(part, ExpectedRows) and self._equal(x.narrow(part.dim, 0, local.shape[part.dim]), local)
-            for part, x, local in sharded
-        )
+        sharded = self._sharded(results)
+        return bool(sharded) and all(self._equal(self._keep_first_tokens(x, part), y) for part, x, y in sharded)
 
     def _reproduces(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
         """Whether ``run`` reproduces the wrong result on every rank. If ``whole``, parts that cannot be compared are
@@ -295,14 +334,14 @@ class _WrongCall:
 
     def _describe_pooling(self) -> str:
         """The cause if the wrong tensors have no rows of tokens on any rank."""
-        have_rows = [has_rows for rank in self._gather(self._wrong_tensors_have_rows()) for has_rows in rank]
-        if not have_rows or any(have_rows):
+        sizes = {size for rank in self._gather(self._wrong_sizes()) for size in rank}
+        if not sizes or None in sizes:
             return ""
-        if not self._node.key[0] and all(whole.numel() == 1 for whole in self._expected):
+        if sizes == {1}:
             return (
-                f"{self._where} is one number, and another one on each rank: a loss of this rank's tokens. Let the "
-                "model return logits, and take the loss of all tokens: batch.loss(logits) of BatchSharder, or "
-                "global_loss(losses, global_token_count(labels, mesh), mesh)"
+                f"{self._where} has a number that differs between the ranks: a loss, or a mean, of each rank's own "
+                "tokens. Let the model return logits, and take the loss of all tokens: batch.loss(logits) of "
+                "BatchSharder, or global_loss(losses, global_token_count(labels, mesh), mesh)"
             )
         return (
             f"{self._where} differs from its value for all tokens, and has no row per token: it is pooled from this "
@@ -311,16 +350,11 @@ class _WrongCall:
             "cp_styles.collectives.gather: both on the page Training"
         )
 
-    def _wrong_tensors_have_rows(self) -> list[bool]:
-        """For each tensor that is wrong on this rank: whether it has rows of this rank's tokens."""
-        parts = [
-            (self._shards.part(whole, local), local) for whole, local in zip(self._expected, self._actual, strict=True)
-        ]
-        return [
-            part.layout is not None
-            for part, local in parts
-            if part is not None and not self._equal(local, part.expected)
-        ]
+    def _wrong_sizes(self) -> list[int | None]:
+        """For each tensor that is wrong on this rank its number of elements; None if it has rows of tokens."""
+        pairs = [(self._shards.part(*pair), pair[1]) for pair in zip(self._expected, self._actual, strict=True)]
+        wrong = [(part, x) for part, x in pairs if part is not None and not self._equal(x, part.expected)]
+        return [x.numel() if part.layout is None else None for part, x in wrong]
 
     def _describe_other_layout(self) -> str | None:
         """The cause if the inputs are sharded with one layout, and the attention ran with another layout."""
@@ -328,65 +362,85 @@ class _WrongCall:
         parts = (self._shards.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
         cut = {part.layout for part in parts if part is not None and part.layout is not None}
         attended = {attention.layouts[0] for attention in self._attentions if attention is not None}
-        if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
+        lengths = {layout.length for layout in (*cut, *attended)}
+        if not all(self._gather(len(cut) == len(attended) == len(lengths) == 1 and cut != attended)):
             return None
         inputs, attention = cut.pop(), attended.pop()
-        if inputs.length != attention.length:
-            return (
-                f"its inputs have {inputs.length} positions, and its attention ran over {attention.length}: if it "
-                "attends along another dim than the tokens (over layers, in space or in time), leave the style off "
-                f"this module{see('Attention along another dim')}"
-            )
         return (
             f"layout mismatch: its inputs are cut with {inputs.describe()}, and its attention ran with "
             f"{attention.describe()}. Give all styles the layout with which the step cuts"
         )
 
     def _rerun(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        outputs: Mapping[Key, Any] | None = None,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, outputs: Mapping[Key, Any] | None = None
     ) -> list[torch.Tensor]:
         """Run the call again with one rank, and return the tensors that were wrong. With ``outputs``, the modules in
         the call do not run, and return these outputs."""
-        node, inner, calls = self._node, self._inner, self._comparison.calls
-        inputs: list[list[torch.Tensor]] = []
-        handle = None
-        if inner is not None:
+        node, inner, calls, outputs = self._node, self._inner, self._comparison.calls, outputs or {}
+        module, attends = self._modules[node.name], inner is not None and inner.kind == ATTENTION
+        inputs, results = list[list[torch.Tensor]](), list[Any]()
 
-            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-                inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
+        def note(*args: Any, **kwargs: Any) -> None:
+            assert inner is not None
+            inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
 
-            handle = self._modules[inner.name].register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-        returns: dict[str, list[Any]] = {}
-        for call in calls:
-            if call.parent is node and outputs and call.key in outputs:
-                returns.setdefault(call.name, []).append(outputs[call.key])
-        for name, values in returns.items():
-            following = iter(values)
-            self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
-        try:
-            with torch.no_grad(), UnhandledAttention([]):
-                output = self._modules[node.name](*args, **kwargs)
-        finally:
-            for name in returns:
-                del self._modules[name].forward
-            if handle is not None:
-                handle.remove()
+        def replay(name: str) -> Callable[..., Any]:
+            values = iter([outputs[call.key] for call in calls if call.name == name and call.key in outputs])
+            noted = inner is not None and inner.name == name
+            return lambda *args, **kwargs: (noted and note(*args, **kwargs), next(values))[1]
+
+        self._comparison.restore()
+        with contextlib.ExitStack() as stack:
+            for name in {key[0] for key in outputs}:
+                # Without its hooks: a style on it would miss its attention.
+                child = self._modules[name]
+                stack.callback(setattr, child, "_compiled_call_impl", child._compiled_call_impl)
+                child._compiled_call_impl = replay(name)
+            if attends:
+                listener = attention_listener.set(lambda strategy, attention, *tensors: note(*tensors[:3]))
+                stack.callback(attention_listener.reset, listener)
+            elif inner is not None:
+                add = partial(self._modules[inner.name].register_forward_pre_hook, prepend=True, with_kwargs=True)
+                stack.callback(add(lambda module, args, kwargs: note(*args, **kwargs)).remove)
+            keep = module.register_forward_hook(lambda module, args, output: results.append(output), prepend=True)
+            stack.callback(keep.remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(UnhandledAttention([], note if attends else None))
+            try:
+                results.append(module(*args, **kwargs))
+            except NotImplementedError:  # a style on the module may miss its attention too
+                if not results:
+                    raise
         if inner is None:
-            return tensors_in(output)
-        return inputs[[call.key for call in calls if call.name == inner.name and call.within(node)].index(inner.key)]
+            return tensors_in(results[-1])
+        ran = [x for x in calls if x.within(node) and not any(x.within(each) for each in calls if each.key in outputs)]
+        alike = [x.key for x in ran if (x.kind == ATTENTION if attends else x.name == inner.name)]
+        return inputs[alike.index(inner.key)]
 
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
-        """The wrong positions of the first tensor on this rank, and its layout. None if they are not known."""
-        part = self._shards.part(self._expected[0], self._actual[0]) if self._expected and self._actual else None
-        if not isinstance(part, ExpectedRows):
-            return None
-        positions = part.layout.positions(self._shards.rank, "cpu").tolist()
-        rows = zip(positions, self._actual[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
-        return {position for position, *row in rows if not self._equal(*row)}, part.layout
+        """The wrong positions on this rank, and their layout. None if they are not known."""
+        wrong, layout = set[int](), None
+        for part, _, local in self._sharded(self._expected):
+            if isinstance(part, ExpectedRows) and layout in (None, part.layout):
+                layout = part.layout
+                positions = layout.positions(self._shards.rank, "cpu").tolist()
+                rows = zip(positions, local.unbind(part.dim), part.expected.unbind(part.dim), strict=True)
+                wrong |= {position for position, *row in rows if not self._equal(*row)}
+        return None if layout is None else (wrong, layout)
+
+
+def _describe_other_length(comparison: Comparison) -> str:
+    """The cause if an attention had more positions on the ranks than with one rank, or fewer."""
+    steps = comparison.reference.recording, comparison.parallel.recording
+    lengths = [[ran and ran.layouts[0].length for ran in step.attentions] for step in steps]
+    other = [pair for pair in zip(*lengths, strict=False) if None not in pair and pair[0] != pair[1]]
+    if not all(comparison.gather(bool(other) and len(lengths[0]) == len(lengths[1]))):
+        return ""
+    return (
+        f"attention ran over {other[0][1]} positions on the ranks, and over {other[0][0]} with one rank. Tokens that "
+        "every rank has, as a text, count once for each rank, unless they are the prefix= or suffix= of a JointLayout: "
+        "give it their number"
+    )
 
 
 def _true_without_error(ask: Callable[[], bool]) -> bool:
@@ -416,7 +470,7 @@ def _diagnose_loss(comparison: Comparison) -> list[str]:
         return [
             f"the loss: what {root} returned is right, and its gradient is not, at "
             f"{_list_positions([set(part.wrong) for part in parts])}: labels, weights or the loss itself are not those "
-            "of this rank's tokens"
+            "of this rank's tokens, or a gather in front of it has them in another order (layout=)"
         ]
     factors = [part.factor for part in parts]
     counts = [part.factor * part.tokens for part in parts]
@@ -505,7 +559,8 @@ def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
         return (
             f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
             "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, a token count of labels "
-            "that are not cut, and global_loss with averaged_over= where no reducer averages"
+            "that are not cut, a loss behind a gather or an all-reduce with gradients that is not divided by the "
+            "ranks, and global_loss with averaged_over= where no reducer averages"
         )
     return f"the gradient of the loss is {of_loss:.4g} times its value on one process, and code after it does the rest"
 
@@ -555,8 +610,22 @@ def _describe_first_gradient(comparison: Comparison) -> str:
 
 OUTSIDE = "outside of the model: "
 """The names of parameters of the step that the model does not have begin with this."""
+_NOT_READ = (
+    ". All gradients are right, so the loss reads nothing that is wrong. If these are rows of padding, give the ranks "
+    "the mask that one rank is given"
+)
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
-_GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
+
+
+def _remedy(model: nn.Module) -> str:
+    """The remedy for positions that count from 0 on each rank."""
+    if backbone_of(model) is None:
+        return "It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
+    return (
+        "Code in the blocks and between them counts this rank's tokens from 0. Make positions, or a table, before the "
+        "first block, and give them to the blocks as an argument (seq_dims=)"
+        f"{see('Positions that are made between the blocks')}"
+    )
 
 
 def join_first(names: Sequence[str]) -> str:

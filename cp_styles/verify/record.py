@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
 from cp_styles.collectives.autograd import walk_graph
+from cp_styles.engine.observers import attention_listener
 
 Key = tuple[str, int]
 """A module's name, and the number of the call of this module."""
@@ -78,9 +80,12 @@ class Hooks:
         return self._running
 
 
+ATTENTION = "attention"  # the kind of a call that is an attention
+
+
 @dataclass(eq=False)
 class Call:
-    """One call of a module.
+    """One call of a module, or an attention in it.
 
     Attributes:
         parent: the call that made this call.
@@ -135,14 +140,15 @@ class Call:
 
 
 class UnhandledAttention(TorchFunctionMode):
-    """Appends None to ``attentions`` for each attention of this thread that no style or block handles.
+    """Appends None to ``attentions`` for each attention of this thread that no style or block handles, and calls
+    ``note`` with its query, key and value.
 
     Dropout functions return their input, because each rank draws other random numbers.
     """
 
-    def __init__(self, attentions: list[Any]) -> None:
+    def __init__(self, attentions: list[Any], note: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self._attentions = attentions
+        self._attentions, self._note = attentions, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,6 +157,8 @@ class UnhandledAttention(TorchFunctionMode):
         attends = func is F.scaled_dot_product_attention or getattr(func, "__name__", "") in _ATTENTIONS
         if attends and (torch.compiler.is_dynamo_compiling() or graph_task_id() < 0):
             self._attentions.append(None)
+            if self._note is not None:
+                self._note(*(*args, *kwargs.values())[:3])
         return func(*args, **kwargs)
 
 
@@ -188,7 +196,7 @@ class OutsideParameters(TorchFunctionMode):
 
 
 class Recording(Hooks):
-    """Records the calls of all modules under ``model``.
+    """Records the calls of all modules under ``model``, and the attentions in them: calls of which inputs are compared.
 
     Attributes:
         calls: the calls in the order in which they end: children precede their parents.
@@ -200,6 +208,32 @@ class Recording(Hooks):
         self.attentions = attentions
         self.calls: list[Call] = []
         self._open: list[Call] = []
+
+    def __enter__(self) -> Any:
+        listener = attention_listener.get()
+        assert listener is not None  # the step's
+
+        def note(strategy: Any, attention: Any, *tensors: Any) -> None:
+            at, names = len(self.attentions), ("query", "key", "value")
+            listener(strategy, attention, *tensors)
+            if graph_task_id() < 0 and self._open:
+                parent = self._open[-1]
+                name = f"the attention in {parent.name or 'the model'}"
+                self._numbers[name] += 1
+                self.calls.append(
+                    Call(
+                        (name, self._numbers[name]),
+                        ATTENTION,
+                        parent,
+                        tree_map(_detach, tensors[:3]),
+                        {},
+                        names,
+                        (at, at),
+                    )
+                )
+
+        self._handles.append(SimpleNamespace(remove=partial(attention_listener.reset, attention_listener.set(note))))
+        return super().__enter__()
 
     def begin(self, key: Key, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

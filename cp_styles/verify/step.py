@@ -23,13 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, without_groups
+from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, tree_leaves, without_groups
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import StandIn, state_of
 from cp_styles.comm.groups import shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
+from cp_styles.joint_layout import JointLayout
 from cp_styles.layout import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
@@ -252,9 +254,10 @@ def _replace_group(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """An attention or a mixer that has run over ``ranks``, with the layouts of queries and of keys."""
+    """An attention or a mixer that has run over ``ranks``, with the layouts of queries, of keys, and of the tokens that
+    a JointLayout cuts."""
 
-    layouts: tuple[SequenceLayout, SequenceLayout]
+    layouts: tuple[SequenceLayout, ...]
     ranks: list[int]
 
 
@@ -291,10 +294,11 @@ def record_attentions() -> Iterator[list[Any]]:
 
     def note(group: dist.ProcessGroup | None, *layouts: SequenceLayout) -> None:
         ranks = [] if group is None else dist.get_process_group_ranks(group)
-        noted.append(AttentionRun((layouts[0], layouts[-1]), ranks))
+        noted.append(AttentionRun(layouts, ranks))
 
     def note_attention(strategy: Any, attention: Any, *tensors: Any) -> None:
-        note(attention.group, attention.q_layout, attention.kv_layout)
+        rest = facts_about(attention.q_layout).get(JointLayout)
+        note(attention.group, attention.q_layout, attention.kv_layout, *([] if rest is None else [rest]))
 
     tokens = attention_listener.set(note_attention), mixer_listener.set(note)
     try:
@@ -350,6 +354,9 @@ def run_step(
     finally:
         for handle in handles:
             handle.remove()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a step without a backward leaves gathered parameters
         for x in named.values():
             x.grad = None
     if not (loss is None or isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)):
@@ -423,6 +430,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._training = [(module, module.training) for module in model.modules()]
         self._modules = [(module, dict(module._buffers), _plain_attributes(module)) for module in model.modules()]
         # A module of torch may be a wrapper, such as DDP, whose own containers are not to be touched.
@@ -441,6 +449,23 @@ class ModelState:
         self._random = _random_states()
         on_gpu = any(x.is_cuda for x in model.parameters())
         self.drawn_from = checksum(dict(self._random)[torch.cuda.set_rng_state if on_gpu else torch.set_rng_state])
+
+    def values(self) -> dict[str, list[Any]]:
+        """The values in buffers and plain attributes now. A tensor that is as it was is None."""
+        before = {id(x): _local_tensor(value) for x, value in self._values}
+
+        def copied(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            local, value = _local_tensor(x).detach(), before.get(id(x))
+            same = local.is_meta or (value is not None and value.shape == local.shape and torch.equal(value, local))
+            return None if same else local.clone()
+
+        return {
+            f"{plain_name(path)}.{name}".removeprefix("."): list(map(copied, tree_leaves(value)))
+            for path, module in self._model.named_modules()
+            for name, value in (module._buffers | ({} if _is_of_torch(module) else _plain_attributes(module))).items()
+        }
 
     def restore(self) -> None:
         """Restore the state at the construction of this object. No communication."""

@@ -74,7 +74,10 @@ INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4, "num_key_value_heads": 4} for name in MLA},
     "t5": {"decoder_start_token_id": 0},
-    **{name: {"num_hidden_layers": 2} | MIXERS[name] for name in ("falcon_h1", "mamba2", "zamba", "zamba2")},
+    **{
+        name: {"num_hidden_layers": 2} | MIXERS[name]
+        for name in ("falcon_h1", "kimi_linear", "mamba2", "zamba", "zamba2")
+    },
     "lfm2_moe": {"num_hidden_layers": 2, **MIXERS["lfm2_moe"], "rope_parameters": ROPE},
     "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2},
     "gemma4_unified_text": GEMMA4,
@@ -296,13 +299,17 @@ def verdict(kind: str, model_type: str, *, training: bool) -> tuple[str, str]:
         return "refused", words(error)
     except Exception as error:
         return "error", words(error)
-    proof = proved(model, inputs, labels)
-    kind = f"{'exact' if off < EXACT else 'wrong'}, {'proved' if proof is None else 'noticed'}"
-    return kind, f"{off:.1e} {proof or ''}"
+    equal, found = proved(model, inputs, labels)
+    return f"{'exact' if off < EXACT else 'wrong'}, {'proved' if equal else 'noticed'}", f"{off:.1e} {found}"
 
 
-def proved(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> str | None:
-    """None, or the finding of verify."""
+def proved(
+    model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor, prepare: Callable[[Any], Any] | None = None
+) -> tuple[bool, str]:
+    """Whether verify finds the ranks equal to one, and how many gradients its planted mistake moves, or its finding.
+
+    ``prepare`` is called with the model of a rank before it gets its style.
+    """
 
     def act(mine: Any, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:
         parts = {
@@ -314,20 +321,22 @@ def proved(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) ->
         dist.all_reduce(total, group=mesh.get_group())
         return total
 
-    def on(rank: int) -> None:
+    def on(rank: int) -> Any:
         mesh = init_device_mesh(DEVICE.type, (2,), mesh_dim_names=("cp",))
         mine = copy.deepcopy(model).to(DEVICE)
         mine.set_attn_implementation(NAME)
+        if prepare is not None:
+            prepare(mine)
         parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
         whole = {name: there(x) for name, x in inputs.items()} | {"labels": there(labels)}
-        verify(mine, mesh, whole, act, tolerance=1e-9)
+        return verify(mine, mesh, whole, act, tolerance=1e-9).power
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            run_ranks(on, 2)
+            power = run_ranks(on, 2, timeout_seconds=1200.0)[0]
     except Exception as error:
-        return words(error)
-    return None
+        return False, words(error)
+    return True, "" if power is None else f"a planted mistake moved {power.moved} of {power.of} gradients"
 
 
 def words(error: Exception) -> str:

@@ -18,24 +18,7 @@ from cp_styles.integrations.transformers import _WholeMask, cut_inputs_of
 from cp_styles.mask import Causal
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import verify
-from tests.clients.hugging_face import (
-    BATCH,
-    LENGTH,
-    NAME,
-    TINY,
-    StayDouble,
-    causal_lm,
-    config_of,
-    expected,
-    gradients,
-    labels_of,
-    largest_error,
-    on_ranks,
-    positions_of,
-    step,
-    tiny,
-    tokens_of,
-)
+from tests.clients import hugging_face as hf
 from tests.clients.sweep import GEMMA4
 from tests.covering import sampled
 from tests.oracle import randn
@@ -51,24 +34,28 @@ VARIANTS = {
     "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
 PADDING = {"left": slice(0, 7), "right": slice(-7, None)}
-PACKED = torch.cat((torch.arange(9), torch.arange(LENGTH - 9))).expand(BATCH, -1)
+PACKED = torch.cat((torch.arange(9), torch.arange(hf.LENGTH - 9))).expand(hf.BATCH, -1)
 
 
 @sampled(1, variant=list(VARIANTS), ranks=[2, 3], batch=["plain", "left", "right", "packed"])
 def test_text(variant: str, ranks: int, batch: str):
-    model, tokens, whole = tiny(causal_lm, config_of("gemma4_text", **GEMMA4 | VARIANTS[variant])), tokens_of(), {}
-    labels = labels_of(tokens)
+    model, tokens, whole = (
+        hf.tiny(hf.causal_lm, hf.config_of("gemma4_text", **GEMMA4 | VARIANTS[variant])),
+        hf.tokens_of(),
+        {},
+    )
+    labels = hf.labels_of(tokens)
     if batch in PADDING:
         whole["attention_mask"] = torch.ones_like(tokens)
         whole["attention_mask"][0, PADDING[batch]] = 0
         labels = labels.masked_fill(whole["attention_mask"] == 0, -100)
-    inputs = {"input_ids": tokens, "position_ids": PACKED if batch == "packed" else positions_of()}
-    found = on_ranks(model, inputs, labels, whole=whole, ranks=ranks)
-    assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
+    inputs = {"input_ids": tokens, "position_ids": PACKED if batch == "packed" else hf.positions_of()}
+    found = hf.on_ranks(model, inputs, labels, whole=whole, ranks=ranks)
+    assert hf.largest_error(found, hf.expected(model, inputs | whole, labels)) < EXACT
 
 
 # As the checkpoints are: 26B and 31B, E2B and E4B, 12B; without the towers.
-TEXT = {name: value for name, value in (TINY | GEMMA4).items() if name not in GEMMA4["without"]}
+TEXT = {name: value for name, value in (hf.TINY | GEMMA4).items() if name not in GEMMA4["without"]}
 TEXTS: dict[str, dict[str, Any]] = {
     "gemma4": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
     "gemma4 shared": {"num_kv_shared_layers": 2},
@@ -82,20 +69,20 @@ def multimodal(kind: str) -> Any:
     config = transformers.AutoConfig.for_model(
         kind.split()[0], text_config=TEXT | TEXTS[kind], vision_config=None, audio_config=None, **IMAGE
     )
-    return tiny(transformers.AutoModelForImageTextToText.from_config, config)
+    return hf.tiny(transformers.AutoModelForImageTextToText.from_config, config)
 
 
 @sampled(1, kind=list(TEXTS), ranks=[2, 3], path=["", "model.language_model"])
 def test_text_alone_in_the_multimodal_class(kind: str, ranks: int, path: str):
     """By the lines of README, and by those for pictures."""
-    model, tokens = multimodal(kind), tokens_of().clamp(max=59)
-    loss, grads = expected(model, {"input_ids": tokens}, labels := labels_of(tokens))
+    model, tokens = multimodal(kind), hf.tokens_of().clamp(max=59)
+    loss, grads = hf.expected(model, {"input_ids": tokens}, labels := hf.labels_of(tokens))
     count = (labels != -100).sum()
 
     def act(mine: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
         sharder = BatchSharder(mesh)
         batch = sharder(tokens)
-        with StayDouble():
+        with hf.StayDouble():
             loss = batch.loss(mine(**({"input_ids": tokens} if path else batch.inputs)).logits)
         loss.backward()
         sharder.sum_gradients(mine)
@@ -103,70 +90,70 @@ def test_text_alone_in_the_multimodal_class(kind: str, ranks: int, path: str):
 
     def on(rank: int) -> Any:
         mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
+        mine.set_attn_implementation(hf.NAME)
         parallelize_module(mine.get_submodule(path), mesh, ModuleContextParallel())
         if path:
             cut_inputs_of(mine.model.language_model)
         verify(mine, mesh, tokens, act, tolerance=1e-9)
-        return act(mine, tokens, mesh), gradients(mine)
+        return act(mine, tokens, mesh), hf.gradients(mine)
 
     wanted = loss / count, {name: grad / count for name, grad in grads.items()}
-    assert largest_error(run_ranks(on, ranks)[0], wanted) < EXACT
+    assert hf.largest_error(run_ranks(on, ranks)[0], wanted) < EXACT
 
 
 def with_pictures(kind: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A model, its embeddings, and which of them are of pictures, one of which is longer than a window."""
-    kinds = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    kinds = torch.zeros(hf.BATCH, hf.LENGTH, dtype=torch.int64)
     kinds[0, 3:12] = kinds[1, 1:3] = kinds[1, 9:15] = 1
-    embeddings = {"inputs_embeds": randn(0, BATCH, LENGTH, TINY["hidden_size"])}
+    embeddings = {"inputs_embeds": randn(0, hf.BATCH, hf.LENGTH, hf.TINY["hidden_size"])}
     if kind != "gemma3":
         return multimodal(kind), embeddings, {"mm_token_type_ids": kinds}
     sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sight |= {"image_size": 8, "patch_size": 4}
-    text = TINY | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    text = hf.TINY | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=sight, mm_tokens_per_image=4)
-    return tiny(transformers.AutoModelForImageTextToText.from_config, config), embeddings, {"token_type_ids": kinds}
+    return hf.tiny(transformers.AutoModelForImageTextToText.from_config, config), embeddings, {"token_type_ids": kinds}
 
 
 @sampled(1, kind=["gemma4", "gemma4_unified", "gemma3"], path=["", "model.language_model"], ranks=[2, 3], padded=[0, 5])
 def test_pictures_whose_tokens_see_each_other(kind: str, path: str, ranks: int, padded: int):
     """No tensor of S x S. With the style on the whole model every rank is given the kinds of all tokens."""
     model, embeddings, kinds = with_pictures(kind)
-    present = torch.ones(BATCH, LENGTH, dtype=torch.int64)
-    present[0, LENGTH - padded :] = 0
+    present = torch.ones(hf.BATCH, hf.LENGTH, dtype=torch.int64)
+    present[0, hf.LENGTH - padded :] = 0
     whole = kinds | ({"attention_mask": present} if padded else {})
-    labels = labels_of(tokens_of()).masked_fill(present == 0, -100)
-    wanted = expected(model, embeddings | whole, labels)
-    without = expected(model, embeddings | whole | {name: x * 0 for name, x in kinds.items()}, labels)
-    assert largest_error(without, wanted) > 1e-3
+    labels = hf.labels_of(hf.tokens_of()).masked_fill(present == 0, -100)
+    wanted = hf.expected(model, embeddings | whole, labels)
+    without = hf.expected(model, embeddings | whole | {name: x * 0 for name, x in kinds.items()}, labels)
+    assert hf.largest_error(without, wanted) > 1e-3
 
     def on(rank: int) -> Any:
         mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
+        mine.set_attn_implementation(hf.NAME)
         parallelize_module(mine.get_submodule(path), mesh, ModuleContextParallel())
-        layout = head_tail(LENGTH, ranks)
-        given = embeddings | {"position_ids": positions_of()}
+        layout = head_tail(hf.LENGTH, ranks)
+        given = embeddings | {"position_ids": hf.positions_of()}
         if path:
             cut_inputs_of(mine.model.language_model)
         else:
             given = {name: layout.shard(x, 1, rank) for name, x in given.items()}
-        loss = step(mine, given | whole, layout.shard(labels, 1, rank))
+        loss = hf.step(mine, given | whole, layout.shard(labels, 1, rank))
         sum_gradients(mine, mesh)
-        return loss, gradients(mine)
+        return loss, hf.gradients(mine)
 
     losses, grads = zip(*run_ranks(on, ranks), strict=True)
-    assert largest_error((sum(losses), grads[0]), wanted) < EXACT
+    assert hf.largest_error((sum(losses), grads[0]), wanted) < EXACT
 
 
 def test_pictures_that_are_refused():
     """Which tokens are of pictures, cut with the tokens; a block with a gap; packed documents in a window."""
     model, embeddings, kinds = with_pictures("gemma3")
-    (name, of_tokens), layout = *kinds.items(), head_tail(LENGTH, 2)
-    given = embeddings | {"position_ids": positions_of()}
+    (name, of_tokens), layout = *kinds.items(), head_tail(hf.LENGTH, 2)
+    given = embeddings | {"position_ids": hf.positions_of()}
 
     def on(rank: int, cut: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
+        mine.set_attn_implementation(hf.NAME)
         parallelize_module(mine, mesh, ModuleContextParallel())
         mine(**{name: layout.shard(x, 1, rank) for name, x in cut.items()}, **whole)
 
@@ -188,12 +175,12 @@ SOME = slice(None), slice(None)
     ("index", "keeps"),
     [
         ((*SOME, slice(0, None), slice(None)), True),  # Gemma 4, which keeps the last 0 queries
-        ((*SOME, slice(-LENGTH, None), slice(0, LENGTH)), True),
+        ((*SOME, slice(-hf.LENGTH, None), slice(0, hf.LENGTH)), True),
         ((slice(None), 0), True),
-        ((slice(0, BATCH), 0, slice(None), slice(None, 99)), True),
+        ((slice(0, hf.BATCH), 0, slice(None), slice(None, 99)), True),
         (slice(None), True),
         ((*SOME, slice(-1, None), slice(None)), False),
-        ((*SOME, slice(None), slice(None, LENGTH - 1)), False),
+        ((*SOME, slice(None), slice(None, hf.LENGTH - 1)), False),
         ((*SOME, slice(None, None, -1)), False),
         ((slice(None), 1), False),
         ((*SOME, 0), False),
@@ -202,7 +189,7 @@ SOME = slice(None), slice(None)
     ],
 )
 def test_a_model_that_cuts_its_mask(index: Any, keeps: bool):
-    mask = _WholeMask(Causal(), None, BATCH, LENGTH)
+    mask = _WholeMask(Causal(), None, hf.BATCH, hf.LENGTH)
     if keeps:
         assert mask[index] is mask
     else:

@@ -164,6 +164,7 @@ HYBRIDS = sorted(MIXERS.keys() - {*WITHOUT_KEYS, *OWN_STATES})
         ("jamba", 3, False, head_tail),
         ("lfm3", 2, False, contiguous),
         ("qwen3_next", 2, True, head_tail),
+        ("qwen3_next", 1, False, head_tail),
         *(
             pytest.param(each, ranks, padded, balancer, marks=pytest.mark.nightly)
             for each in HYBRIDS

@@ -15,12 +15,12 @@ pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.dinov3_vit import modeling_dinov3_vit
 
 from cp_styles import (
     BackboneContextParallel,
     BatchSharder,
     ModuleContextParallel,
-    backbone,
     contiguous,
     parallelize_module,
     sum_gradients,
@@ -243,7 +243,7 @@ def test_uses_that_are_refused(use: Any):
 
 def test_rotary_embeddings_without_registers(monkeypatch: pytest.MonkeyPatch):
     """Refused, unless it is known where the rows of a block begin, as in DINOv3."""
-    monkeypatch.setattr(backbone, "_WITHOUT_FIRST_ROWS", set())
+    monkeypatch.setattr(modeling_dinov3_vit, "apply_rotary_pos_emb", None)
     config = transformers.AutoConfig.for_model("dinov3_vit", **sweep_heads.SIGHT)
     model = tiny(transformers.AutoModel.from_config, config).eval()
     with pytest.raises(RankError, match=r"position_embeddings with 16 rows for \d+ tokens, as rotary"):

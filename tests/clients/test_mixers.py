@@ -326,14 +326,18 @@ def test_states_that_a_model_makes_itself_are_refused(model_type: str, words: st
     assert all(f"{words} supported: leave it out, or use_cache=False" in str(error) for error in errors), errors
 
 
-def test_a_prompt_of_a_model_that_keeps_its_states_in_itself_is_refused():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_of_a_model_that_keeps_its_states_in_itself_is_refused(ranks: int):
     model = model_of("recurrent_gemma").eval()
 
     def main(rank: int):
-        mine, *_ = trained(rank, model, layout=head_tail)
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
         prefill(mine, tokens_of())
 
-    errors = run_ranks(main, 2, return_errors=True)
+    errors = run_ranks(main, ranks, return_errors=True)
     assert all("keeps its states in itself" in str(error) for error in errors), errors
 
 

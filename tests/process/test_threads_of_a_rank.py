@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, global_token_count, parallelize_module
 from cp_styles.comm.group_state import state_of
-from tests.oracle import error, randn
+from tests.oracle import error, filled
 from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT
 from tests.tiny_lm import LanguageModel
@@ -31,10 +31,7 @@ TOKENS = [torch.randint(WORDS, (2, length), generator=torch.Generator().manual_s
 
 
 def new_model() -> nn.Module:
-    model = LanguageModel(WORDS, width=8).double()
-    for index, parameter in enumerate(model.parameters()):
-        parameter.data = randn(index, *parameter.shape) * 0.3
-    return model
+    return filled(LanguageModel(WORDS, width=8).double())
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

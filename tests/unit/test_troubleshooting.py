@@ -37,6 +37,7 @@ REMEDIES = {
     "A proof that is blind": "ranks/verify/test_verify.py: a_proof_that_is_blind",
     "A group that is not of the mesh": "ranks/verify/test_verify.py: a_group_that_is_not_of_the_mesh",
     "A model that was never compared": "ranks/verify/test_verify.py: a_model_that_was_never_compared_warns_once",
+    "A path that was not proved": "ranks/verify/test_situations.py: a_second_proof_adds_to_the_first",
     "No attention was reached": "ranks/doors/test_errors.py: a_module_that_does_more_than_attend",
     "No attention was called": "clients/test_transformers.py: exact",
     "A block without attention": "ranks/doors/test_unseen.py: blocks_without_attention",

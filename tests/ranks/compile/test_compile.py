@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Checks
@@ -476,6 +477,29 @@ def test_a_module_that_unflattens(mesh, rank: int):
         found.append((out.detach(), leaf.grad))
         dist.barrier()  # that a thread compiles is, to torch, that the process does
     assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
+
+
+class Positioned(Projected):
+    """As models of transformers, whose arguments are looked at while an enclosing module is traced."""
+
+    def forward(self, x, position_ids=None, labels=None):
+        return super().forward(x if position_ids is None else x + position_ids[..., None])
+
+
+@on_every_rank(RANKS)
+def test_a_compiled_module_around_a_model_with_positions(mesh, rank: int):
+    layout, x = head_tail(13, RANKS), randn(1, 2, 13, 10)
+    model = parallelize_module(Positioned(Grouped()), mesh, ModuleContextParallel(verified=True))
+    part, positions = layout.shard(x, 1, rank), layout.positions(rank)[None]
+    wanted = model(part, position_ids=positions)
+    dist.barrier()
+    averaged = AveragedModel(model)
+    averaged.compile(backend="aot_eager")
+    found = averaged(part, position_ids=positions)
+    with pytest.raises(ValueError, match="takes position_ids and was given none"):
+        averaged(part)
+    dist.barrier()  # is_compiling() is the process'
+    return error(found, wanted)
 
 
 @pytest.mark.parametrize("layout", ["layout", *at_night("balancer")])

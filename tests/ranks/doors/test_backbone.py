@@ -521,6 +521,7 @@ RIGHT = {
 MADE_IN_THE_LOOP = {
     "integers": lambda at, states, once: count(states[-1]),
     "angles": lambda at, states, once: count(states[-1]).cos(),
+    "of detached hidden states": lambda at, states, once: states[max(0, at - 1)].detach().tanh(),
 }
 
 
@@ -572,16 +573,38 @@ def test_a_table_that_is_filled_again_for_each_block():
 @pytest.mark.parametrize("makes", MADE_IN_THE_LOOP)
 def test_positions_that_are_made_in_the_loop(makes: str):
     """Without gradients floats may come from hidden states; integers are refused there too."""
-    model, style = between(MADE_IN_THE_LOOP[makes]), BackboneContextParallel(seq_dims={"angles": 0})
+    model, style = between(MADE_IN_THE_LOOP[makes]), BackboneContextParallel(seq_dims={"angles": -2})
 
     def on(rank: int, grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             parallelize_module(copy.deepcopy(model), cp_mesh(2), style)(PICTURES)
 
-    for grad in {True, makes == "angles"}:
+    for grad in {True, makes != "integers"}:
         text = errors_of(partial(on, grad=grad))
-        assert re.search(r"given angles of shape \((8|9), 1\), which was made between the blocks, for this", text)
-        assert 'from the whole sequence, and give seq_dims={"angles": 0}' in text
+        assert re.search(
+            r"given angles of shape \([\d, ]*(8|9), \d+\), which was made between the blocks, for this", text
+        )
+        assert 'from the whole sequence, and give seq_dims={"angles": -2}' in text
+        assert "computed from detached hidden states, hand these to the block, which computes it" in text
+
+
+class Computing(Block):
+    """A block that computes what it multiplies with, as the error says."""
+
+    def forward(self, x: torch.Tensor, angles: Any = None) -> torch.Tensor:
+        return super().forward(x, {"cos": angles["cos"].tanh()})
+
+
+def test_detached_hidden_states_are_handed_to_the_block():
+    model = between(RIGHT["a detached output of a block"])
+    model.blocks = nn.ModuleList(Computing() for _ in range(3)).double()
+
+    def on(rank: int) -> Result:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        parallelize_module(mine, mesh, BackboneContextParallel(seq_dims={"angles": -2}))
+        return result(summed(mine, mesh), mine)
+
+    assert max(off(found, model) for found in run_ranks(on, 2)) < EXACT
 
 
 class Reading(Block):

@@ -130,11 +130,11 @@ def test_documents_without_a_scope(way: str):
     model, ids = Documented(way).double(), IDS * (way != "one document")
     masks = {"style": Documents.from_ids(IDS), "window": SlidingWindow(3, 0)}
 
-    def on(rank: int, loss: str) -> None:
+    def on(rank: int, loss: str, batches: int = 1) -> None:
         mine = copy.deepcopy(model)
         parallelize_module(mine, cp_mesh(2), ModuleContextParallel(mask=masks.get(way), verified=True))
         sharder = BatchSharder(cp_mesh(2), pad_to_multiple_of=1 if way in ("BlockMask", "attn_mask", "style") else 4)
-        for _ in range(2):
+        for at in range(2 * batches):
             batch = sharder({"input_ids": TOKENS, "labels": TOKENS, "document_ids": ids})
             with batch.scope() if way == "scope" else contextlib.nullcontext():
                 logits = mine(batch.tokens)
@@ -142,16 +142,17 @@ def test_documents_without_a_scope(way: str):
                 batch.loss(logits).backward()
             else:
                 F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum").backward()
-            sharder.sum_gradients(mine)
-            mine.zero_grad()
+            if at % batches == batches - 1:
+                sharder.sum_gradients(mine)
+                mine.zero_grad()
 
-    for loss in ("its own", "another"):
+    for loss, batches in (("its own", 1), ("another", 1), ("another", 2)):
         if way in ("no scope", "window"):
             with pytest.raises(RankError, match="no attention that has run since kept documents apart") as found:
-                run_ranks(on, 2, loss)
+                run_ranks(on, 2, loss, batches)
             assert len(found.value.errors) == 2
         else:
-            run_ranks(on, 2, loss)
+            run_ranks(on, 2, loss, batches)
 
 
 @pytest.mark.parametrize("way", ["cut ahead", "padding"])

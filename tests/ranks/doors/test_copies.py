@@ -31,7 +31,7 @@ from cp_styles.checks import proof_of
 from cp_styles.layout import head_tail
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
-from tests.oracle import error, randn
+from tests.oracle import error, filled, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh
 from tests.tiny_lm import SelfAttention
 
@@ -49,9 +49,7 @@ class Layers(nn.Module):
         width = 10 if cores else WIDTH
         self.layers = nn.ModuleList([Projected(Core()) if cores else SelfAttention(width) for _ in range(2)])
         self.into, self.head = nn.Linear(WIDTH, width), nn.Linear(width, WORDS)
-        self.double()
-        for index, parameter in enumerate(self.parameters()):
-            parameter.data = randn(index, *parameter.shape) * 0.3
+        filled(self.double())
 
     def forward(self, tokens, position_ids, order=(0, 1)):
         x = self.into(self.embed(tokens) + self.places(position_ids))
@@ -202,9 +200,9 @@ def test_a_copy_is_exact_and_has_its_own_proof(door: str):
         results = run_ranks(on, RANKS)
     assert max(max(out, grads) for out, grads, _ in results) < EXACT
     assert [proof for *_, proof in results] == ["Layers True"] * RANKS
-    said = [str(each.message) for each in given if "begins to train" in str(each.message)]
+    said = [str(each.message) for each in given if "runs context parallel" in str(each.message)]
     assert len(said) == 1
-    assert said[0].startswith("Layers begins to train")
+    assert said[0].startswith("Layers runs context parallel")
 
 
 def test_a_copy_keeps_what_the_user_has_proved_and_no_more():
@@ -249,9 +247,7 @@ class Pooled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attentions, self.head = nn.ModuleList([SelfAttention(WIDTH)]), nn.Linear(WIDTH, 3)
-        self.double()
-        for index, parameter in enumerate(self.parameters()):
-            parameter.data = randn(index, *parameter.shape) * 0.3
+        filled(self.double())
 
     def forward(self, x):
         for attention in self.attentions:

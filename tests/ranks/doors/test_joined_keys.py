@@ -17,17 +17,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
+    AttentionContextParallel,
     Causal,
     ModuleContextParallel,
     SequenceLayout,
     SequenceScope,
     context_attention,
+    context_flex_attention,
     contiguous,
     head_tail,
     parallelize_module,
     striped,
     sum_gradients,
 )
+from cp_styles.mask import Dense
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
@@ -55,23 +58,44 @@ JOINS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+class Core(nn.Module):
+    def forward(self, query, key, value, attn_mask):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask)
+
+
+def attends(door: str, mesh: Any, layout: Any, mask: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The attention of a program: one that a style or a block sees, or a function."""
+    if door == "core":
+        return parallelize_module(Core(), mesh, AttentionContextParallel(layout=layout))
+    options: dict[str, Any] = {"mesh": mesh, "layout": layout}
+    if door == "function":
+        return lambda q, k, v, _: context_attention(q, k, v, mask=Dense(mask), **options)
+    if door == "score_mod":
+
+        def hide(score, b, h, i, j):
+            return torch.where(mask[i, j], score, -torch.inf)
+
+        return lambda q, k, v, _: context_flex_attention(q, k, v, score_mod=hide, **options)
+    return F.scaled_dot_product_attention
+
+
 class Pieces(nn.Module):
     """Queries of the last piece, [B, H, L, D], and keys of all."""
 
-    def __init__(self, join: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, join: Callable[..., torch.Tensor], attend: Any = F.scaled_dot_product_attention) -> None:
         super().__init__()
-        self.join, self.inner = join, nn.Identity()
+        self.join, self.inner, self.attend = join, nn.Identity(), attend
 
     def forward(self, *pieces, mask):
         pieces = [self.inner(x) for x in pieces]
         keys = self.join(*pieces)
-        return F.scaled_dot_product_attention(pieces[-1], keys, keys, mask)
+        return self.attend(pieces[-1], keys, keys, mask)
 
 
 @sampled(
     2,
     join=list(JOINS),
-    door=["module", "scope", "block", "buffers"],
+    door=["module", "scope", "block", "buffers", "mask of the style", "core", "function", "score_mod"],
     layout=[contiguous, head_tail, striped],
     pieces=[2, 3],
     grad=[True, False],
@@ -82,17 +106,19 @@ def test_joined_keys_are_refused(join: str, door: str, layout: Any, pieces: int,
     mask = torch.arange(pieces * LENGTH)[None].expand(LENGTH, -1) > 3
 
     def on(rank: int) -> None:
-        mesh, model, cut = cp_mesh(ranks), Pieces(JOINS[join]), layout(LENGTH, ranks)
+        mesh, cut = cp_mesh(ranks), layout(LENGTH, ranks)
+        model = Pieces(JOINS[join], attends(door, mesh, layout, mask))
         parts = [(x.clone() if door == "buffers" else cut.shard(x, 2, rank)).requires_grad_(grad) for x in inputs]
-        if door in ("module", "scope"):
-            parallelize_module(model, mesh, ModuleContextParallel(layout=layout))
+        if door in ("module", "scope", "mask of the style"):
+            own = Dense(mask) if door == "mask of the style" else None
+            parallelize_module(model, mesh, ModuleContextParallel(layout=layout, mask=own))
         around: Any = SequenceScope(cut) if door == "scope" else contextlib.nullcontext()
         if door == "block":
             around = context_parallel(mesh, layout=layout)
         if door == "buffers":
             around = context_parallel(mesh, layout=layout, buffers=parts, buffer_seq_dims=[2] * pieces)
         with torch.set_grad_enabled(grad), around:
-            model(*parts, mask=mask)
+            model(*parts, mask=None if door == "mask of the style" else mask)
 
     with pytest.raises(RankError) as caught:
         run_ranks(on, ranks)
@@ -105,22 +131,23 @@ def test_joined_keys_are_refused(join: str, door: str, layout: Any, pieces: int,
 class Cross(nn.Module):
     """Tokens attend to a sequence that is a whole number of times as long, of which a mask leaves out some."""
 
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointed: bool, attend: Any = F.scaled_dot_product_attention) -> None:
         super().__init__()
         self.query, self.key, self.checkpointed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), checkpointed
+        self.attend = attend
 
-    def attend(self, x, memory, mask):
+    def attend_to(self, x, memory, mask):
         keys = self.key(memory)
-        return F.scaled_dot_product_attention(self.query(x), keys, keys, mask)
+        return self.attend(self.query(x), keys, keys, mask)
 
     def forward(self, x, memory, mask):
         if self.checkpointed:
-            return checkpoint(self.attend, x, memory, mask, use_reentrant=False)
-        return self.attend(x, memory, mask)
+            return checkpoint(self.attend_to, x, memory, mask, use_reentrant=False)
+        return self.attend_to(x, memory, mask)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("door", ["module", "block", "buffers"])
+@pytest.mark.parametrize("door", ["module", "block", "buffers", "core", "function", "score_mod"])
 def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
     """With lengths that divide, so that each rank has twice as many keys as queries."""
     x, memory, mask = randn(0, 1, 2, 8, WIDTH), randn(1, 1, 2, 16, WIDTH), torch.arange(16)[None].expand(8, -1) > 3
@@ -130,7 +157,8 @@ def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
     weights = one.state_dict()
 
     def on(rank: int) -> float:
-        mesh, model = cp_mesh(2), Cross(checkpointed).double()
+        mesh = cp_mesh(2)
+        model = Cross(checkpointed, attends(door, mesh, contiguous, mask)).double()
         model.load_state_dict(weights)
         parts: Any = [each.clone() for each in (x, memory)]
         if door != "buffers":
@@ -139,7 +167,7 @@ def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
             parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, verified=True))
         buffers = {"buffers": parts, "buffer_seq_dims": [2, 2]} if door == "buffers" else {}
         around: Any = contextlib.nullcontext()
-        if door != "module":
+        if door in ("block", "buffers"):
             around = context_parallel(mesh, layout=contiguous, verified=True, **buffers)
         with around:
             model(*parts, mask).square().sum().backward()
@@ -149,10 +177,53 @@ def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
     assert max(run_ranks(on, 2)) < EXACT
 
 
+def example(name: str) -> str:
+    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize("keys", ["of one sequence", "joined"])
+def test_a_function_tells_the_layout_of_the_keys(keys: str):
+    """As the page says, where no module is given a part: without it, both are refused."""
+    x, memory, mask = randn(0, 1, 2, 8, WIDTH), randn(1, 1, 2, 16, WIDTH), torch.arange(16)[None].expand(8, -1) > 3
+    wanted = F.scaled_dot_product_attention(x, memory, memory, mask)
+    first = contiguous(8, 2)
+    second = SequenceLayout.from_chunks([*one, *((a + 8, b + 8) for a, b in one)] for one in first.chunks)
+    second = second if keys == "joined" else contiguous(16, 2)
+
+    def on(rank: int) -> float:
+        mesh, q, k = cp_mesh(2), first.shard(x, 2, rank), second.shard(memory, 2, rank) + 0
+        with pytest.raises(NotImplementedError, match="layout= a function that looks up the layout of 16"):
+            context_attention(q, k, k, mesh, mask=Dense(mask), layout=contiguous)
+        with pytest.raises(NotImplementedError, match="2 times as long"):  # any length is no known length
+            context_attention(q, k, k, mesh, mask=Dense(mask), layout=lambda length, ranks: contiguous(length, ranks))
+        names: dict[str, Any] = {
+            "first": first,
+            "second": second,
+            "mesh": mesh,
+            "mask": Dense(mask),
+            "q": q,
+            "k": k,
+            "v": k,
+        }
+        names["context_attention"] = context_attention
+        exec(example("example: keys of a known length"), names)
+        tell = AttentionContextParallel(layout=lambda length, ranks: {8: first, 16: second}[length])
+        out = parallelize_module(Core(), mesh, tell)(q, k, k, mask)
+        part, found = first.shard(wanted, 2, rank), [names["out"], out]
+        if keys == "of one sequence":  # marked inputs need no function
+            marked = second.shard(memory, 2, rank)
+            core = parallelize_module(Core(), mesh, AttentionContextParallel(layout=contiguous))
+            found.append(core(q, marked, marked, mask))
+        return max(error(each, part) for each in found)
+
+    assert max(run_ranks(on, 2)) < EXACT
+
+
 @pytest.mark.parametrize("lengths", [(12, 20), (13, 21)])
 def test_the_page_lays_them_out(lengths: tuple[int, int]):
-    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(r"<!-- example: keys of several pieces -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("example: keys of several pieces")
     whole = [[randn(10 * n + i, 1, 2, length, WIDTH) for i in range(3)] for n, length in enumerate(lengths)]
     joined = [torch.cat(parts, 2) for parts in zip(*whole, strict=True)]
     wanted = F.scaled_dot_product_attention(*joined, is_causal=True)

@@ -31,7 +31,7 @@ from cp_styles import (
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
-from tests.oracle import error, randn
+from tests.oracle import error, filled
 from tests.ranks.attention_case import EXACT, Core
 from tests.tiny_lm import LanguageModel
 
@@ -52,10 +52,7 @@ class WithCore(LanguageModel):
 
 
 def new_model() -> nn.Module:
-    model = WithCore().double()
-    for index, parameter in enumerate(model.parameters()):
-        parameter.data = randn(index, *parameter.shape) * 0.3
-    return model
+    return filled(WithCore().double())
 
 
 def alone() -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from cp_styles.mixers import context_roll
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.doors import door
-from tests.oracle import dense_attention, error, randn
+from tests.oracle import dense_attention, error, filled, randn
 from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import RANKS, Scene, refusals
 
@@ -84,8 +84,7 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(attend) for attend in attends)
         self.ckpt = ckpt
-        for index, parameter in enumerate(self.parameters()):
-            parameter.data = randn(index, *parameter.shape) * 0.4
+        filled(self, 0.4)
 
     def forward(self, x):
         for layer in self.layers:

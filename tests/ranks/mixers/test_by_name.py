@@ -185,3 +185,33 @@ def test_refused(layer, words):
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all(isinstance(each, NotImplementedError) and words in str(each) for each in errors), errors
+
+
+def test_one_rank_calls_a_kernel_as_it_is_called():
+    """As on one device: once, with all tokens and these arguments. Documents are of the function, not of the kernel."""
+    q, k, v, g = (randn(seed, 2, LENGTH, 2, 4) for seed in range(4))
+    calls = list[tuple[int, list[str]]]()
+
+    def chunk_gla(q, k, v, g, **options):
+        calls.append((q.shape[1], sorted(options)))
+        return kernels.chunk_gla(q, k, v, g, **options)
+
+    def conv(x_BCL):
+        calls.append((x_BCL.shape[2], []))
+        return kernels.causal_conv1d_fn(x_BCL, randn(5, CHANNELS, 4))
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        for documents, wanted in ((None, [LENGTH]), ((5, LENGTH - 5), [5, LENGTH - 5])):
+            out, _ = context_recurrence(chunk_gla, mesh, documents=documents)(q, k, v, g=-softplus(g), scale=0.5)
+            assert [length for length, _ in calls] == wanted
+            assert documents is not None or calls[0] == (LENGTH, ["scale"])
+            parts = [x.split(wanted, 1) for x in (q, k, v, -softplus(g))]
+            apart = [kernels.chunk_gla(*part, scale=0.5)[0] for part in zip(*parts, strict=True)]
+            assert torch.equal(out, torch.cat(apart, 1))
+            calls.clear()
+        context_causal_conv1d(conv, X.mT, mesh, width=4)
+        context_causal_conv1d(conv, X.mT, mesh, width=4, documents=(5, LENGTH - 5))
+        assert calls == [(LENGTH, []), (LENGTH + 2 * 3, [])]  # with the rows before each document
+
+    run_ranks(main, 1)

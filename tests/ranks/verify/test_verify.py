@@ -519,6 +519,15 @@ def test_nothing_is_left_behind(fails: bool):
     assert losses[0][1] == 2  # a count and a loss
 
 
+def test_state_that_differs_without_an_effect():
+    """Statistics and a length of a part, which no later step reads, are named in the line of a right step."""
+    whole = llama()
+    whole.layers[0].feed_forward = nn.Sequential(whole.layers[0].feed_forward, Counted())
+    report = run(whole, tolerance=1e-5)[0]
+    words = r"The state that the step leaves \(layers.0.feed_forward.1.*\) differs from one device, without an effect"
+    assert re.search(words, report.line), report.line
+
+
 class Hooked(nn.Module):
     """A layer that registers a hook at its first forward, and notes it in a flag, as models of transformers do."""
 
@@ -584,7 +593,7 @@ def in_a_block(model: nn.Module, batch: Any, mesh: Any, **options: Any) -> torch
 def test_a_model_that_was_never_compared_warns_once(style):
     plan = {"layers.*.attention.core": style()}
     (text,) = warned(partial(trained, proved=False, plan=plan))
-    assert text.startswith("Llama begins to train")
+    assert text.startswith("Llama runs context parallel")
     assert "verify(model, mesh, batch, step)" in text
     assert warned(partial(trained, proved=True, plan=plan)) == []
     assert warned(partial(trained, proved=False, plan={"layers.*.attention.core": style(verified=True)})) == []
@@ -595,7 +604,7 @@ def test_a_model_in_a_block_warns_too():
         return model
 
     (text,) = warned(partial(trained, proved=False, plan=plan, act=in_a_block))
-    assert text.startswith("Llama begins to train")
+    assert text.startswith("Llama runs context parallel")
     assert warned(partial(trained, proved=True, plan=plan, act=in_a_block)) == []
     assert warned(partial(trained, proved=False, plan=plan, act=partial(in_a_block, verified=True))) == []
 

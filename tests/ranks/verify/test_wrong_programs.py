@@ -18,16 +18,18 @@ MIXES = "carries values from token to token, and no attention"
 UNKNOWN = "The cause is not known"
 ALONE = "its attention ran on each rank's part alone"
 NOT_OF_THESE_TOKENS = "its gradient is not, at .* positions .*: labels, weights or the loss itself"
+OWN_LOSS = "has a number that differs between the ranks: a loss, or a mean, .* batch.loss"
+LENGTH = "length of the whole sequence, layout.length"
+LEAVES, SECOND = "^the state that the step leaves", "differs from one device, and so does a second step in a row"
+BETWEEN = r"Make positions, or a table, before the first block.*seq_dims="
 ON_CORE = "a style on the core of an attention"
 # The words of the first finding, with styles in float64.
 CAUSES = {
     f"{ON_CORE}: positions from 0": r"argument 'position_ids' of the model \(Position\): counts from 0",
     f"{ON_CORE}: arange in the model": r"the model \(Model\): what it gives to places, 'input', counts from 0",
     f"{ON_CORE}: a table sliced by the length": "what it gives to attention .* is the result for the first positions",
-    f"{ON_CORE}: a table sliced by the length of a part that the model cuts": (
-        "is wrong at 9 positions .* or a table cut from its first row, is wrong at exactly these"
-    ),
-    f"{ON_CORE}: divided by the length": "on each rank is the result for its part alone, .* is not known",
+    f"{ON_CORE}: a table sliced by the length of a part that the model cuts": f"is wrong at 9 positions .*{UNKNOWN}",
+    f"{ON_CORE}: divided by the length": rf"what it gives to attention depends on the number of tokens.*{LENGTH}",
     f"{ON_CORE}: a convolution": rf"layer.layer \(Conv1d\): it {MIXES} .* It reads later tokens too",
     f"{ON_CORE}: a recurrence": rf"layer.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
     f"{ON_CORE}: a causal convolution": (
@@ -61,7 +63,9 @@ CAUSES = {
     "a mean: that is this rank's loss": "is another number .*: each rank returns its share. Return the sum",
     "a mean: that is a number of the ranks": "another number .*: return the mean over the tokens of all ranks",
     "a mean: averaged_over= without a reducer that averages": "are 2 times .*: the gradient of the loss is 2 times",
-    "a mean: that a model takes by itself": r"the model \(Model\): its output is one number, and another one on each",
+    "a mean: that a model takes by itself": rf"the model \(Model\): its output {OWN_LOSS}",
+    "a mean: that a model returns with its logits": rf"the model \(Model\): its output {OWN_LOSS}",
+    "a mean: behind a gather in another order": "the loss: what .* is right, .* or a gather in front of it",
     "a mean: behind a gather, that is not divided": r"are 2 times .* behind a gather. Divide it: \(loss / mesh.size",
     "by collectives, without a style: Ulysses with another layout": (
         "no attention ran context parallel, and more than rounding differs from one device: .*cp_styles.collectives"
@@ -78,6 +82,8 @@ CAUSES = {
     "gradients: clipped before the sum": "between the backward and their sum.* Sum gradients first",
     "gradients: no backward on several ranks": rf"are wrong.* {UNKNOWN}",
     "gradients: changed by an optimizer": r"the step changes parameters \(table",
+    "gradients: of rows that a forward renormalizes": r"hold different parameters: .*words.weight .*max_norm= of nn.E",
+    "rows that no loss reads: padding, which one rank alone masks": rf"{UNKNOWN}. All gradients are right.* padding",
     "gradients: removed behind an optimizer": "the step changes parameters .* Leave the optimizer out",
     "gradients: set to 0": "removes gradients before it ends",
     "parameters outside of the model: a head that is not summed": (
@@ -93,7 +99,23 @@ CAUSES = {
     "a proof that is blind: equal tokens": r"^the proof is blind.* all tokens of a row are equal \(x\)",
     "a proof that is blind: equal tokens, in a step without a backward": "^the proof is blind.* all tokens of a row",
     "a proof that is blind: documents that end with the parts": "^the proof is blind.* one document in a row",
-    "a proof that is blind: a head of zeros": UNKNOWN,
+    "a proof that is blind: a head of zeros": "is the result for the first positions",
+    "buffers for the next forward: a length in a dict": rf"depends on the number of tokens.*{LENGTH}",
+    "buffers for the next forward: the mean of this rank's tokens, of one forward": rf"{LEAVES} \(mean\) {SECOND}",
+    "buffers for the next forward: a length in a dict, of one forward": rf"{LEAVES} \(memo\) {SECOND}",
+    "with a joint text: centred": f"what it gives to the attention in .* 12 positions .*{UNKNOWN}",
+    "with a joint text: positions that are not cut": r"'argument 1' of the model .* attention's layout \(12 p",
+    "with a joint text: positions of another cut": "'argument 1' .* layout mismatch: it is cut with contiguous",
+    "with a joint text that is longer: by one token": "attention ran over 16 positions .* over 15 .*prefix=",
+    "whole inputs: hidden states that are changed between the blocks, and returned": (
+        r"the model \(Twice\): it returns this rank's part of what it computes between its blocks"
+    ),
+    "sums that a model returns: by sequence, of gradients that are not summed": "^gradients are unreduced",
+    "a mean: of losses behind a gather, that is not divided": "are 2 times .* behind a gather or an all-reduce with",
+    "whole inputs: a mean over a part in the blocks": rf"attention.core \(Core\): it {MIXES} .* later tokens",
+    "whole inputs: positions in the blocks": rf"to the attention in attention.core .* first positions.*{BETWEEN}",
+    "whole inputs: a length in the blocks": rf"to the attention in attention.core depends on the number.*{LENGTH}",
+    "whole inputs: a table between the blocks": rf"what it gives to blocks.1 .* first positions.*{BETWEEN}",
     "one rank: an error": "^on rank 1: KeyError: 'image'",
     "one rank: an error in a hook": r"^on rank 0: in attention.out \(Linear\): ValueError: not this one",
     "one rank: other weights": r"begin with different weights \(the model's table\)",
