@@ -64,7 +64,10 @@ def insert_mixin(
     if subclass is None:
         names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         names["__signature__"] = inspect.signature(cls)
-        subclass = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
+        names |= {} if members is None else members(cls)
+        for member in filter(inspect.isfunction, names.values()):  # torch.compile makes few graphs of one code object
+            member.__code__ = member.__code__.replace()
+        subclass = type(cls.__name__, (mixin, cls), names)
     if parametrized:
         inner, members_of = subclass, dict(vars(outermost))
         subclass = type(outermost.__name__, (inner,), members_of)

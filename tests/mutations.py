@@ -245,6 +245,9 @@ verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
 verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
     _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
     becomes | True
+compile: modules of all classes have one code object | ranks/compile/test_compile.py -k many_classes
+    insert_mixin | member.__code__.replace()
+    becomes | member.__code__
 verify: a situation is noted without a look | ranks/verify/test_situations.py -k warns_once
     Proof._note | not runs and
     becomes | runs and

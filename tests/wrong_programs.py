@@ -1868,12 +1868,12 @@ def embedded(**options: Any) -> nn.Module:
 def masked_on_one_rank(core, q, k, v):
     """Masks padding, at the end of the sequence, if there is a rank alone. Only rows of padding have other values."""
     mask = torch.ones(S, S, dtype=torch.bool).tril()
-    mask[:, S - 3 :] = False
+    mask[:, S // 2 :] = False
     return F.scaled_dot_product_attention(q, k, v, mask) if q.shape[2] == S else core.attend(q, k, v)
 
 
 def but_for_padding(out: torch.Tensor, view: RankView) -> torch.Tensor:
-    return by_token(out * (view.positions < S - 3)[:, None], view)
+    return by_token(out * (view.positions < S // 2)[:, None], view)
 
 
 LOGITS = {"x": IDS, "model": lambda: Model(placed)}

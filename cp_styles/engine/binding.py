@@ -346,9 +346,8 @@ class Binding:
     @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
-        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
-        seen = all(isinstance(part, Full | Causal | SlidingWindow) for part in parts)
-        return not seen or (self.kernel is not None and self.kernel.positional)
+        others = {*self.mask_kinds} - {Causal.__name__, SlidingWindow.__name__}
+        return bool(others) or (self.kernel is not None and self.kernel.positional)
 
     @cached_property
     def _fingerprint(self) -> int:

@@ -27,9 +27,8 @@ class ModelObserver(Protocol):
     """Observes the training of one model, which it also identifies as a key."""
 
     def attends(self, call: CheckedCall, place: Place, masks: tuple[str, ...], module_call: tuple[Any, ...]) -> None:
-        """Called before the agreement of an attention over several ranks, not in a recomputation. All ranks raise an
-        error of one. ``masks``: the classes of the mask's parts. ``module_call``: the module with the style and the
-        arguments of its call, if they are known."""
+        """Called before an attention over several ranks, not in a recomputation. All ranks raise an error of one.
+        ``masks``: classes of the mask's parts. ``module_call``: a module with the style and its arguments, or ()."""
 
     def forward_begins(self, state: GroupState) -> None:
         """Called at the first attention since the last loss whose backward may follow, after the agreement."""

@@ -7,12 +7,14 @@ import threading
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import FunctionType
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -548,3 +550,21 @@ def test_a_graph_takes_no_group_that_has_the_name_of_its_own(which: str):
         run_ranks(on, RANKS)
     for error_of_rank in caught.value.errors.values():
         assert "was destroyed (destroy_process_group): apply the style to a new module" in str(error_of_rank)
+
+
+class OfTheirOwn(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@on_every_rank(RANKS)
+def test_modules_of_many_classes_are_compiled(mesh):
+    """torch.compile makes at most eight graphs of one code object, and then runs it uncompiled without a word."""
+    x, frames = torch.ones(1, 2, 6, 4), list[int]()
+    for number in range(10):
+        forward = FunctionType(OfTheirOwn.forward.__code__.replace(), globals())
+        module = type(f"Layer{number}", (nn.Module,), {"forward": forward})()
+        counter = CompileCounterWithBackend("aot_eager")
+        torch.compile(parallelize_module(module, mesh, ModuleContextParallel()), backend=counter)(x)
+        frames.append(counter.frame_count)
+    assert all(frames), frames
