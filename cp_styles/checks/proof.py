@@ -135,10 +135,12 @@ class Proof:
 
     def attends(self, call: CheckedCall, place: Place, masks: tuple[str, ...], module_call: tuple[Any, ...]) -> None:
         """Warn once, on rank 0, of each fact that was not proved. In a run of verify, note the facts."""
-        if not (self.verified or call.trains):
-            self.warn_if_unverified()
         situations, model, query, new = self._situations, self.model(), call.tensors[0], list[Fact]()
-        if situations is None or model is None:
+        if model is None:
+            return
+        if not (self.verified or self.missed or call.trains) and next(model.parameters(), None) is not None:
+            self.warn_if_unverified()
+        if situations is None:
             return
         if call.trains and place[-1] and model.training:
             if self._first is None:
