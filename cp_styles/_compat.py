@@ -240,6 +240,8 @@ def make_part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) ->
 
 # The type of torch.compile(module). Seen: 2.11 to 2.15.
 OptimizedModule = eval_frame.OptimizedModule
+# The attribute that a call of a module runs in place of its hooks and forward, if it is not None. Seen: 2.11 to 2.15.
+WHOLE_CALL = "_compiled_call_impl"
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -170,7 +170,7 @@ def make_joint_layout(
         ]
         for rank in range(ranks)
     )
-    facts_about(layout)[JointLayout] = cut  # for a listener
+    facts_about(layout)[JointLayout] = cut  # verify reads it, to compare the rows that are cut
     return layout
 
 

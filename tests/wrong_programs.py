@@ -1211,6 +1211,7 @@ CAUSES = (
             no_block="the model cuts",
         ),
         wrong("divided by the length", lambda m, x: x * 10 / x.shape[1]),
+        right("divided by the length of the sequence", lambda m, x: x * 10 / m.view.layout.length),
         added_layer("a convolution", lambda: AlongTokens(nn.Conv1d(D, D, 3, padding=1))),
         added_layer("a recurrence", Recurrent),
         added_layer("a causal convolution", lambda: AlongTokens(CausalConvolution(D, D, 3, padding=2))),
@@ -1984,6 +1985,7 @@ STEPS = (
         wrong("removed on several ranks", **then(only_on_ranks(removed))),
         wrong("changed by an optimizer", **then(optimizer_step)),
         wrong("of rows that a forward renormalizes", model=partial(embedded, max_norm=1.0), x=IDS),
+        right("of rows that no forward renormalizes", model=embedded, x=IDS),
         wrong("removed behind an optimizer", **then(removing_step)),
         wrong("set to 0", **then(zeroed)),
         right("of a step without a backward", call=without_gradients),
@@ -2146,6 +2148,14 @@ WHOLE = kind(
     wrong(
         "hidden states that are changed between the blocks, and returned",
         **whole(model=lambda: Twice(lambda m, x: 2 * x, keeps=True), apply=with_backbone_of_two, loss=of_both),
+    ),
+    right(
+        "hidden states that are returned as a block returns them, and changed behind the blocks",
+        **whole(
+            model=lambda: Twice(lambda m, x: x, keeps=True),
+            apply=with_backbone_of_two,
+            loss=lambda outs, view: of_both((outs[0], 2 * outs[1]), view),
+        ),
     ),
     wrong("cut before", **whole(cut=lambda view: view.cut(view.x))),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import ref
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles._compat import calling_frames, graph_task_id, tensors_in
 from cp_styles.bounded_cache import facts_about
+from cp_styles.checksum import version_of
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import world_group
 from cp_styles.engine.observers import CheckedCall, Place
@@ -30,8 +31,8 @@ class UnprovedPathWarning(UserWarning):
     """A model runs in a situation in which no step of it was compared with one device: another mode, mask or length."""
 
 
-Fact: TypeAlias = tuple[Any, ...]
-"""The kind of a fact, and what it is about: see :func:`_describe`."""
+Fact: TypeAlias = tuple[str, str]
+"""A clause with a place for names, and the name that belongs there."""
 
 
 @dataclass(eq=False)
@@ -50,13 +51,13 @@ class Situations:
     keys: set[tuple[Any, ...]] = field(default_factory=set)
 
     def add(self, facts: Iterable[Fact], *lengths: int) -> list[Fact]:
-        """Add facts and lengths. Returns the new facts. A length is one if it is 4 times beyond all earlier ones."""
+        """Add facts and lengths. Returns the new facts. A length is one if it is 4 times beyond all earlier lengths."""
         new = [fact for fact in facts if fact not in self.facts]
         self.facts.update(new)
         for rows in lengths:
             least, most = self.lengths or (rows, rows)
             if rows > _FACTOR * most or _FACTOR * rows < least:
-                new.append(("length", rows, least, most))
+                new.append((f"a part of {rows} tokens, where {least} to {most} were proved", ""))
             self.lengths = min(least, rows), max(most, rows)
         return new
 
@@ -133,7 +134,7 @@ class Proof:
             ddp is not None and ddp.require_backward_grad_sync,
         )
 
-    def attends(self, call: CheckedCall, place: Place, masks: tuple[str, ...], module_call: tuple[Any, ...]) -> None:
+    def attends(self, call: CheckedCall, place: Place, masks: Collection[type], module_call: tuple[Any, ...]) -> None:
         """Warn once, on rank 0, of each fact that was not proved. In a run of verify, note the facts."""
         situations, model, query, new = self._situations, self.model(), call.tensors[0], list[Fact]()
         if model is None:
@@ -145,12 +146,13 @@ class Proof:
         if call.trains and place[-1] and model.training:
             if self._first is None:
                 self._first = place
-                new += [("accumulates",)] if self._accumulates(model) else []
+                new += [_ACCUMULATES] if self._accumulates(model) else []
             self.forwards += place == self._first
-        key = model.training, call.trains, query.dtype, masks
+        kinds = "+".join(sorted(kind.__name__ for kind in masks)) or "no mask"
+        key = model.training, call.trains, query.dtype, kinds
         if key not in situations.keys:
             situations.keys.add(key)
-            new += [("dtype", query.dtype), ("mask", *sorted({*masks})), *_facts_of(model, module_call)]
+            new += [("attention in {}", str(query.dtype)), ("attention with {}", kinds), *_facts_of(model, module_call)]
         (least, most), rows = situations.lengths or (0, -1), query.shape[-2]
         if new or not least <= rows <= most:
             self._note(new, rows, rows * call.where[2].size())
@@ -161,7 +163,7 @@ class Proof:
         if parameter is None or not parameter.requires_grad:
             parameter = next((x for x in model.parameters() if x.requires_grad), None)
             self._trained, self._version = None if parameter is None else ref(parameter), -1
-        return parameter is not None and parameter.grad is not None and parameter._version == self._version
+        return parameter is not None and parameter.grad is not None and version_of(parameter) == self._version
 
     @property
     def _situations(self) -> Situations | None:
@@ -175,9 +177,9 @@ class Proof:
         situations = self._situations
         if situations is None:
             return
-        runs = situations is not self.proved_in  # verify, whose reference runs the whole sequence
-        new = situations.add(facts, *(lengths if runs else lengths[:1]))
-        if new and not runs and dist.get_rank() == 0:
+        is_proof = situations is not self.proved_in  # verify runs, and its reference runs the whole sequence
+        new = situations.add(facts, *(lengths if is_proof else lengths[:1]))
+        if new and not is_proof and dist.get_rank() == 0:
             warnings.warn(
                 f"{type(self.model()).__name__} runs as no step of it was compared with one device: "
                 f"{'; '.join(_describe(new))}. Code that depends on it may be wrong on a rank's part. Write on every "
@@ -192,10 +194,10 @@ class Proof:
         state.training.pop(self, None)  # so that the next forward is noted, also without a loss of this package
         self.warn_if_unverified()
         if self._first is not None:
-            self._note([("forwards",)] if self.forwards > 1 else [])
+            self._note([_FORWARDS] if self.forwards > 1 else [])
             self.forwards, self._first = 0, None
             parameter = self._trained and self._trained()
-            self._version = -1 if parameter is None else parameter._version
+            self._version = -1 if parameter is None else version_of(parameter)
 
     def warn_if_unverified(self) -> None:
         """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
@@ -236,45 +238,28 @@ def _facts_of(model: nn.Module, module_call: tuple[Any, ...]) -> Iterator[Fact]:
     """The modes of modules, the parameters that are trained, and which arguments have tensors."""
     for name, module in model.named_modules():
         if not type(module).__module__.startswith("torch."):
-            yield "mode", module.training, name
-    yield from (("trained", name) for name, x in model.named_parameters() if x.requires_grad)
+            yield f"{{}} in {'training' if module.training else 'eval'} mode", name or _WHOLE
+    yield from (("gradients of {}", name) for name, x in model.named_parameters() if x.requires_grad)
     module, args, kwargs = module_call or (None, (), {})
     names = () if module is None else input_names(module)
-    given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-    yield from (
-        ("argument", bool(tensors_in(x)), f"{type(module).__name__}.forward", name) for name, x in given.items()
-    )
+    for name, x in {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}.items():
+        yield f"{type(module).__name__}.forward {'with' if tensors_in(x) else 'without'} {{}}", name
+
+
+_WHOLE = "the model"
+_FORWARDS = "several forwards before a backward", ""
+_ACCUMULATES = "a backward that adds to the gradients of an earlier one", ""
 
 
 def _describe(facts: Iterable[Fact]) -> Iterator[str]:
-    """Clauses for facts, one for each kind of them."""
-    kinds: dict[Fact, list[Fact]] = {}
-    for kind, *rest in facts:
-        by = rest[:1] if kind in ("mode", "argument") else ()
-        kinds.setdefault((kind, *by), []).append(tuple(rest[len(by) :]))
-    for (kind, *by), details in kinds.items():
-        if kind == "mode":
-            names = [name or "the model" for (name,) in details]
-            yield f"{_join(names[:1] if '' in details[0] else names)} in {'training' if by[0] else 'eval'} mode"
-        elif kind == "argument":
-            yield f"{details[0][0]} {'with' if by[0] else 'without'} {_join([name for _, name in details])}"
-        elif kind == "trained":
-            yield f"gradients of {_join([name for (name,) in details])}"
-        elif kind == "length":
-            rows, least, most = details[0]
-            yield f"a part of {rows} tokens, where {least if least == most else f'{least} to {most}'} were proved"
-        elif kind == "mask":
-            yield f"attention with {' and with '.join('+'.join(masks) or 'no mask' for masks in details)}"
-        elif kind == "dtype":
-            yield f"attention in {_join([str(dtype) for (dtype,) in details])}"
-        elif kind == "forwards":
-            yield "several forwards before a backward"
-        else:
-            yield "a backward that adds to the gradients of an earlier one"
-
-
-def _join(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Clauses for facts, each with all of its names."""
+    names: dict[str, list[str]] = {}
+    for clause, name in facts:
+        names.setdefault(clause, []).append(name)
+    for clause, named in names.items():
+        named = [_WHOLE] if _WHOLE in named else named
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        yield clause.format(", ".join(named[:3]) + more)
 
 
 def running_ddp() -> DistributedDataParallel | None:

@@ -338,16 +338,16 @@ class Binding:
         return self.group_state.get_or_create(RankChecks)
 
     @cached_property
-    def mask_kinds(self) -> tuple[str, ...]:
-        """The classes of the parts of the mask, by name."""
+    def mask_kinds(self) -> frozenset[type[Mask]]:
+        """The classes of the parts of the mask. Full is no part."""
         parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
-        return tuple(sorted({type(part).__name__ for part in parts if not isinstance(part, Full)}))
+        return frozenset(type(part) for part in parts if not isinstance(part, Full))
 
     @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
-        others = {*self.mask_kinds} - {Causal.__name__, SlidingWindow.__name__}
-        return bool(others) or (self.kernel is not None and self.kernel.positional)
+        seen = self.mask_kinds <= {Causal, SlidingWindow}
+        return not seen or (self.kernel is not None and self.kernel.positional)
 
     @cached_property
     def _fingerprint(self) -> int:
@@ -470,8 +470,8 @@ class _AttentionAgreement(CheckedCall):
         self.dtypes = q.dtype, k.dtype, v.dtype
         model = binding.model or forward_state.model
         if model is not None and binding.group.size() > 1 and graph_task_id() < 0:
-            place, masks = (binding.site, forward_state.path, forward_state.calls), binding.mask_kinds
-            masks += ("Causal",) * bool(call.get("is_causal")) + ("attn_mask",) * (self.attn_mask is not None)
+            place, causal = (binding.site, forward_state.path, forward_state.calls), bool(call.get("is_causal"))
+            masks = binding.mask_kinds.union([Causal] * causal, [Dense] * (self.attn_mask is not None))
             model.attends(self, place, masks, forward_state.module_call)
         which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
         facts = (

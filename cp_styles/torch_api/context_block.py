@@ -323,7 +323,8 @@ class _BlockCalls(AttentionCalls):
         super().check_call()
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
-        called = [proof_of(module) for module, _, _ in running_modules()]
+        running = running_modules()
+        called = [proof_of(module) for module, _, _ in running]
         for proof in called[-1:]:
             proof.verified = proof.verified or self._entry.verified
             self.forward_state.model = next((each for each in called if each.verified), proof)
@@ -336,8 +337,7 @@ class _BlockCalls(AttentionCalls):
                     proof.forward_begins(self.unscoped.group_state)
             if proofs and not any(proof.verified for proof in proofs):
                 proofs[-1].warn_if_unverified()
-        running = running_modules() if self._entry.check_inputs else []
-        for module, args, kwargs in running:
+        for module, args, kwargs in running if self._entry.check_inputs else ():
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
                 table = self._entry.observers

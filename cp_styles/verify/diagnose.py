@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import tensors_in, tree_leaves, tree_map
+from cp_styles._compat import WHOLE_CALL, tensors_in, tree_leaves, tree_map
 from cp_styles.backbone import backbone_of
 from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
@@ -394,8 +394,8 @@ class _WrongCall:
             for name in {key[0] for key in outputs}:
                 # Without its hooks: a style on it would miss its attention.
                 child = self._modules[name]
-                stack.callback(setattr, child, "_compiled_call_impl", child._compiled_call_impl)
-                child._compiled_call_impl = replay(name)
+                stack.callback(setattr, child, WHOLE_CALL, getattr(child, WHOLE_CALL))
+                setattr(child, WHOLE_CALL, replay(name))
             if attends:
                 listener = attention_listener.set(lambda strategy, attention, *tensors: note(*tensors[:3]))
                 stack.callback(attention_listener.reset, listener)
@@ -414,8 +414,8 @@ class _WrongCall:
         if inner is None:
             return tensors_in(results[-1])
         ran = [x for x in calls if x.within(node) and not any(x.within(each) for each in calls if each.key in outputs)]
-        alike = [x.key for x in ran if (x.kind == ATTENTION if attends else x.name == inner.name)]
-        return inputs[alike.index(inner.key)]
+        same = [x.key for x in ran if (x.kind == ATTENTION if attends else x.name == inner.name)]
+        return inputs[same.index(inner.key)]
 
     def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
         """The wrong positions on this rank, and their layout. None if they are not known."""

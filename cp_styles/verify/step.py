@@ -23,7 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import OptimizedModule, make_part_of_group, store_of, tensors_in, tree_leaves, without_groups
+from cp_styles._compat import (
+    WHOLE_CALL,
+    OptimizedModule,
+    make_part_of_group,
+    store_of,
+    tensors_in,
+    tree_leaves,
+    without_groups,
+)
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
@@ -418,7 +426,7 @@ def _eager_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes with which a module runs uncompiled after torch.compile(module) or module.compile()."""
     if isinstance(module, OptimizedModule):
         return {"forward": module._orig_mod}
-    return {"_compiled_call_impl": None} if vars(module).get("_compiled_call_impl") is not None else {}
+    return {WHOLE_CALL: None} if vars(module).get(WHOLE_CALL) is not None else {}
 
 
 class ModelState:

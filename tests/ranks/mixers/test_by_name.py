@@ -207,8 +207,8 @@ def test_one_rank_calls_a_kernel_as_it_is_called():
             assert [length for length, _ in calls] == wanted
             assert documents is not None or calls[0] == (LENGTH, ["scale"])
             parts = [x.split(wanted, 1) for x in (q, k, v, -softplus(g))]
-            apart = [kernels.chunk_gla(*part, scale=0.5)[0] for part in zip(*parts, strict=True)]
-            assert torch.equal(out, torch.cat(apart, 1))
+            pieces = [kernels.chunk_gla(*part, scale=0.5)[0] for part in zip(*parts, strict=True)]
+            assert torch.equal(out, torch.cat(pieces, 1))
             calls.clear()
         context_causal_conv1d(conv, X.mT, mesh, width=4)
         context_causal_conv1d(conv, X.mT, mesh, width=4, documents=(5, LENGTH - 5))

@@ -166,34 +166,27 @@ def steps(model: nn.Module, mesh: Any, *acts: tuple[Callable[..., Any], Any]) ->
         optimizer.zero_grad(set_to_none=False)
 
 
+def run_in(name: str, rank: int, *, proves: bool) -> None:
+    """Steps in this situation and outside of it, after a proof of steps outside of it, and one in it if ``proves``."""
+    (act, batch, _), mesh = SITUATIONS[name], cp_mesh(2)
+    model = styled(mesh)
+    verify(model, mesh, BATCH, step)
+    if proves:
+        verify(model, mesh, batch, act)
+    # A new look at flags comes with the forwards 1, 2, 4, ...
+    steps(model, mesh, (step, BATCH), (act, batch), (step, BATCH), (act, batch), (act, batch))
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_situation_that_was_not_proved_warns_once(name):
-    act, batch, words = SITUATIONS[name]
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
-        model = styled(mesh)
-        verify(model, mesh, BATCH, step)
-        # A new look at flags comes with the forwards 1, 2, 4, ...
-        steps(model, mesh, (step, BATCH), (act, batch), (step, BATCH), (act, batch), (act, batch))
-
-    (text,) = said(on)
+    (text,) = said(partial(run_in, name, proves=False))
     assert text.startswith("Layers runs as no step of it was compared with one device")
-    assert re.search(words, text), text
+    assert re.search(SITUATIONS[name][2], text), text
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_second_proof_adds_to_the_first(name):
-    act, batch, _ = SITUATIONS[name]
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
-        model = styled(mesh)
-        verify(model, mesh, BATCH, step)
-        verify(model, mesh, batch, act)
-        steps(model, mesh, (step, BATCH), (act, batch), (step, BATCH), (act, batch))
-
-    assert said(on) == []
+    assert said(partial(run_in, name, proves=True)) == []
 
 
 WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
