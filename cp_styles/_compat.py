@@ -134,8 +134,8 @@ def _gloo_on_one_device() -> type:
 def thread_local_world() -> Iterator[None]:
     """A context in which every thread has its own torch.distributed world, so that threads can be ranks.
 
-    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15 (the flag: 2.13, and ignored where there is none). Only for tests and
-    notebooks.
+    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15 (the flag and the count: 2.13, 2.14, and ignored where there is none).
+    Only for tests and notebooks.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -153,17 +153,21 @@ def thread_local_world() -> Iterator[None]:
     # crash the process (seen on 2.11), so it is set before there are threads.
     with FakeTensorMode():
         pass
-    # Threads that enter and leave dispatch modes in turns leave torch's process-wide flag of such modes set. It is
-    # restored, because torch.compile guards it, and would compile again.
+    # Threads that enter and leave in turns leave two values of the process set, so both are restored. torch.compile
+    # guards the flag of dispatch modes, and would compile again. A higher-order operator sets the count of compiled
+    # frames for its own graph: as long as it is set, torch.compile compiles nothing behind a graph break.
     flag = "_is_in_any_mode_without_ignore_compile_internals"
     set_flag = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
     in_mode = getattr(_python_dispatch, flag, None)
+    set_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: count)
+    set_count(count := set_count(-1))  # it is only told when it is set
     try:
         yield
     finally:
         if in_mode is not None and set_flag is not None:
             setattr(_python_dispatch, flag, in_mode)
             set_flag(in_mode)
+        set_count(count)
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
         c10d.ProcessGroupGloo = gloo

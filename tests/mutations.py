@@ -249,19 +249,25 @@ compile: modules of all classes have one code object | ranks/compile/test_compil
     insert_mixin | member.__code__.replace()
     becomes | member.__code__
 verify: a situation is noted without a look | ranks/verify/test_situations.py -k warns_once
-    Proof._note | not runs and
+    Proof._note | not is_proof and
     becomes | runs and
 verify: a length is beyond one earlier length | ranks/verify/test_situations.py -k says_nothing
     Situations.add | rows > _FACTOR * most
     becomes | rows > most
+ranks as threads: the count of a higher-order operator stays | ranks/engine/test_testing.py -k graph_breaks
+    thread_local_world | set_count(count)
+    becomes | None
+verify: blocks of tokens may end anywhere | ranks/verify/test_situations.py -k divide
+    Situations.add | rows % multiple
+    becomes | rows < 0
 verify: the whole batch of a proof is no length | ranks/verify/test_situations.py -k says_nothing
-    Proof._note | lengths if runs else lengths[:1]
+    Proof._note | lengths if is_proof else lengths[:1]
     becomes | lengths[:1]
 verify: a step of the optimizer is not seen | ranks/verify/test_situations.py -k says_nothing
-    Proof._accumulates | parameter._version == self._version
-    becomes | parameter._version >= 0
+    Proof._accumulates | version_of(parameter) == self._version
+    becomes | version_of(parameter) >= 0
 verify: a second proof takes the place of the first | ranks/verify/test_situations.py -k second_proof
-    Proof.proved | self.proved_in.add(situations.facts, *(situations.lengths or ()))
+    Proof.proved | self.proved_in.add(situations.facts, *situations.lengths)
     becomes | self.proved_in = situations
 verify: gradients outside of the model are not compared | ranks/verify/test_verify.py -k only_what
     _Verification._with_outside | {**run.gradients, **outside}

@@ -87,12 +87,9 @@ def test_checkpointed_compiled_layers(mesh, rank: int, reentrant: bool, backend:
 def test_a_block_inside_a_compiled_function(mesh, backward: str):
     """Its graph breaks there, and what the block calls is compiled; as one graph it is refused, in words."""
 
-    def inside(model, x):  # code of this test alone: code that ran in a dispatch mode before is not compiled any more
-        return run(model, x)
-
     def step(mesh, arguments, model, x, cotangent):
         with context_parallel(mesh, **arguments):
-            out = inside(model, x)
+            out = run(model, x)
             if backward == "inside":
                 out.backward(cotangent)
         return out

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _python_dispatch
@@ -84,6 +86,21 @@ class Switch:
         drawn = torch.randn(3)
         self.drawn.set()
         return drawn
+
+
+def test_higher_order_operators_on_threads_leave_graph_breaks_alone():
+    """Such an operator sets a count of the process, and the second one to end puts back the first one's. Behind a graph
+    break torch.compile then compiles nothing. (Two calls of torch.cond in turns would not be certain to leave it.)"""
+    run_ranks(lambda rank: getattr(eval_frame, "set_fullgraph_compiled_frame_count", id)(0), 2)
+    counter = CompileCounterWithBackend("eager")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(step, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 2
 
 
 def test_a_seed_on_a_rank_of_several_is_an_error():
