@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,28 +42,31 @@ class Situations:
 
     Attributes:
         facts: what was so.
-        lengths: the least number of tokens of this rank's part, and the greatest. In verify one rank has also run the
-            whole sequence.
+        lengths: the numbers of tokens of this rank's part. In verify one rank has also run the whole sequence.
         keys: attentions that need no second look.
     """
 
     facts: set[Fact] = field(default_factory=set)
-    lengths: tuple[int, int] | None = None
+    lengths: set[int] = field(default_factory=set)
     keys: set[tuple[Any, ...]] = field(default_factory=set)
 
     def add(self, facts: Iterable[Fact], *lengths: int) -> list[Fact]:
-        """Add facts and lengths. Returns the new facts. A length is one if it is 4 times beyond all earlier lengths."""
+        """Add facts and lengths. Returns what is new, as facts."""
         new = [fact for fact in facts if fact not in self.facts]
         self.facts.update(new)
         for rows in lengths:
-            least, most = self.lengths or (rows, rows)
+            known = self.lengths or {rows}
+            least, most, multiple = min(known), max(known), math.gcd(_BLOCK, *known)
             if rows > _FACTOR * most or _FACTOR * rows < least:
                 new.append((f"a part of {rows} tokens, where {least} to {most} were proved", ""))
-            self.lengths = min(least, rows), max(most, rows)
+            elif rows % multiple:
+                new.append((f"a part of {rows} tokens, where multiples of {multiple} were proved", ""))
+            self.lengths.add(rows)
         return new
 
 
 _FACTOR = 4  # code that depends on a length, such as a window, is likely to take another path beyond it
+_BLOCK = 128  # code for blocks of tokens, such as pooled keys, fills them up or cuts them off at the end of a part
 
 
 @dataclass(eq=False)
@@ -117,7 +121,7 @@ class Proof:
         if self.proved_in is None:
             self.proved_in = situations
         elif situations is not None:
-            self.proved_in.add(situations.facts, *(situations.lengths or ()))
+            self.proved_in.add(situations.facts, *situations.lengths)
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
@@ -153,8 +157,8 @@ class Proof:
         if key not in situations.keys:
             situations.keys.add(key)
             new += [("attention in {}", str(query.dtype)), ("attention with {}", kinds), *_facts_of(model, module_call)]
-        (least, most), rows = situations.lengths or (0, -1), query.shape[-2]
-        if new or not least <= rows <= most:
+        rows = query.shape[-2]
+        if new or rows not in situations.lengths:
             self._note(new, rows, rows * call.where[2].size())
 
     def _accumulates(self, model: nn.Module) -> bool:

@@ -38,7 +38,7 @@ from cp_styles.verify.other_groups import OtherGroups
 from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
-from cp_styles.verify.rounding import Perturbed, unit_of_all
+from cp_styles.verify.rounding import Perturbed, is_measured, tolerance_for, unit_of, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
     ModelState,
@@ -59,8 +59,6 @@ from cp_styles.verify.step import (
 )
 
 __all__ = ["ModuleErrors", "Report", "VerificationError", "verify"]
-
-_TOLERANCE = 1e-4
 
 
 def verify(
@@ -111,9 +109,9 @@ def verify(
             with its styles, whose masks apply to one rank too.
         removed: raises TypeError. (Earlier releases took a plan before ``mesh``.)
         mesh_axis: the axis that shards the sequence. A 1-D mesh may have any name.
-        tolerance: the largest error that counts as rounding, relative to a norm. None: 1e-4 for float32 and float64.
-            (One key too many or too few makes an error of 1e-2 in a small batch.) In lower precision: two units in the
-            last place, and four times the effect of changed last bits, which one more run measures.
+        tolerance: the largest error that counts as rounding, relative to a norm. None: 1e-4 for float32, 1e-5 for
+            float64. (One key too many or too few makes an error of 1e-2 in a small batch.) In lower precision: two
+            units in the last place, and four times the effect of changed last bits, which one more run measures.
 
     Returns:
         A report, equal on every rank. The first rank also prints its first line.
@@ -250,7 +248,7 @@ class _Verification:
             self._refuse(_describe_unusable(reference, bool(expected.kept)))
             tensors = [*reference.gradients.values(), *(x for kept in expected.kept.values() for x in kept)]
             unit = max(self._gather_all(unit_of_all(tensors)))
-            tolerance = self._tolerance or max(_TOLERANCE, 2 * unit)
+            tolerance = self._tolerance or tolerance_for(unit)
             for key, at in replicated:
                 if expected.trained and not key[0]:
                     # An output of the model may be this rank's share of a sum. Gradients show whether it is.
@@ -263,7 +261,7 @@ class _Verification:
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
-            if unit and self._tolerance is None:
+            if is_measured(unit) and self._tolerance is None:
                 noisy, changed = self._run_with_one_rank(lambda attentions: Perturbed(self._model, keep_rows))
                 calls = output_errors(changed.kept, expected.kept, self._gather_axis)
                 leeway = Leeway(tolerance, calls, self._parameter_errors(noisy, reference, tolerance))
@@ -589,7 +587,7 @@ def _is_part(lookup: ShardLookup, mine: Any, whole: Any) -> bool:
     if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return type(mine) is type(whole) and mine == whole
     compared = lookup.compare(whole, mine)
-    return compared is not None and compared.error() <= _TOLERANCE
+    return compared is not None and compared.error() <= tolerance_for(unit_of(mine))
 
 
 def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:

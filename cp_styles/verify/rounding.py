@@ -21,9 +21,6 @@ from cp_styles.bounded_cache import facts_about
 from cp_styles.functions.latent import NotedLatent
 from cp_styles.verify.record import Key, Outputs
 
-_EXACT = 1e-6
-"""Smaller units (of float32 and float64) are far below the tolerance, and are not measured."""
-
 
 def unit_of(tensor: torch.Tensor) -> float:
     """The distance between 1 and the next number in the precision of the computation of ``tensor``."""
@@ -36,9 +33,19 @@ def unit_of(tensor: torch.Tensor) -> float:
 
 
 def unit_of_all(tensors: Iterable[torch.Tensor | None]) -> float:
-    """The largest :func:`unit_of` of the tensors; 0.0 if rounding is too small to be measured."""
-    unit = max((unit_of(x) for x in tensors if x is not None), default=0.0)
-    return unit if unit > _EXACT else 0.0
+    """The largest :func:`unit_of` of the tensors."""
+    return max((unit_of(x) for x in tensors if x is not None), default=0.0)
+
+
+def tolerance_for(unit: float) -> float:
+    """The largest error that counts as rounding, relative to a norm, where ``unit`` is the largest unit."""
+    # Models of transformers in float64 compute norms, routers and indexers in float32.
+    return 1e-5 if unit < torch.finfo(torch.float32).eps else max(1e-4, 2 * unit)
+
+
+def is_measured(unit: float) -> bool:
+    """Whether rounding with this unit is not far below the tolerance, as it is in float32 and float64."""
+    return unit > 1e-6
 
 
 class Perturbed(Outputs):
@@ -50,7 +57,7 @@ class Perturbed(Outputs):
         def perturb(value: Any) -> Any:
             if NotedLatent in facts_about(module):
                 return value  # latents travel, and the attention compares this output with its keys
-            if not isinstance(value, torch.Tensor) or unit_of(value) <= _EXACT:
+            if not isinstance(value, torch.Tensor) or not is_measured(unit_of(value)):
                 return value
             if isinstance(value, DTensor) or is_in_torch_func(value):  # the latter in vmap
                 return value

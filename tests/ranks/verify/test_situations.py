@@ -189,6 +189,17 @@ def test_a_second_proof_adds_to_the_first(name):
     assert said(partial(run_in, name, proves=True)) == []
 
 
+def test_a_part_that_blocks_of_tokens_do_not_divide_warns_once():
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = styled(mesh)
+        verify(model, mesh, batch_of(32), step)
+        steps(model, mesh, *((step, batch_of(length)) for length in (64, 24, 56, 24)))
+
+    (text,) = said(on)
+    assert ": a part of 12 tokens, where multiples of 16 were proved." in text
+
+
 WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "as it is": lambda model, mesh: model,
     "checkpointed": lambda model, mesh: (setattr(model, "checkpoints", True), model)[1],
