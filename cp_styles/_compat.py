@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import flex_attention as flex_module
-from torch.utils import _python_dispatch, checkpoint
+from torch.utils import _device, _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map as tree_map  # seen: 2.11 to 2.15
@@ -153,12 +153,12 @@ def thread_local_world() -> Iterator[None]:
     # crash the process (seen on 2.11), so it is set before there are threads.
     with FakeTensorMode():
         pass
-    # Threads that enter and leave in turns leave two values of the process set, so both are restored. torch.compile
-    # guards the flag of dispatch modes, and would compile again. A higher-order operator sets the count of compiled
-    # frames for its own graph: as long as it is set, torch.compile compiles nothing behind a graph break.
+    # Threads that enter and leave in turns leave values of the process set, so these are restored. torch.compile guards
+    # the default device and the flag of dispatch modes, and would compile again. A higher-order operator sets the count
+    # of compiled frames for its own graph: as long as it is set, torch.compile compiles nothing behind a graph break.
     flag = "_is_in_any_mode_without_ignore_compile_internals"
     set_flag = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-    in_mode = getattr(_python_dispatch, flag, None)
+    in_mode, default_device = getattr(_python_dispatch, flag, None), _device.CURRENT_DEVICE
     set_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: count)
     set_count(count := set_count(-1))  # it is only told when it is set
     try:
@@ -168,6 +168,7 @@ def thread_local_world() -> Iterator[None]:
             setattr(_python_dispatch, flag, in_mode)
             set_flag(in_mode)
         set_count(count)
+        _device.CURRENT_DEVICE = default_device
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
         c10d.ProcessGroupGloo = gloo

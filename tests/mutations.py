@@ -245,29 +245,38 @@ verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
 verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
     _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
     becomes | True
+ranks as threads: the count of a higher-order operator stays | ranks/engine/test_testing.py -k graph_breaks
+    thread_local_world | set_count(count)
+    becomes | None
+ranks as threads: the default device stays | ranks/engine/test_testing.py -k in_turns
+    thread_local_world | _device.CURRENT_DEVICE = default_device
+    becomes | pass
 compile: modules of all classes have one code object | ranks/compile/test_compile.py -k many_classes
     insert_mixin | member.__code__.replace()
     becomes | member.__code__
 verify: a situation is noted without a look | ranks/verify/test_situations.py -k warns_once
-    Proof._note | not is_proof and
-    becomes | runs and
+    Proof._note | situations is self.proved_in and
+    becomes | situations is not self.proved_in and
 verify: a length is beyond one earlier length | ranks/verify/test_situations.py -k says_nothing
-    Situations.add | rows > _FACTOR * most
+    Situations.judge | rows > _FACTOR * most
     becomes | rows > most
-ranks as threads: the count of a higher-order operator stays | ranks/engine/test_testing.py -k graph_breaks
-    thread_local_world | set_count(count)
-    becomes | None
+verify: float64 has the tolerance of float32 | ranks/verify/test_verify.py -k float64
+    tolerance_for | 1e-5 if
+    becomes | 1e-4 if
 verify: blocks of tokens may end anywhere | ranks/verify/test_situations.py -k divide
-    Situations.add | rows % multiple
+    Situations.judge | rows % multiple
     becomes | rows < 0
-verify: the whole batch of a proof is no length | ranks/verify/test_situations.py -k says_nothing
-    Proof._note | lengths if is_proof else lengths[:1]
-    becomes | lengths[:1]
+verify: the whole batch of a proof is no length | ranks/verify/test_situations.py -k odd_number
+    _Verification._run_and_compare | x.length for x in layouts if
+    becomes | x.lengths[rank] for x in layouts if
+verify: what trains counts as proved | ranks/verify/test_situations.py -k training_proves
+    Proof.attends | new += situations.judge(rows)
+    becomes | new += situations.judge(rows); situations.lengths.add(rows)
 verify: a step of the optimizer is not seen | ranks/verify/test_situations.py -k says_nothing
     Proof._accumulates | version_of(parameter) == self._version
     becomes | version_of(parameter) >= 0
 verify: a second proof takes the place of the first | ranks/verify/test_situations.py -k second_proof
-    Proof.proved | self.proved_in.add(situations.facts, *situations.lengths)
+    Proof.proved | self.proved_in.facts |= situations.facts
     becomes | self.proved_in = situations
 verify: gradients outside of the model are not compared | ranks/verify/test_verify.py -k only_what
     _Verification._with_outside | {**run.gradients, **outside}

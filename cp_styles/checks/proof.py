@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import ref
@@ -41,28 +41,25 @@ class Situations:
     """The situations in which a model has run.
 
     Attributes:
-        facts: what was so.
-        lengths: the numbers of tokens of this rank's part. In verify one rank has also run the whole sequence.
-        keys: attentions that need no second look.
+        facts: what was so, and what a warning was given of.
+        lengths: the numbers of tokens of this rank's part in runs of verify, and of the sequences, which one rank ran.
+        keys: attentions, and lengths, that need no second look.
     """
 
     facts: set[Fact] = field(default_factory=set)
     lengths: set[int] = field(default_factory=set)
-    keys: set[tuple[Any, ...]] = field(default_factory=set)
+    keys: set[Any] = field(default_factory=set)
 
-    def add(self, facts: Iterable[Fact], *lengths: int) -> list[Fact]:
-        """Add facts and lengths. Returns what is new, as facts."""
-        new = [fact for fact in facts if fact not in self.facts]
-        self.facts.update(new)
-        for rows in lengths:
-            known = self.lengths or {rows}
-            least, most, multiple = min(known), max(known), math.gcd(_BLOCK, *known)
-            if rows > _FACTOR * most or _FACTOR * rows < least:
-                new.append((f"a part of {rows} tokens, where {least} to {most} were proved", ""))
-            elif rows % multiple:
-                new.append((f"a part of {rows} tokens, where multiples of {multiple} were proved", ""))
-            self.lengths.add(rows)
-        return new
+    def judge(self, rows: int) -> Iterator[Fact]:
+        """What distinguishes a part of so many tokens from all that were proved."""
+        lengths = self.lengths or {rows}
+        least, most, multiple = min(lengths), max(lengths), math.gcd(_BLOCK, *lengths)
+        if rows > _FACTOR * most:
+            yield f"a part more than {_FACTOR} times longer than the {{}} tokens that were proved", str(most)
+        if _FACTOR * rows < least:
+            yield f"a part more than {_FACTOR} times shorter than the {{}} tokens that were proved", str(least)
+        if rows % multiple:
+            yield "a part whose length is no multiple of {}, as all that were proved", str(multiple)
 
 
 _FACTOR = 4  # code that depends on a length, such as a window, is likely to take another path beyond it
@@ -121,7 +118,9 @@ class Proof:
         if self.proved_in is None:
             self.proved_in = situations
         elif situations is not None:
-            self.proved_in.add(situations.facts, *situations.lengths)
+            self.proved_in.facts |= situations.facts
+            self.proved_in.lengths |= situations.lengths
+            self.proved_in.keys.clear()
 
     def forward_begins(self, state: GroupState) -> None:
         """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
@@ -138,7 +137,7 @@ class Proof:
             ddp is not None and ddp.require_backward_grad_sync,
         )
 
-    def attends(self, call: CheckedCall, place: Place, masks: Collection[type], module_call: tuple[Any, ...]) -> None:
+    def attends(self, call: CheckedCall, place: Place, masks: frozenset[type], module_call: tuple[Any, ...]) -> None:
         """Warn once, on rank 0, of each fact that was not proved. In a run of verify, note the facts."""
         situations, model, query, new = self._situations, self.model(), call.tensors[0], list[Fact]()
         if model is None:
@@ -152,14 +151,20 @@ class Proof:
                 self._first = place
                 new += [_ACCUMULATES] if self._accumulates(model) else []
             self.forwards += place == self._first
-        kinds = "+".join(sorted(kind.__name__ for kind in masks)) or "no mask"
-        key = model.training, call.trains, query.dtype, kinds
+        key = model.training, call.trains, query.dtype, masks
         if key not in situations.keys:
             situations.keys.add(key)
+            kinds = "+".join(sorted(kind.__name__ for kind in masks)) or "no mask"
             new += [("attention in {}", str(query.dtype)), ("attention with {}", kinds), *_facts_of(model, module_call)]
         rows = query.shape[-2]
-        if new or rows not in situations.lengths:
-            self._note(new, rows, rows * call.where[2].size())
+        if rows not in situations.keys:
+            situations.keys.add(rows)
+            if situations is self.proved_in:
+                new += situations.judge(rows)
+            else:  # verify runs
+                situations.lengths.add(rows)
+        if new:
+            self._note(new)
 
     def _accumulates(self, model: nn.Module) -> bool:
         """Whether the model has gradients of an earlier backward, after which no optimizer has made a step."""
@@ -175,15 +180,14 @@ class Proof:
         notes: StepNotes | None = state_of(world_group()).notes
         return self.proved_in if notes is None else notes.proofs.setdefault(self, Situations())
 
-    def _note(self, facts: Iterable[Fact], *lengths: int) -> None:
-        """Add facts to the situations; warn of new ones, on rank 0, outside of a run of verify. ``lengths``: of this
-        rank's part, and of the sequence."""
+    def _note(self, facts: Iterable[Fact]) -> None:
+        """Add facts to the situations; warn of new ones, on rank 0, outside of a run of verify."""
         situations = self._situations
         if situations is None:
             return
-        is_proof = situations is not self.proved_in  # verify runs, and its reference runs the whole sequence
-        new = situations.add(facts, *(lengths if is_proof else lengths[:1]))
-        if new and not is_proof and dist.get_rank() == 0:
+        new = [fact for fact in facts if fact not in situations.facts]
+        situations.facts.update(new)
+        if new and situations is self.proved_in and dist.get_rank() == 0:
             warnings.warn(
                 f"{type(self.model()).__name__} runs as no step of it was compared with one device: "
                 f"{'; '.join(_describe(new))}. Code that depends on it may be wrong on a rank's part. Write on every "

@@ -7,7 +7,7 @@ a module is a ForwardObserver: see function_mode.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -26,7 +26,7 @@ Place: TypeAlias = tuple[int, str, int]
 class ModelObserver(Protocol):
     """Observes the training of one model, which it also identifies as a key."""
 
-    def attends(self, call: CheckedCall, place: Place, masks: Collection[type], module_call: tuple[Any, ...]) -> None:
+    def attends(self, call: CheckedCall, place: Place, masks: frozenset[type], module_call: tuple[Any, ...]) -> None:
         """Called before an attention over several ranks, not in a recomputation. All ranks raise an error of one.
         ``masks``: classes of the mask's parts. ``module_call``: a module with the style and its arguments, or ()."""
 

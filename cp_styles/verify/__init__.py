@@ -38,7 +38,7 @@ from cp_styles.verify.other_groups import OtherGroups
 from cp_styles.verify.planted import PlantedCut
 from cp_styles.verify.record import Key, Outputs, Recording
 from cp_styles.verify.report import COARSE, ModuleErrors, Power, Report, VerificationError, describe_blind
-from cp_styles.verify.rounding import Perturbed, is_measured, tolerance_for, unit_of, unit_of_all
+from cp_styles.verify.rounding import TOLERANCE, Perturbed, tolerance_for, unit_of, unit_of_all
 from cp_styles.verify.step import (
     WEIGHTS,
     ModelState,
@@ -218,7 +218,10 @@ class _Verification:
         parallel, local = self._run_with_all_ranks(lambda attentions: Outputs(self._model, _keep))
         state = self._state.values()
         layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
-        lookup = ShardLookup(layouts, self._axis.get_local_rank())
+        rank = self._axis.get_local_rank()
+        lookup = ShardLookup(layouts, rank)
+        for situations in self._notes.proofs.values():  # one rank runs the whole sequence
+            situations.lengths.update([x.length for x in layouts if x.lengths[rank] in situations.lengths])
 
         replicated: set[tuple[Key, int]] = set()
         cut = False  # whether an output on the ranks has another shape than with one rank
@@ -261,7 +264,7 @@ class _Verification:
             del parallel, tensors
             repeated = self._repeat(reference, expected, keep_rows, tolerance)
             leeway = Leeway(tolerance, {}, {})
-            if is_measured(unit) and self._tolerance is None:
+            if self._tolerance is None and tolerance > TOLERANCE:
                 noisy, changed = self._run_with_one_rank(lambda attentions: Perturbed(self._model, keep_rows))
                 calls = output_errors(changed.kept, expected.kept, self._gather_axis)
                 leeway = Leeway(tolerance, calls, self._parameter_errors(noisy, reference, tolerance))
@@ -587,7 +590,7 @@ def _is_part(lookup: ShardLookup, mine: Any, whole: Any) -> bool:
     if not isinstance(mine, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return type(mine) is type(whole) and mine == whole
     compared = lookup.compare(whole, mine)
-    return compared is not None and compared.error() <= tolerance_for(unit_of(mine))
+    return compared is not None and compared.error() <= min(TOLERANCE, tolerance_for(unit_of(mine)))
 
 
 def _largest(ranks: Sequence[Mapping[Any, float]], key: Any) -> float | None:

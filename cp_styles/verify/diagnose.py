@@ -505,7 +505,7 @@ def _diagnose_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
             texts.append(f"{what} are not finite on the ranks{first}. The cause is not known")
         elif kind == "times" and not first:
             why = _explain_factor(by, comparison.loss_factor(), axis.size())
-            texts.append(f"{what} are {by:.4g} times the gradients of one process: {why}")
+            texts.append(f"{what} are {by:g} times the gradients of one process: {why}")
         elif all(name.startswith(OUTSIDE) for name in names) and partly:
             texts.append(
                 f"{what} are wrong, and gradients of the model are right: the mistake is in modules that have them. "
@@ -555,9 +555,9 @@ def _explain_factor(by: float, of_loss: float | None, ranks: int) -> str:
             "they are averaged over the sequence's ranks. Give global_loss averaged_over= the size of the mesh that "
             "the step is given, or sum them"
         )
-    if _is_near(by, of_loss):
+    if abs(by - of_loss) < min(1e-3 * abs(of_loss), 0.1 * abs(of_loss - 1)):
         return (
-            f"the gradient of the loss is {of_loss:.4g} times the gradient of one process on each rank, and the "
+            f"the gradient of the loss is {of_loss:g} times the gradient of one process on each rank, and the "
             "reduction adds the ranks' shares. A mean over this rank's tokens alone does that, a token count of labels "
             "that are not cut, a loss behind a gather or an all-reduce with gradients that is not divided by the "
             "ranks, and global_loss with averaged_over= where no reducer averages"
@@ -597,7 +597,7 @@ def _classify_gradient(comparison: Comparison, axis: DeviceMesh, name: str) -> t
     causes = axis.size(), 1 / axis.size(), comparison.loss_factor() or 1.0
     known = max(numbers) > 1 or any(_is_near(by, cause) for cause in causes)
     if all(times) and known and max(factors) - min(factors) < 1e-3 and abs(by) > 1e-3:
-        return "times", round(factors[0], 3)
+        return "times", round(factors[0], 3 if abs(factors[0] - 1) > 1e-3 else 6)
     return ("share" if all(shares) else "wrong"), 1.0
 
 

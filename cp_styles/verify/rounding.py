@@ -21,6 +21,10 @@ from cp_styles.bounded_cache import facts_about
 from cp_styles.functions.latent import NotedLatent
 from cp_styles.verify.record import Key, Outputs
 
+TOLERANCE = 1e-4
+"""The tolerance for float32: hundreds of units, as sums over tokens round, and far below a wrong row or key. Rounding
+that needs more is measured."""
+
 
 def unit_of(tensor: torch.Tensor) -> float:
     """The distance between 1 and the next number in the precision of the computation of ``tensor``."""
@@ -40,12 +44,7 @@ def unit_of_all(tensors: Iterable[torch.Tensor | None]) -> float:
 def tolerance_for(unit: float) -> float:
     """The largest error that counts as rounding, relative to a norm, where ``unit`` is the largest unit."""
     # Models of transformers in float64 compute norms, routers and indexers in float32.
-    return 1e-5 if unit < torch.finfo(torch.float32).eps else max(1e-4, 2 * unit)
-
-
-def is_measured(unit: float) -> bool:
-    """Whether rounding with this unit is not far below the tolerance, as it is in float32 and float64."""
-    return unit > 1e-6
+    return 1e-5 if unit < torch.finfo(torch.float32).eps else max(TOLERANCE, 2 * unit)
 
 
 class Perturbed(Outputs):
@@ -57,7 +56,7 @@ class Perturbed(Outputs):
         def perturb(value: Any) -> Any:
             if NotedLatent in facts_about(module):
                 return value  # latents travel, and the attention compares this output with its keys
-            if not isinstance(value, torch.Tensor) or not is_measured(unit_of(value)):
+            if not isinstance(value, torch.Tensor) or tolerance_for(unit_of(value)) <= TOLERANCE:
                 return value
             if isinstance(value, DTensor) or is_in_torch_func(value):  # the latter in vmap
                 return value

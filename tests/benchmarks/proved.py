@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import BatchSharder, ModuleContextParallel, parallelize_module
+from cp_styles import BatchSharder, Causal, ModuleContextParallel, parallelize_module
 from cp_styles.checks import proof_of
 from cp_styles.comm.checks import CHECKS
 from cp_styles.engine.observers import CheckedCall
@@ -76,7 +76,7 @@ def main() -> None:
         call = CheckedCall(("a look", "cp", mesh.get_group()), CHECKS, [query], trains=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            look = partial(proof.attends, call, (1, "", 1), ("Causal",), ())
+            look = partial(proof.attends, call, (1, "", 1), frozenset([Causal]), ())
             look()
             return timeit(look, number=10_000) / 10_000, pairs[options.steps // 10 :]
 

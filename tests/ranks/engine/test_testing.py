@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import traceback
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _python_dispatch
+from torch.utils import _device, _python_dispatch
 
 from cp_styles.testing import CommunicationTrace, RankError, RankTimeout, SharedSeedError, run_ranks
 
@@ -48,26 +50,41 @@ def test_a_timeout_that_is_expected():
     assert run_ranks(Waits(), 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
 
 
-def test_dispatch_modes_that_end_in_turns_leave_no_flag():
-    """The second one to end puts back what was set while the first one ran. torch.compile guards the flag."""
+@contextlib.contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+LEFT_SET = {
+    "dispatch modes": (CommunicationTrace, _python_dispatch.is_in_any_mode_without_ignore_compile_internals),
+    "default devices": (default_device, lambda: _device.CURRENT_DEVICE),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_SET)
+def test_what_ends_in_turns_leaves_nothing_set(what):
+    """The second one to end puts back what was set while the first one ran. torch.compile guards it."""
+    enter, is_set = LEFT_SET[what]
     turn = [threading.Event() for _ in range(3)]
 
     def on(rank: int) -> None:
         first, second, third = turn
         if rank == 0:
-            with CommunicationTrace():
+            with enter():
                 first.set()
                 second.wait(10)
             third.set()
         else:
             first.wait(10)
-            with CommunicationTrace():
+            with enter():
                 second.set()
                 third.wait(10)
 
-    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    assert not is_set()
     run_ranks(on, 2)
-    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    assert not is_set()
 
 
 class Switch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from cp_styles import (
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
+from tests.benchmarks import proved
 from tests.ranks.attention_case import cp_mesh
 from tests.ranks.training_scene import attended
 from tests.tiny_lm import LanguageModel
@@ -129,8 +131,12 @@ SITUATIONS: dict[str, tuple[Callable[..., Any], Any, str]] = {
         BATCH,
         r": gradients of first\.head\.weight, first\.head\.bias\.",
     ),
-    "long": (step, batch_of(8 * LENGTH + 4), r": a part of 90 tokens, where 11 to 22 were proved\."),
-    "short": (step, batch_of(4), r": a part of 2 tokens, where 11 to 22 were proved\."),
+    "long": (
+        step,
+        batch_of(8 * LENGTH + 4),
+        r": a part more than 4 times longer than the 22 tokens that were proved\.",
+    ),
+    "short": (step, batch_of(4), r": a part .* 4 times shorter than the 11 tokens that were proved\."),
 }
 
 
@@ -197,7 +203,33 @@ def test_a_part_that_blocks_of_tokens_do_not_divide_warns_once():
         steps(model, mesh, *((step, batch_of(length)) for length in (64, 24, 56, 24)))
 
     (text,) = said(on)
-    assert ": a part of 12 tokens, where multiples of 16 were proved." in text
+    assert ": a part whose length is no multiple of 16, as all that were proved." in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_odd_number_of_tokens_proves_all_lengths_near_it(ranks):
+    """On three ranks the part of the first one has an even number of tokens. It does not warn of an odd one."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(ranks)
+        model = styled(mesh)
+        verify(model, mesh, batch_of(29), step)
+        steps(model, mesh, *((step, batch_of(length)) for length in range(28, 36)))
+
+    assert said(on, ranks) == []
+
+
+def test_training_proves_no_length():
+    """Each batch is less than 4 times longer than the one before it."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = styled(mesh)
+        verify(model, mesh, batch_of(13), step)
+        steps(model, mesh, *((step, batch_of(length)) for length in (40, 120, 300, 301)))
+
+    (text,) = said(on)
+    assert "longer than the 13 tokens that were proved." in text
 
 
 WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
@@ -235,6 +267,12 @@ def test_a_training_as_it_was_proved_says_nothing(way):
             evaluate(model, BATCH, mesh)
 
     assert said(on) == []
+
+
+def test_the_benchmark_of_a_look_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["proved.py", "--layers=1", "--tokens=16", "--steps=10"])
+    proved.main()
+    assert "% of the step" in capsys.readouterr().out
 
 
 def test_a_warning_that_is_an_error_is_one_on_every_rank():

@@ -815,6 +815,16 @@ def test_low_precision_is_judged_by_its_rounding(dtype):
     )
 
 
+def test_float64_shows_a_mistake_that_float32_hides():
+    def reduce(model: nn.Module, cp: Any) -> None:
+        sum_gradients(model, cp)
+        for parameter in model.parameters() if cp.size() > 1 else ():
+            parameter.grad *= 1 + 5e-5
+
+    wrong(llama(), act=mistake(reduce=reduce), tolerance=None, words=r"are 1\.00005 times .* code after it")
+    assert "worst 5e-05" in run(llama().float(), act=mistake(reduce=reduce), tolerance=None)[0].line
+
+
 # The command; its report of a step that is exact is in the test of the tutorial's example.
 
 
