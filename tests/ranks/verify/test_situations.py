@@ -220,7 +220,7 @@ def test_an_odd_number_of_tokens_proves_all_lengths_near_it(ranks):
 
 
 def test_training_proves_no_length():
-    """Each batch is less than 4 times longer than the one before it."""
+    """Each batch is less than 4 times longer than the batch before it."""
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
