@@ -464,8 +464,8 @@ batch: parameters are not compared over the ranks of a loss | ranks/doors/test_l
     _ComparedModels.refuse_diverged | if diverged:
     becomes | if False:
 batch: shards of FSDP2 are not compared with their replicas | ranks/doors/test_loss_over_dp.py -k training
-    replicas_of | if held_by < len(ranks):
-    becomes | if not place:
+    replicas_of | if held_by < len(ranks) and
+    becomes | if not place and
 batch: parameters that differ from the beginning count | ranks/doors/test_loss_over_dp.py -k experts
     _ComparedModels.refuse_diverged | if each.equal_before
     becomes nothing
@@ -484,7 +484,7 @@ watch: a style on each layer has a count of its own | ranks/engine/test_unreduce
 watch: a layer that is unfrozen is no news | ranks/engine/test_unreduced.py -k unfrozen
     _Count.has_news | or parameter.requires_grad != trained
     becomes nothing
-watch: the first change of a parameter is no news | ranks/engine/test_unreduced.py -k first_step
+watch: the first change of a parameter is no news | ranks/engine/test_unreduced.py -k 'news and first'
     _Count.has_news | news |= changed or
     becomes | news |=
 watch: one model a turn is looked at | ranks/engine/test_unreduced.py -k two_models
@@ -500,7 +500,7 @@ watch: parts of FSDP1 are compared | ranks/engine/test_unreduced.py -k fsdp1
     replicas_of | excluded | _cut_by_fsdp1(model, ranks)
     becomes | set(excluded)
 watch: an error is told once | ranks/engine/test_unreduced.py -k told_again
-    ParameterWatch.judge | count.attentions -= 1
+    ParameterWatch.judge | count.attentions = 0
     becomes | pass
 batch: a sum follows a loss for a mean | ranks/doors/test_loss_over_dp.py -k training
     _refuse_other_reducers | if means is not None and

@@ -130,9 +130,8 @@ class ParameterWatch(RankCheck):
         if not differences:
             return
         beyond = any(each.beyond_rounding for each in differences.values())
-        if beyond and count is not None:  # compare again at the next attention, in case the caller catches the error
-            self._attentions -= 1
-            count.attentions -= 1
+        if beyond and count is not None:
+            count.attentions = 0  # compare again at the next attention, in case the caller catches the error
         text = _describe(differences, replicas, beyond, call)
         # A user may turn warnings into errors, and then all ranks must raise.
         start_status(partial(self._report, text, beyond, call.checks.only_warn), Meeting.WARNING, *call.where)()
