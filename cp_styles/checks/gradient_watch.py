@@ -99,7 +99,8 @@ class ParameterWatch(RankCheck):
             self._turn += 1
         count = self._counts.get(key)
         if count is None:  # styles on several parts of a model share its count
-            count = self._counts[key] = self._counts.setdefault(_model_of(call) or key, _Count())
+            model = _model_of(call)  # a module may have no truth value, as one of torch.compile
+            count = self._counts[key] = self._counts.setdefault(key if model is None else model, _Count())
         self._count = count
         if count.turn != self._turn:
             count.turn = self._turn
