@@ -77,8 +77,6 @@ dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  
 saved_tensors_hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # pyright: ignore
 )
-# The autograd node whose backward runs in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
-current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
 
 def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -60,9 +60,10 @@ from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.replicas import (
+    Difference,
     Replica,
     UnreducedGradientsError,
-    find_diverged,
+    find_differences,
     local_ids,
     named_parameters,
     replica_number,
@@ -465,16 +466,19 @@ class _ComparedModels:
         if 0 in numbers or len({number >> 32 for number in numbers}) > 1:
             return
         for proof, replicas in self.models:
-            equal, diverged, parties = list(replicas), list[str](), list[list[int]]()
+            differences = dict[str, Difference]()
             if len(set(numbers)) > 1:
-                equal, diverged, parties = find_diverged(replicas, known.get(proof, ()), group, proof.losses)
-            known.setdefault(proof, set()).update(equal)
+                differences = find_differences(replicas, group, proof.losses, known.get(proof, ()))
+            beyond = {name: each for name, each in differences.items() if each.beyond_rounding}
+            known.setdefault(proof, set()).update(replicas.keys() - beyond.keys())
+            diverged = [name for name, each in beyond.items() if each.equal_before]
             if diverged:
                 first = f"{', '.join(diverged[:4])}{', ...' if len(diverged) > 4 else ''}"
+                parties = _and(beyond[diverged[0]].parties)
                 raise UnreducedGradientsError(
                     f"global_loss over ranks {sorted(dist.get_process_group_ranks(group))}: these ranks hold different "
                     f"parameters: {len(diverged)} of the {len(replicas)} that were compared, {first}, which were equal "
-                    f"before (now equal on {_and(parties)}). Sum gradients over all ranks of the loss: "
+                    f"before (now equal on {parties}). Sum gradients over all ranks of the loss: "
                     "sum_gradients, FSDP2 or DDP over its mesh. Name parameters that are meant to differ, such as "
                     f"experts, in checks=Checks(local=[experts]){see('Parameters that differ')}"
                 )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._compat import sharded_parameters, without_dispatch_modes
-from cp_styles.checksum import device_checksum, on_host
+from cp_styles.checksum import device_checksum, fingerprint, on_host
 from cp_styles.comm.group_state import GroupState
 from cp_styles.comm.point_to_point import gather_numbers
 
@@ -58,23 +57,41 @@ class Replica(NamedTuple):
     number: int
 
 
+@torch.no_grad()
 def replicas_of(model: nn.Module, ranks: set[int], excluded: set[int]) -> dict[str, Replica]:
-    """The trained parameters of ``model`` of which several of ``ranks`` may hold the same part. No communication."""
+    """The trained parameters of ``model`` of which several of ``ranks`` may hold the same part, once each, without the
+    ids in ``excluded``. No communication."""
     found: dict[str, Replica] = {}
-    for name, parameter in dict(named_parameters(model)).items():
-        if not parameter.requires_grad or id(parameter) in excluded or isinstance(parameter, FlatParameter):
-            continue
-        part, place, held_by = parameter.detach(), [], 1
-        if isinstance(part, DTensor):
-            mesh, coordinates = part.device_mesh, part.device_mesh.get_coordinate() or ()
-            for axis, (at, placement) in enumerate(zip(coordinates, part.placements, strict=False)):
-                if placement != Replicate():
-                    place.append(at)
-                    held_by *= max(1, len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))))
-            part = part.to_local()
-        if held_by < len(ranks):
-            found[name] = Replica(part, zlib.crc32(repr(place).encode()))
+    left_out = excluded | _cut_by_fsdp1(model, ranks)
+    with without_dispatch_modes():
+        for name, parameter in dict(named_parameters(model)).items():
+            if not parameter.requires_grad or id(parameter) in left_out:
+                continue
+            left_out.add(id(parameter))
+            part, place, held_by = parameter.detach(), [], 1
+            if isinstance(part, DTensor):
+                mesh, coordinates = part.device_mesh, part.device_mesh.get_coordinate() or ()
+                for axis, (at, placement) in enumerate(zip(coordinates, part.placements, strict=False)):
+                    if placement != Replicate():
+                        place.append(at)
+                        held_by *= max(1, _number_of_ranks(mesh.get_group(axis), ranks))
+                part = part.to_local()
+            # FSDP frees the memory of gathered parameters after their use.
+            freed = part.is_meta or (part.numel() and not part.untyped_storage().nbytes())
+            if held_by < len(ranks) and not freed:
+                found[name] = Replica(part, fingerprint([place, tuple(part.shape)]))
     return found
+
+
+def _number_of_ranks(group: dist.ProcessGroup | None, ranks: set[int]) -> int:
+    return len(ranks.intersection(dist.get_process_group_ranks(group)))
+
+
+def _cut_by_fsdp1(model: nn.Module, ranks: set[int]) -> set[int]:
+    """The ids of the parameters that FSDP1 cuts over several of ``ranks``."""
+    wrappers = [x for x in model.modules() if isinstance(x, FullyShardedDataParallel)]
+    cut = [x for x in wrappers if _number_of_ranks(x.process_group, ranks) > 1]
+    return {id(parameter) for wrapper in cut for parameter in wrapper.parameters()}
 
 
 @torch.no_grad()
@@ -89,44 +106,70 @@ def replica_number(models: Sequence[Mapping[str, Replica]]) -> int:
         return 0
     with without_dispatch_modes():
         sums = on_host([device_checksum(sample(x.part)) for x in parts])
-    numbers = [x.number for x in parts]
-    which, content = (zlib.crc32(repr(facts).encode()) for facts in (list(map(list, models)), [numbers, sums]))
+    which, content = fingerprint(list(map(list, models))), fingerprint([[x.number for x in parts], sums])
     return (which % 2**20 + 1) << 32 | content
 
 
+def shared_replicas(replicas: Mapping[str, Replica], group: dist.ProcessGroup) -> dict[str, Replica]:
+    """The replicas whose name every rank of ``group`` has, in the same order on all ranks.
+
+    Communication: an all-gather of a number, and an all-gather of 8 bytes for each replica.
+    """
+    keys = sorted((fingerprint([name]), name) for name in replicas)
+    most = max(row[0] for row in gather_numbers([len(keys)], group))
+    rows = gather_numbers([key for key, _ in keys] + [-1] * (most - len(keys)), group)
+    shared = set(rows[0]).intersection(*rows)
+    return {name: replicas[name] for key, name in keys if key in shared}
+
+
+class Difference(NamedTuple):
+    """A parameter of which ranks with the same part hold different values.
+
+    Attributes:
+        beyond_rounding: they differ by more than rounding.
+        equal_before: on every rank they were equal before.
+        parties: the ranks that hold equal values.
+    """
+
+    beyond_rounding: bool
+    equal_before: bool
+    parties: list[list[int]]
+
+
 @torch.no_grad()
-def find_diverged(
-    replicas: Mapping[str, Replica], equal_before: Iterable[str], group: dist.ProcessGroup, steps: int
-) -> tuple[list[str], list[str], list[list[int]]]:
-    """The parameters that are equal on all ranks of ``group``, up to the rounding of ``steps`` steps; those that were
-    equal before and are not now; and the ranks that hold equal values of a part of the first of these.
+def find_differences(
+    replicas: Mapping[str, Replica], group: dist.ProcessGroup, steps: int, equal_before: Iterable[str] = ()
+) -> dict[str, Difference]:
+    """The parameters that differ between the ranks of ``group``. ``steps``: after which sums may have added rounding.
 
     Every rank has the same names in ``replicas``. Communication: one all-gather of 40 bytes for each parameter.
     """
+    if not replicas:
+        return {}
     with without_dispatch_modes():
         rows = gather_numbers([x for facts in _describe(replicas, set(equal_before)) for x in facts], group)
-    equal, diverged, parties = list[str](), list[str](), list[list[int]]()
+    found, members = dict[str, Difference](), dist.get_process_group_ranks(group)
     for index, name in enumerate(replicas):
         ranks = [row[5 * index : 5 * index + 5] for row in rows]
-        number = _find_different(ranks, ROUNDING * math.sqrt(steps))
-        if number is None:
-            equal.append(name)
-        elif all(known for _, known, _, _, _ in ranks):
-            contents: dict[int, list[int]] = {}
-            for rank, facts in zip(dist.get_process_group_ranks(group), ranks, strict=True):
-                if facts[0] == number:
-                    contents.setdefault(facts[2], []).append(rank)
-            parties = parties or list(contents.values())
-            diverged.append(name)
-    return equal, diverged, parties
+        for number in {facts[0] for facts in ranks}:
+            same = [(rank, facts) for rank, facts in zip(members, ranks, strict=True) if facts[0] == number]
+            parties: dict[int, list[int]] = {}
+            for rank, facts in same:
+                parties.setdefault(facts[2], []).append(rank)
+            if len(parties) > 1:
+                beyond = _is_beyond([facts[3:] for _, facts in same], ROUNDING * math.sqrt(steps))
+                found[name] = Difference(beyond, all(facts[1] for facts in ranks), list(parties.values()))
+                if beyond:
+                    break
+    return found
 
 
 def project(part: torch.Tensor) -> tuple[float, float]:
     """A sum of the elements of ``part`` with random signs, and their norm. Sums of two parts differ about as much as
     the norm of the difference."""
-    values = sample(part).double()
+    values = sample(part).double().cpu()
     drawn = torch.randint(2, (values.numel(),), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return float(values @ (2 * drawn - 1).to(values)), float(values.norm())
+    return float(values @ (2 * drawn - 1).double()), float(values.norm())
 
 
 def _describe(replicas: Mapping[str, Replica], equal_before: set[str]) -> list[tuple[int, ...]]:
@@ -138,13 +181,7 @@ def _describe(replicas: Mapping[str, Replica], equal_before: set[str]) -> list[t
     return [(x.number, int(name in equal_before), content, *both) for (name, x), content, both in entries]
 
 
-def _find_different(ranks: Sequence[Sequence[int]], tolerance: float) -> int | None:
-    """The number of parts that differ by more than ``tolerance``, relative to their norm."""
-    for number in {facts[0] for facts in ranks}:
-        same = [facts for facts in ranks if facts[0] == number]
-        if len({facts[2] for facts in same}) > 1:
-            floats = torch.tensor([facts[3:] for facts in same], dtype=torch.int64, device="cpu").view(torch.float64)
-            sums, norms = floats.unbind(1)
-            if not float(sums.max() - sums.min()) <= tolerance * float(norms.max()):  # true for nan
-                return number
-    return None
+def _is_beyond(bits: Sequence[Sequence[int]], tolerance: float) -> bool:
+    """Whether sums differ by more than ``tolerance``, relative to the norms. ``bits``: of each rank's sum and norm."""
+    sums, norms = torch.tensor(bits, dtype=torch.int64, device="cpu").view(torch.float64).unbind(1)
+    return not float(sums.max() - sums.min()) <= tolerance * float(norms.max())  # true for nan

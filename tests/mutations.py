@@ -464,14 +464,44 @@ batch: parameters are not compared over the ranks of a loss | ranks/doors/test_l
     _ComparedModels.refuse_diverged | if diverged:
     becomes | if False:
 batch: shards of FSDP2 are not compared with their replicas | ranks/doors/test_loss_over_dp.py -k training
-    replicas_of | if held_by < len(ranks):
-    becomes | if not place:
+    replicas_of | if held_by < len(ranks) and
+    becomes | if not place and
 batch: parameters that differ from the beginning count | ranks/doors/test_loss_over_dp.py -k experts
-    find_diverged | elif all(known for _, known, _, _, _ in ranks):
-    becomes | else:
-batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp.py -k experts
-    replicas_of | or id(parameter) in excluded
+    _ComparedModels.refuse_diverged | if each.equal_before
     becomes nothing
+batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp.py -k experts
+    replicas_of | excluded | _cut_by_fsdp1(model, ranks)
+    becomes | _cut_by_fsdp1(model, ranks)
+watch: functions in a module have no model | ranks/engine/test_unreduced.py -k nobody_reduces
+    ParameterWatch.number | _running_model() if call.model is None else call.model
+    becomes | call.model
+watch: only the part with the style is compared | ranks/engine/test_unreduced.py -k parts_of_a_model
+    _model_of | model = _running_model()
+    becomes | model = None
+watch: a style on each layer has a count of its own | ranks/engine/test_unreduced.py -k interval
+    ParameterWatch.number | key if model is None else model
+    becomes | key
+watch: a layer that is unfrozen is no news | ranks/engine/test_unreduced.py -k unfrozen
+    _Count.has_news | or parameter.requires_grad != trained
+    becomes nothing
+watch: the first change of a parameter is no news | ranks/engine/test_unreduced.py -k 'news and first'
+    _Count.has_news | news |= changed or
+    becomes | news |=
+watch: one model a turn is looked at | ranks/engine/test_unreduced.py -k two_models
+    ParameterWatch.number | if count.turn != self._turn:
+    becomes | if state is not None and not state.forward_open:
+watch: forwards of reentrant checkpoints do not count | ranks/engine/test_unreduced.py -k reentrant
+    ParameterWatch.number | self._recomputes = trains
+    becomes | pass
+watch: ranks with other parameters compare nothing | ranks/engine/test_unreduced.py -k share
+    shared_replicas | if key in shared
+    becomes | if False
+watch: parts of FSDP1 are compared | ranks/engine/test_unreduced.py -k fsdp1
+    replicas_of | excluded | _cut_by_fsdp1(model, ranks)
+    becomes | set(excluded)
+watch: an error is told once | ranks/engine/test_unreduced.py -k told_again
+    ParameterWatch.judge | count.attentions = 0
+    becomes | pass
 batch: a sum follows a loss for a mean | ranks/doors/test_loss_over_dp.py -k training
     _refuse_other_reducers | if means is not None and
     becomes | if False and

@@ -18,7 +18,9 @@ class Checks:
     attention, every rank raises, and the process groups are of no use any more.
 
     **Parameters.** By default all ranks raise :class:`~cp_styles.UnreducedGradientsError` at an attention of the first
-    step after the step in which gradients were not reduced over the sequence axis, or only in part.
+    step after the step in which gradients were not reduced over the sequence axis, or only in part. They compare the
+    parameters of the outermost module whose forward runs. Functions outside of a module compare none, and steps of
+    ZeroRedundancyOptimizer leave no difference.
 
     **Inputs.** ``ModuleContextParallel`` and ``context_parallel`` refuse mistakes in the arguments of a model. These
     are: no ``position_ids`` for a forward that takes them; positions, under any name, that count from 0 on each rank;

@@ -457,18 +457,6 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
             started.wait(patience)
 
 
-def reduce_max(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The maximum over ranks of each element, in flat tensors on a device for which the group has a backend.
-
-    Communication: one all-reduce of all elements together.
-    """
-    device = torch.device("cpu") if has_cpu_backend(group) else _current_gpu()
-    flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
-    with collective(group, "the check of gradients"):
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    return list(flat.split([tensor.numel() for tensor in tensors]))
-
-
 def _current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -246,7 +246,7 @@ class Binding:
         layout, rank = self.layout, self.group.rank()
         fixed = layout if isinstance(layout, SequenceLayout) else None
         where = self.name, self.axis, self.group
-        checked = where, self.checks, tensors, self.model, keep
+        checked = where, self.checks, tensors, self.model or self.forward_state.model, keep
         agreement = _AttentionAgreement(*checked, binding=self, problem=problem, attn_mask=attn_mask, call=call)
         self.group_state.phase = GroupPhase.TOGETHER
         meeting = start_status(

@@ -376,9 +376,6 @@ def _attention_backward(
 ):
     in_graph = isinstance(config, AttentionConfig)
     resolved = _resolve_call_in_graph(config, dense, call) if in_graph else config
-    if in_graph:
-        for check in resolved.binding.rank_checks:
-            check.backward_in_graph(resolved.binding.group)
     attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_read_bytes(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse, "learned": learned}

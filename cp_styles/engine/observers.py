@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from cp_styles.comm.agreement import Caller
 from cp_styles.comm.checks import Checks
@@ -25,6 +25,11 @@ Place: TypeAlias = tuple[int, str, int]
 
 class ModelObserver(Protocol):
     """Observes the training of one model, which it also identifies as a key."""
+
+    @property
+    def model(self) -> Callable[[], nn.Module | None]:
+        """Returns the model, while it exists."""
+        ...
 
     def attends(self, call: CheckedCall, place: Place, masks: frozenset[type], module_call: tuple[Any, ...]) -> None:
         """Called before an attention over several ranks, not in a recomputation. All ranks raise an error of one.
@@ -67,9 +72,6 @@ class RankCheck(Protocol):
 
     def judge(self, numbers: Sequence[int], call: CheckedCall) -> None:
         """Raise, on every rank, if the ranks' numbers show an error."""
-
-    def backward_in_graph(self, group: dist.ProcessGroup) -> None:
-        """Called in the backward of a compiled graph, whose forward no check has observed. The default does nothing."""
 
 
 RANK_CHECKS: list[Callable[[], RankCheck]] = []

@@ -16,12 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.checks.gradient_watch import (
-    ParameterWatch,
-    UnreducedGradientsError,
-)
+from cp_styles.checks.gradient_watch import UnreducedGradientsError
 from cp_styles.comm.checks import Checks
-from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from tests.covering import at_night
@@ -116,7 +112,6 @@ def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
 @pytest.mark.nightly
 @on_every_rank(RANKS)
 def test_a_compiled_optimizer(mesh, rank: int):
-    """Nobody sees which parameters it steps; those of the graph are compared all the same."""
     model = attended("module", mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, backend="aot_eager")
@@ -166,50 +161,3 @@ def test_parameters_of_tensor_parallelism_are_told():
         steps_of(model, compiled(model, "model"), steps=2)
 
     raised(on)
-
-
-class InBackward(torch.autograd.Function):
-    """Calls what it is given in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, act):
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.act()
-        return grad, None
-
-
-def test_what_is_remembered():
-    """Trained parameters, weakly, now and then; a forward looks at those that it has, and at those."""
-
-    def on(rank: int):
-        watch, group = ParameterWatch(), cp_mesh(RANKS).get_group()
-        where = "nobody", "cp", group
-
-        def differentiate(weight) -> None:
-            InBackward.apply(randn(rank, 3, 10) @ weight, lambda: watch.backward_in_graph(group)).sum().backward()
-
-        def number_of(*weights) -> int:
-            return ParameterWatch().number(CheckedCall(where, Checks(), weights))
-
-        plain = randn(rank, 3, 10)
-        input_of_mine = randn(rank, 10, 10).requires_grad_()
-        differentiate(input_of_mine)  # which may differ
-        assert watch.number(CheckedCall(where, Checks(), [plain])) == 0
-        weights = [nn.Parameter(randn(seed, 10, 10)) for seed in range(2)]
-        for _ in range(3):
-            differentiate(weights[0])
-        number = watch.number(CheckedCall(where, Checks(), [plain]))
-        assert number == number_of(weights[0]) != 0
-        differentiate(weights[1])  # the backward number 5, at which nothing is remembered
-        assert watch.number(CheckedCall(where, Checks(), [plain])) == number
-        both = watch.number(CheckedCall(where, Checks(), [plain @ weights[1]]))
-        assert both == number_of(*reversed(weights)) != number
-        del weights[0]
-        assert watch.number(CheckedCall(where, Checks(), [plain])) == 0
-        return number
-
-    assert len(set(run_ranks(on, RANKS))) == 1

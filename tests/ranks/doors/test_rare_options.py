@@ -103,18 +103,29 @@ def by_varlen(mesh, qkv, **options):
     return context_varlen_attention(*packs, mesh, [0, LENGTH], layout=contiguous, **options)
 
 
+class Attends(nn.Module):
+    """A function in a module, whose parameters are compared."""
+
+    def __init__(self, attend, mesh):
+        super().__init__()
+        self.linear, self.attend, self.mesh = nn.Linear(8, 8).double(), attend, mesh
+        self.linear.weight.data, self.linear.bias.data = randn(1, 8, 8), randn(2, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.attend(self.mesh, (x, x, x), **self.options)
+
+
 @pytest.mark.parametrize("attend", [by_flex, by_varlen])
 def test_parameters_that_are_meant_to_differ(attend):
     """Named, they are no error at the second step; else they are, on every rank."""
 
     def on(rank: int, named: bool) -> None:
-        mesh, linear = cp_mesh(2), nn.Linear(8, 8).double()
-        options = {"checks": Checks(local=[linear])} if named else {}
-        optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
-        linear.weight.data, linear.bias.data = randn(1, 8, 8), randn(2, 8)
+        model = Attends(attend, cp_mesh(2))
+        model.options = {"checks": Checks(local=[model.linear])} if named else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            x = linear(randn(10 * step + rank, 1, 2, LENGTH // 2, 8))
-            attend(mesh, (x, x, x), **options).square().sum().backward()
+            model(randn(10 * step + rank, 1, 2, LENGTH // 2, 8)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 

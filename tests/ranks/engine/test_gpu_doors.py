@@ -74,7 +74,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 
 SEEDS = count(100)  # what a mask holds is new to the caches
-TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.checks.gradient_watch.on_host"
+TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.replicas.on_host"
 DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
 
 
@@ -288,6 +288,6 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
         with pytest.raises(UnreducedGradientsError):
             steps(model, mesh["cp"], optimizer)
 
-    examine = "cp_styles.checks.gradient_watch.ParameterWatch._examine"
-    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, LOSS, examine]):
+    project = "cp_styles.replicas.project"
+    with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, LOSS, project]):
         run_ranks(on, 2)
