@@ -563,7 +563,7 @@ keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
 keys: a mask of a style is no mask | ranks/doors/test_joined_keys.py
-    _AttentionAgreement._refuse_joined_keys | or isinstance(binding.mask, Dense)
+    _AttentionAgreement._refuse_joined_keys | or binding.mask.has_bias
     becomes nothing
 keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
