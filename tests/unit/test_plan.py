@@ -79,18 +79,11 @@ def check_plans(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
 
 
 def check_tiles(
-    plans: list[Plan],
-    q_layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    mask: Mask,
-    seen: torch.Tensor,
-    *,
-    counted: bool = True,
+    plans: list[Plan], q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor
 ) -> None:
-    """``counted``: the mask knows how many pairs it has, which is the number in its intervals if it has gaps."""
     for rank, plan in enumerate(plans):
         mine = seen[q_layout.positions(rank)]
-        assert not counted or attended_pairs(q_layout, kv_layout, mask, rank) == int(mine.sum())
+        assert mask.has_gaps or attended_pairs(q_layout, kv_layout, mask, rank) == int(mine.sum())
         assert plan.received_rows == sum(part.count for part in plan.parts if part.source != rank)
         for source, part in enumerate(plan.parts):
             visible = mine[:, kv_layout.positions(source)]
