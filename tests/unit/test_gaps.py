@@ -17,7 +17,7 @@ from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import make_plan
 from tests.layouts import layouts
 from tests.oracle import Dilated
-from tests.unit.test_plan import check_tiles
+from tests.unit.test_plan import Between, check_tiles
 
 
 @dataclass(frozen=True)
@@ -132,3 +132,31 @@ def test_long_plans_look_at_few_pairs(cut, received: int):
     assert plan.received_rows == received
     assert max(mask.pairs) <= 2**21
     assert sum(mask.pairs) <= 2**29
+
+
+def test_queries_of_a_block_that_look_at_keys_far_apart():
+    """Rank 0 has the queries 0 and 2 of one block, which see the keys 1 and 9 of rank 1. Query 4 looks at key 3, in a
+    block that it does not see."""
+    blocks = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 1]], dtype=torch.bool)
+    sparse = create_block_mask(lambda b, h, q, kv: blocks[q // 4, kv // 4], None, None, 12, 12, "cpu", BLOCK_SIZE=4)
+    band = Between((1, 0, 9, 0, 3, *[0] * 7), (2, 0, 10, 0, 4, *[0] * 7))
+    mask, layout = FlexMask(sparse) & band, striped(12, 2)
+    check(layout, mask, dense(FlexMask(sparse), 12) & dense(band, 12))
+    assert make_plan(layout, layout, mask, 0).received_rows == 2
+
+
+@dataclass(frozen=True)
+class EvenKeys(Mask):
+    """Says which keys are needed, and no pairs, as a selection does."""
+
+    bounds, has_bias = Full.bounds, True
+
+    def needed(self, q_positions_L, kv_positions_M):
+        return kv_positions_M % 2 == 0
+
+
+def test_a_conjunction_asks_every_part():
+    keys = torch.arange(8)
+    assert (EvenKeys() & Causal()).needed(torch.tensor([2, 5]), keys).nonzero().flatten().tolist() == [0, 2, 4]
+    assert (EvenKeys() & Dilated(6, 3)).needed(torch.tensor([5, 7]), keys).nonzero().flatten().tolist() == [2, 4]
+    assert not EvenKeys().needed(keys[:0], keys[:0]).any()
