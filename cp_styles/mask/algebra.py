@@ -106,8 +106,7 @@ class Mask:
         q, kv, none, by_pairs = q_positions_L, kv_positions_M, q_positions_L[:0], False
         first, stop = (torch.searchsorted(kv, bound) for bound in self.bounds(q))
         first = first.minimum(stop)
-        # Queries of a cell see a range of its keys: their intervals touch. A key is in some range if more ranges have
-        # begun than ended.
+        # Queries of a cell see a range: their intervals touch. A key is in one if more have begun than ended.
         apart = (first[1:] > stop[:-1]) | (first[:-1] > stop[1:])
         cover, q_edges, kv_edges = make_cells(self.grids, q, kv, apart)
         q_cell, kv_cell = (torch.repeat_interleave(edges.diff()) for edges in (q_edges, kv_edges))
@@ -123,7 +122,8 @@ class Mask:
                 found &= part.needed(q, kv)
             by_pairs |= type(part).allowed is not Mask.allowed or (part.has_gaps and part.bias(none, none) is not None)
         missing = found & by_pairs
-        step = max(128, min(1024, 2**20 // (1 + int((stop - first).sum()) // max(len(q), 1))))
+        width = 1 + int((stop - first).sum()) // max(len(q), 1)
+        step = max(128, min(width, 2**20 // width))
         # From the last queries, which mostly see most keys: a key is asked for until a query sees it.
         for end in range(len(q), 0, -step):
             rows, keys = slice(max(end - step, 0), end), torch.nonzero(missing).flatten()
