@@ -41,7 +41,7 @@ from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, merge_all
 from cp_styles.layout import SequenceLayout, refuse_other_cut
-from cp_styles.mask import Causal, Full, Mask, PerRow
+from cp_styles.mask import Causal, Mask
 from cp_styles.mask.dense import check_plain_mask
 from cp_styles.troubleshooting import see
 
@@ -479,13 +479,13 @@ def _check_call(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, 
         )
     if q.dtype != keys.dtype and len({x.dtype for x in cast_for_attention((q, keys))}) > 1:
         raise ValueError(f"{name}: a query in {q.dtype} and a cache in {keys.dtype}: both must have one dtype")
-    if not q.shape[2] or (q.shape[2] > cache.length and not isinstance(mask, Full)):
-        raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")
     if q.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{name}: decoding has no backward: call it under torch.no_grad()")
     if not isinstance(mask, Mask):
         raise TypeError(f"{name}: mask must be a Mask object such as Causal(), got {mask!r}")
-    if mask.has_bias or any(row.has_bias for row in getattr(mask, "masks", ())):
+    if not q.shape[2] or (q.shape[2] > cache.length and mask.parts):
+        raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")
+    if mask.has_bias:
         raise NotImplementedError(
             f"{name}: {mask!r} is not a mask of bands, and decoding takes only bands: pass a boolean attn_mask"
         )
@@ -511,8 +511,7 @@ def _find_visible_keys(
     """The range of this rank's keys to which some query attends, and a bias that hides the remaining keys in it, None
     if there are none. The bias has 4 dims that broadcast to [B, H, L, M]."""
     queries = torch.arange(cache.length - q.shape[2], cache.length, device="cpu")
-    rows = mask.masks if isinstance(mask, PerRow) else (mask,)
-    lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in rows), strict=True))
+    lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in mask.rows), strict=True))
     has_keys = lo < hi.clamp(max=cache.length)
     if bool((has_keys & (lo < cache._first_needed)).any()):
         raise ValueError(

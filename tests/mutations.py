@@ -89,6 +89,27 @@ mask: every row of the batch has the first one's | ranks/engine/test_per_row.py
 mask: partial blocks of a BlockMask as full ones | unit/test_flex_mask.py
     FlexMask.bias | states == 2
     becomes | states >= 1
+mask: a key that one query hides is needed by none | unit/test_gaps.py
+    Mask.needed | seen.flatten(0, -2).any(0)
+    becomes | seen.flatten(0, -2).all(0)
+mask: keys in another block are needed | unit/test_gaps.py
+    Mask.needed | row, column = torch.nonzero(cover, as_tuple=True)
+    becomes | row, column = torch.nonzero(cover >= 0, as_tuple=True)
+mask: intervals that do not touch are one | unit/test_gaps.py
+    Mask.needed | make_cells(self.grids, q, kv, apart)
+    becomes | make_cells(self.grids, q, kv)
+mask: a conjunction forgets an answer of a part | unit/test_gaps.py
+    Mask.needed | found &= part.needed(q, kv)
+    becomes | pass
+mask: gaps beside a band are not looked at | unit/test_gaps.py
+    Mask.needed | missing = found & by_pairs
+    becomes | missing = found & False
+mask: a mask of other bounds says what its base class said | unit/test_mask.py -k base_class
+    Mask.__init_subclass__ | "bounds" in vars(cls)
+    becomes | False
+plan: every key of a source is sent | unit/test_gaps.py
+    _make_plan | find_ranges(mask.needed(rows, kv[rank]))
+    becomes | ((0, len(kv[rank])),)
 layout: chunks of a rank in reverse | unit/test_layout.py
     rows_in | (parts,
     becomes | (parts[::-1],
@@ -593,7 +614,7 @@ keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
 keys: a mask of a style is no mask | ranks/doors/test_joined_keys.py
-    _AttentionAgreement._refuse_joined_keys | or isinstance(binding.mask, Dense)
+    _AttentionAgreement._refuse_joined_keys | or binding.mask.has_bias
     becomes nothing
 keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
     _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
@@ -637,6 +658,9 @@ tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/
 selection: keys that other queries have selected | ranks/mixers/test_selection.py
     Selected.bias | sorted_M[place_BLK] == wanted_BLK
     becomes | place_BLK >= 0
+selection: keys of another rank's queries | ranks/mixers/test_selection.py
+    Selection.needed | self.selected_S[kv_positions_M] if peer == self.rank else self.sent[peer]
+    becomes | self.selected_S[kv_positions_M]
 selection: every key is sent | ranks/mixers/test_selection.py -k travel
     _share | wait_received(started, peers)
     becomes | wait_received(started, peers).fill_(1)

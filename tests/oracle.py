@@ -157,6 +157,22 @@ def document_lengths(length: int) -> tuple[int, ...]:
     return (1, length // 2, 1, length - length // 2 - 2)
 
 
+@dataclass(frozen=True)
+class Dilated(Mask):
+    """Every ``step``-th of the last ``reach`` positions, and with ``both`` of the next: a mask with gaps of a user."""
+
+    reach: int
+    step: int
+    both: bool = False
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (q_positions_L - self.reach).clamp(min=0), q_positions_L + 1 + self.reach * self.both
+
+    def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        distance_LM = q_positions_L[:, None] - kv_positions_M
+        return super().allowed(q_positions_L, kv_positions_M) & (distance_LM % self.step == 0)
+
+
 def mask_cases(length: int) -> dict[str, MaskCase]:
     """Every mask with structure, and conjunctions of them, for a sequence of ``length`` >= 5 positions."""
     lengths = document_lengths(length)
@@ -191,6 +207,10 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
         "windowed documents": (
             SlidingWindow(2, 1) & Documents(lengths),
             lambda p, j: document(p) == document(j) and p - 2 <= j <= p + 1,
+        ),
+        "dilated documents": (
+            Dilated(9, 3) & Documents(lengths),
+            lambda p, j: document(p) == document(j) and j in (p, p - 3, p - 6, p - 9),
         ),
     }
     return {name: MaskCase(mask, sees) for name, (mask, sees) in cases.items()}

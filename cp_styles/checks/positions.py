@@ -15,7 +15,6 @@ from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import forward_parameters, input_names
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Causal, Full, SlidingWindow
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
@@ -128,7 +127,7 @@ def _refuse_local_positions(
         return  # a table, or positions of other tokens than this rank's
     counted = torch.arange(first, first + length, device=positions.device)
     from_first = bool((positions == counted).all()) or _rows_begin_at_0(positions)
-    if not from_first or not isinstance(binding.mask, Full | Causal | SlidingWindow):
+    if not from_first or binding.mask.separates:
         return  # positions in documents count from 0 too
     begin = _find_begin(binding, length)
     if begin:

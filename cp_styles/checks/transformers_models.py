@@ -15,8 +15,6 @@ from cp_styles._compat import calling_frames
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import forward_parameters, input_names, list_wrapped
-from cp_styles.mask import Chunked, SlidingWindow
-from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 _TOKENS = "input_ids", "inputs_embeds", "hidden_states"
@@ -109,9 +107,7 @@ class TransformersCheck(ForwardObserver):
         if window is None or isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
             return
         binding, _ = calls.scoped.resolve()
-        style_mask = binding.mask
-        parts = style_mask.parts if isinstance(style_mask, All) else (style_mask,)
-        if any(isinstance(part, SlidingWindow | Chunked) for part in parts):
+        if binding.mask.local:
             return  # the style makes the window, with positions of the whole sequence
         raise NotImplementedError(
             f"{binding.name}: layers of {kind} have {window}, and the model would make their masks from this "

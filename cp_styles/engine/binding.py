@@ -48,8 +48,7 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Causal, Dense, Full, Mask, SlidingWindow
-from cp_styles.mask.algebra import All
+from cp_styles.mask import Causal, Dense, Mask
 from cp_styles.mask.dense import digest
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
@@ -209,14 +208,14 @@ class Binding:
 
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
         """This binding with an additional mask, ``source`` or ``mask_of(source)``. Cached, so that layers share it."""
-        if isinstance(source, Full):
+        if mask_of is None and not source.parts:
             return self
         key = source, mask_of
         binding = self._variants.get(key)
         if binding is None:
             mask = self.mask & (source if mask_of is None else mask_of(source))
             binding = replace(self, mask=mask)
-            if mask.selection is None:  # keys are selected anew for each call, and take memory
+            if mask.only_for is None:  # keys are selected anew for each call, and take memory
                 self._variants.put(key, binding)
         return binding
 
@@ -340,14 +339,12 @@ class Binding:
     @cached_property
     def mask_kinds(self) -> frozenset[type[Mask]]:
         """The classes of the parts of the mask. Full is no part."""
-        parts = self.mask.parts if isinstance(self.mask, All) else (self.mask,)
-        return frozenset(type(part) for part in parts if not isinstance(part, Full))
+        return frozenset(map(type, self.mask.parts))
 
     @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
-        seen = self.mask_kinds <= {Causal, SlidingWindow}
-        return not seen or (self.kernel is not None and self.kernel.positional)
+        return self.mask.separates or (self.kernel is not None and self.kernel.positional)
 
     @cached_property
     def _fingerprint(self) -> int:
@@ -407,7 +404,7 @@ class ResolvedCall:
     ) -> Attention:
         q, k, v = tensors
         binding, (q_length, kv_length) = self.binding, self.lengths
-        if kv_length != q_length and (is_causal or not isinstance(binding.mask, Full | Dense)):
+        if kv_length != q_length and (is_causal or binding.mask.positional):
             what = "is_causal=True" if is_causal else repr(binding.mask)
             raise ValueError(
                 f"{binding.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences "
@@ -550,7 +547,7 @@ class _AttentionAgreement(CheckedCall):
         pieces = sum(keys) // max(sum(queries), 1) if len(rows) > 1 else 1  # one rank has the pieces one after another
         if pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)) or graph_task_id() >= 0:
             return  # a recomputation has no arguments of a module, and its first run was looked at
-        masked = self.attn_mask is not None or isinstance(binding.mask, Dense)
+        masked = self.attn_mask is not None or binding.mask.has_bias
         if not (masked or (binding.kernel is not None and binding.kernel.positional)):
             return
         inputs = itertools.chain(*((*args, *kwargs.values()) for _, args, kwargs in running_modules()))

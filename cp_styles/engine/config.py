@@ -122,7 +122,7 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """
     if value is None or isinstance(value, (bool, str, float)):
         return value
-    if isinstance(value, Mask) and value.selection is not None:
+    if isinstance(value, Mask) and value.only_for is not None:
         raise TypeError(
             "a mask of selected keys holds tensors of this call, and cannot be in a graph: let the attention run "
             "outside of compiled code, torch.compiler.disable(context_attention)"

@@ -12,8 +12,7 @@ from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.report import Explanation, busiest_rank, explained
 from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
-from cp_styles.mask import Causal, Documents, Full, Mask
-from cp_styles.mask.algebra import All
+from cp_styles.mask import Causal, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 
@@ -36,13 +35,11 @@ class Candidate(NamedTuple):
 
 def suggest_layouts(mask: Mask) -> dict[str, Balancer]:
     """Balancers that may suit a mask, by name."""
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    documents = next((part.lengths for part in parts if isinstance(part, Documents)), None)
     layouts: dict[str, Balancer] = {"head_tail": head_tail, "contiguous": contiguous}
-    if documents is not None:
-        layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
+    if mask.documents is not None:
+        layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=mask.documents)
     # head_tail balances a causal mask, and contiguous a full one, in the fewest chunks.
-    if not mask.has_bias and not isinstance(mask, Causal | Full):
+    if not mask.has_bias and mask not in (Causal(), Full()):
         layouts["by_work"] = partial(by_work, mask=mask)
     return layouts
 

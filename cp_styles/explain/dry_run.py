@@ -382,9 +382,5 @@ class _UnfilledMask(Mask):
     def has_bias(self) -> bool:
         return self.inner.has_bias
 
-    @property
-    def grids(self):
-        return self.inner.grids
-
     def row(self, index: int) -> Mask:
         return replace(self, inner=self.inner.row(index))

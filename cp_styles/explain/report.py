@@ -316,8 +316,8 @@ def explained(
     """
     ranks = layouts[0].ranks
     strategy = strategy.on(ranks)
-    if mask.selection is not None:
-        rank = mask.selection.rank  # which keys other ranks have selected is not known here
+    if mask.only_for is not None:
+        _, rank = mask.only_for  # which keys other ranks have selected is not known here
     if rank is not None or most <= 1:
         simulated = [busiest_rank(layouts[0], mask) if rank is None else rank]
     else:

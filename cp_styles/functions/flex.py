@@ -28,7 +28,7 @@ from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask, PerRow
+from cp_styles.mask import Full, Mask
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy
 from cp_styles.unsupported_derivatives import refuse_transforms
@@ -180,7 +180,7 @@ def _bind_call(
         raise NotImplementedError(
             f"{binding.name}: {binding.kernel!r} cannot compute a score_mod: leave kernel= out of this call or style"
         )
-    if isinstance(binding.mask, PerRow):
+    if binding.mask.rows != (binding.mask,):
         raise NotImplementedError(
             f"{binding.name}: a score_mod cannot be combined with a mask for each row of the batch (PerRow): put "
             "the masks of the rows into the block_mask"

@@ -41,7 +41,7 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
-from cp_styles.mask.algebra import UNBOUNDED
+from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.styles.module import calls_in
@@ -330,7 +330,7 @@ def _make_mask(
         of_call = (batch_size, q_length, int(q_offset)), mask_function, attention_mask, config
         mask, padding, length = _make_prompt_mask(calls, *of_call)
     whole_mask = _WholeMask(mask, padding, batch_size, length)
-    if padding is not None or not isinstance(mask, Full | Causal):
+    if padding is not None or mask not in (Full(), Causal()):
         calls.forward_state.layer_mask = whole_mask
     return whole_mask
 
@@ -657,20 +657,6 @@ def _keeps_all(part: Any, size: int) -> bool:
     return isinstance(part, slice) and part.indices(size) == (0, size, 1)
 
 
-@dataclass(frozen=True)
-class KeyRange(Mask):
-    """Every query attends to the keys ``first`` .. ``stop - 1``: the tokens of a padded row."""
-
-    first: int
-    stop: int
-
-    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full_like(q_positions_L, self.first), torch.full_like(q_positions_L, self.stop)
-
-    def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-
-
 @dataclass
 class _MaskPieces:
     """The parts of a mask function.
@@ -699,7 +685,7 @@ class _MaskPieces:
 
     @property
     def causal(self) -> bool:
-        return any(isinstance(mask, Causal) for mask in (*self.masks, *self.widened))
+        return Causal() in (*self.masks, *self.widened)
 
     @property
     def unmasked(self) -> bool:
@@ -1069,7 +1055,7 @@ def _build_mask(
         first = present.int().argmax(1).tolist()
         ranges = [(low, low + count) for low, count in zip(first, present.sum(1).tolist(), strict=True)]
         without_gaps = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
-        if without_gaps and not isinstance(common, Full):
+        if without_gaps and common.parts:
             # Without padding on the right, one mask for any length: each new token then has an equal mask.
             rows = [KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in ranges]
         else:

@@ -12,7 +12,7 @@ from cp_styles.comm.agreement import report_failure
 from cp_styles.decoding import LayerCaches, find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask, PerRow
+from cp_styles.mask import Mask
 from cp_styles.mixers.by_name import rows_at_end
 from cp_styles.troubleshooting import see
 
@@ -157,8 +157,7 @@ class TransformersCache(LayerCaches):
         if cache is None or self.keeps_all or not cache.length or mask.has_bias:
             return
         last = torch.tensor([cache.length - 1], device="cpu")
-        rows = mask.masks if isinstance(mask, PerRow) else (mask,)
-        cache.forget(min(int(row.bounds(last)[0]) for row in rows))
+        cache.forget(min(int(row.bounds(last)[0]) for row in mask.rows))
 
     def check_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Raise before the first new token, on every rank, unless the padding equals the padding of the prefill."""

@@ -48,7 +48,7 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import find_cuts
-from cp_styles.mask import Dense, Mask, PerRow
+from cp_styles.mask import Dense, Mask
 from cp_styles.mask.dense import causal_bias
 from cp_styles.troubleshooting import see
 
@@ -319,10 +319,9 @@ class AttentionCalls(TorchFunctionMode):
         binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         calls = [(binding, tensors)]
-        if isinstance(binding.mask, PerRow):
-            rows = range(len(binding.mask.masks))
-            q, k, v = ([x[row : row + 1] for row in rows] for x in tensors)
-            calls = [(replace(binding, mask=binding.mask.row(row)), (q[row], k[row], v[row])) for row in rows]
+        if binding.mask.rows != (binding.mask,):
+            of_rows = zip(binding.mask.rows, *(x.split(1) for x in tensors), strict=True)
+            calls = [(replace(binding, mask=mask), (q, k, v)) for mask, q, k, v in of_rows]
         results = [flex_attend(*each, call, check) for each in calls]
         out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -28,12 +31,41 @@ class BlockGrid:
     cover: torch.Tensor
 
 
+def make_cells(
+    grids: Sequence[BlockGrid], q: torch.Tensor, kv: torch.Tensor, apart: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ranges of queries and of keys at these positions that are within one block of each grid.
+
+    Returns the cover ``[ranges of queries, ranges of keys]``, as in :class:`BlockGrid`; the first query of each range,
+    and the number of queries; and likewise for keys. ``apart``: other queries, but the first, that begin a range.
+    """
+    blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in grids]
+    edges = []
+    for side, positions in enumerate((q, kv)):
+        changed = torch.ones(len(positions) + 1, dtype=torch.bool, device="cpu")
+        changed[1:-1] = False if side or apart is None else apart
+        for pair in blocks:
+            changed[1:-1] |= pair[side].diff() != 0
+        edges.append(torch.nonzero(changed).flatten())
+    cover = torch.full((len(edges[0]) - 1, len(edges[1]) - 1), 2, device="cpu")
+    for grid, (q_block, kv_block) in zip(grids, blocks, strict=True):
+        cover = torch.minimum(cover, grid.cover[q_block[edges[0][:-1]]][:, kv_block[edges[1][:-1]]].long())
+    return cover, *edges
+
+
 class Mask:
     """Base of all masks: which keys each query attends to, in positions of the whole sequence. No communication.
 
-    Masks are immutable and hashable, and are combined with ``&``. Subclasses are frozen dataclasses that define
-    :meth:`bounds`, the interval of keys of each query; CONTRIBUTING.md has an example.
+    Masks are immutable and hashable, and are combined with ``&``. Subclasses are frozen dataclasses with two methods:
+    :meth:`bounds`, the interval of keys of each query, and, if there are gaps in it, :meth:`allowed`. All else follows,
+    the rows that are sent too. CONTRIBUTING.md has an example of each.
     """
+
+    positional = True  # whether positions of queries correspond to positions of keys: both are of one sequence
+    separates = True  # whether it may hide tokens of one document of a pack from tokens of the next
+    local = False  # whether a query attends to keys near it alone: a window, or chunks
+    documents: tuple[int, ...] | None = None  # the lengths of the packed documents that it keeps apart
+    only_for: tuple[Any, int] | None = None  # (layout, rank) of the queries for which alone it is known, at one call
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
@@ -41,8 +73,10 @@ class Mask:
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
-        if "bounds" in vars(cls) and "breaks" not in vars(cls):
-            cls.breaks = Mask.breaks  # the breaks of the base class do not fit the new bounds
+        # What a base class says of its bounds does not hold for other bounds.
+        if "bounds" in vars(cls) and getattr(cls.__base__, "bounds", None) is not Mask.bounds:
+            for name in {"breaks", "parts", "positional", "separates", "local"} - vars(cls).keys():
+                setattr(cls, name, getattr(Mask, name))
 
     def breaks(self, length: int) -> torch.Tensor:
         """Positions below ``length`` where a bound may change its slope: int64, in any order.
@@ -62,20 +96,61 @@ class Mask:
         """
         return None
 
+    def needed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        """Which of the keys at ``kv_positions_M`` some query at ``q_positions_L`` attends to: bool ``[M]``.
+
+        Plans ask a mask with gaps for the queries of a rank and the keys of a rank, ascending, on the host. Each rank
+        asks for the queries of all ranks: the answer depends on positions alone. A key too many costs its bytes.
+        This default compares pairs. Override it where a rule says it sooner; ``a & b`` asks all parts, and compares.
+        """
+        q, kv, none, by_pairs = q_positions_L, kv_positions_M, q_positions_L[:0], False
+        first, stop = (torch.searchsorted(kv, bound) for bound in self.bounds(q))
+        first = first.minimum(stop)
+        # Queries of a cell see a range: their intervals touch. A key is in one if more have begun than ended.
+        apart = (first[1:] > stop[:-1]) | (first[:-1] > stop[1:])
+        cover, q_edges, kv_edges = make_cells(self.grids, q, kv, apart)
+        q_cell, kv_cell = (torch.repeat_interleave(edges.diff()) for edges in (q_edges, kv_edges))
+        least = torch.zeros_like(q_edges).scatter_reduce(0, q_cell, first, "amin", include_self=False)
+        most = torch.zeros_like(q_edges).scatter_reduce(0, q_cell, stop, "amax", include_self=False)
+        row, column = torch.nonzero(cover, as_tuple=True)
+        low, high = kv_edges[column].maximum(least[row]), kv_edges[column + 1].minimum(most[row])
+        depth = torch.zeros(len(kv) + 1, dtype=torch.int64, device="cpu")
+        depth.index_add_(0, low, torch.ones_like(low)).index_add_(0, high.maximum(low), -torch.ones_like(low))
+        found = depth.cumsum(0)[:-1] > 0
+        for part in self.parts:
+            if part is not self and type(part).needed is not Mask.needed:
+                found &= part.needed(q, kv)
+            by_pairs |= type(part).allowed is not Mask.allowed or (part.has_gaps and part.bias(none, none) is not None)
+        missing = found & by_pairs
+        width = 1 + int((stop - first).sum()) // max(len(q), 1)
+        step = max(128, min(width, 2**20 // width))
+        # From the last queries, which mostly see most keys: a key is asked for until a query sees it.
+        for end in range(len(q), 0, -step):
+            rows, keys = slice(max(end - step, 0), end), torch.nonzero(missing).flatten()
+            if not len(keys):
+                break
+            keys = keys[(keys >= first[rows].min()) & (keys < stop[rows].max())]
+            seen, bias = self.allowed(q[rows], kv[keys]), self.bias(q[rows], kv[keys])
+            seen = seen & (cover[q_cell[rows]][:, kv_cell[keys]] > 0)
+            seen = seen if bias is None else seen & (bias != -inf).cpu()
+            missing[keys[seen.flatten(0, -2).any(0)]] = False
+        return found & ~missing
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a query may attend to some keys of its interval alone, so that plans ask :meth:`needed`."""
+        own = type(self).allowed is not Mask.allowed or type(self).needed is not Mask.needed
+        return own or bool(self.grids)
+
     @property
     def has_bias(self) -> bool:
         """Whether the band alone does not define the mask, so that tiles need an explicit mask."""
-        return False
+        return type(self).allowed is not Mask.allowed
 
     @property
     def additive(self) -> bool:
         """Whether the bias has values other than 0 and -inf."""
-        return self.has_bias
-
-    @property
-    def biased_everywhere(self) -> bool:
-        """Whether the bias is needed even in blocks that :attr:`grids` declare full."""
-        return self.has_bias
+        return self.has_bias and type(self).bias is not Mask.bias
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
@@ -83,9 +158,14 @@ class Mask:
         return ()
 
     @property
-    def selection(self) -> Any:
-        """The keys that this rank's queries have selected: a :class:`~cp_styles.mask.selected.Selection`, or None."""
-        return None
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks of which this is the conjunction. None for :class:`Full`."""
+        return (self,)
+
+    @property
+    def rows(self) -> tuple[Mask, ...]:
+        """The masks of the rows of the batch, if a row is planned alone; otherwise this mask."""
+        return (self,)
 
     @property
     def pattern(self) -> Mask:
@@ -119,7 +199,10 @@ class Mask:
             )
 
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
-        """The band as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``. Tests use this definition."""
+        """The mask but for a bias, as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``.
+
+        The default is the band. A mask with gaps overrides it.
+        """
         lo, hi = self.bounds(q_positions_L)
         kv = kv_positions_M[None, :]
         return (kv >= lo[:, None]) & (kv < hi[:, None])
@@ -136,14 +219,15 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, PerRow):
             return PerRow(tuple(self.row(index) & mask for index, mask in enumerate(other.masks)))
-        parts = tuple(part for mask in (self, other) for part in (mask.parts if isinstance(mask, All) else (mask,)))
-        parts = tuple(dict.fromkeys(part for part in parts if not isinstance(part, Full)))
+        parts = tuple(dict.fromkeys((*self.parts, *other.parts)))
         return All(parts) if len(parts) > 1 else (parts[0] if parts else Full())
 
 
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query attends to every key."""
+
+    parts, positional, separates = (), False, False  # pyright: ignore[reportAssignmentType]
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, UNBOUNDED)
@@ -152,28 +236,43 @@ class Full(Mask):
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-class _CompositeMask(Mask):
-    """Base of masks that consist of masks. The first field of a subclass has them."""
+@dataclass(frozen=True)
+class KeyRange(Mask):
+    """Every query attends to the keys ``first`` .. ``stop - 1``, such as the tokens of a padded row."""
 
-    @property
-    def _members(self) -> tuple[Mask, ...]:
-        return getattr(self, fields(self)[0].name)  # pyright: ignore[reportArgumentType]
+    first: int
+    stop: int
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(q_positions_L, self.first), torch.full_like(q_positions_L, self.stop)
+
+    breaks = Full.breaks
+
+
+class _CompositeMask(Mask):
+    """Base of masks that consist of masks."""
+
+    masks: tuple[Mask, ...]
 
     @property
     def pattern(self) -> Mask:
-        return type(self)(tuple(mask.pattern for mask in self._members))  # pyright: ignore[reportCallIssue]
+        return type(self)(tuple(mask.pattern for mask in self.masks))  # pyright: ignore[reportCallIssue]
 
     @property
     def content(self) -> int:
-        return hash(tuple(mask.content for mask in self._members))
+        return hash(tuple(mask.content for mask in self.masks))
 
-    has_bias, additive, biased_everywhere, varies_by_head_or_row = (  # pyright: ignore[reportAssignmentType]
-        property(lambda self, name=name: any(getattr(mask, name) for mask in self._members))
-        for name in ("has_bias", "additive", "biased_everywhere", "varies_by_head_or_row")
+    has_bias, has_gaps, additive, varies_by_head_or_row, positional, separates, local = (
+        property(lambda self, name=name: any(getattr(mask, name) for mask in self.masks))
+        for name in ["has_bias", "has_gaps", "additive", "varies_by_head_or_row", "positional", "separates", "local"]
     )
 
+    @property
+    def only_for(self) -> tuple[Any, int] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return next((mask.only_for for mask in self.masks if mask.only_for is not None), None)
+
     def check_unchanged(self) -> None:
-        for mask in self._members:
+        for mask in self.masks:
             mask.check_unchanged()
 
 
@@ -181,7 +280,13 @@ class _CompositeMask(Mask):
 class All(_CompositeMask):
     """The conjunction of masks, made by ``&``."""
 
-    parts: tuple[Mask, ...]
+    masks: tuple[Mask, ...]
+    parts = property(lambda self: self.masks)
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        edges = {edge for part in self.parts for edge in accumulate(part.documents or ())}
+        return tuple(high - low for low, high in pairwise((0, *sorted(edges)))) if edges else None
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
@@ -191,10 +296,6 @@ class All(_CompositeMask):
         # The least work of the parts is an upper bound. The intersection may be smaller.
         works = (part.work(q_positions_L, keys) for part in self.parts)
         return reduce(torch.minimum, works, super().work(q_positions_L, keys))
-
-    @property
-    def selection(self) -> Any:
-        return next((part.selection for part in self.parts if part.selection is not None), None)
 
     @property
     def length(self) -> int | None:
@@ -233,6 +334,9 @@ class All(_CompositeMask):
             breaks = torch.cat((breaks, meet[(meet > first) & (meet < last)]))
         return breaks
 
+    def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        return reduce(torch.logical_and, (part.allowed(q_positions_L, kv_positions_M) for part in self.parts))
+
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         biases = [bias for part in self.parts if (bias := part.bias(q_positions_L, kv_positions_M)) is not None]
         return reduce(torch.add, biases) if biases else None
@@ -264,6 +368,7 @@ class PerRow(_CompositeMask):
     """
 
     masks: tuple[Mask, ...]
+    rows, varies_by_head_or_row = property(lambda self: self.masks), True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "masks", tuple(self.masks))
@@ -271,10 +376,6 @@ class PerRow(_CompositeMask):
             raise TypeError(f"PerRow takes one mask for each row of the batch, got {self.masks!r}")
         if len({mask.length for mask in self.masks} - {None}) > 1:
             raise ValueError(f"the rows' masks are for {[mask.length for mask in self.masks]} positions: give all one")
-
-    @property
-    def varies_by_head_or_row(self) -> bool:
-        return True
 
     @property
     def length(self) -> int | None:

@@ -24,7 +24,7 @@ class Causal(Mask):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), q_positions_L + 1
 
-    breaks = Full.breaks
+    breaks, separates = Full.breaks, False
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class SlidingWindow(Mask):
 
     left: int | None
     right: int | None = 0
+    separates, local = False, True
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -75,6 +76,7 @@ class Chunked(Mask):
     """
 
     size: int
+    local = True
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -212,6 +214,10 @@ class Documents(Mask):
         if not torch.equal(positions, expected):
             raise ValueError("positions must count up by one inside a document and restart at 0")
         return cls(tuple(lengths.tolist()))
+
+    @property
+    def documents(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.lengths
 
     @property
     def length(self) -> int:

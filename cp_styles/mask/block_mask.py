@@ -97,9 +97,8 @@ class FlexMask(Mask):
     def length(self) -> int:
         return self.pattern.keys
 
-    bounds, work, has_bias, grids, additive, biased_everywhere = (  # pyright: ignore[reportAssignmentType]
-        property(attrgetter(f"pattern.{name}"))
-        for name in ("bounds", "work", "has_bias", "grids", "additive", "biased_everywhere")
+    bounds, work, has_bias, grids, additive = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"pattern.{name}")) for name in ("bounds", "work", "has_bias", "grids", "additive")
     )
 
     @property
@@ -197,18 +196,11 @@ class BlockPattern(Mask):
     def has_bias(self) -> bool:
         return self.grid is not None
 
-    additive = biased_everywhere = False  # pyright: ignore[reportAssignmentType]
+    additive = False  # pyright: ignore[reportAssignmentType]
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
         return () if self.grid is None else (self.grid,)
-
-    def check(self, shape: tuple[int, int, int, int]) -> None:
-        if (self.lo.numel(), self.keys) != shape[2:]:
-            raise ValueError(
-                f"the mask was made for {self.lo.numel()} queries and {self.keys} keys, the whole sequence has "
-                f"{shape[2]} and {shape[3]}"
-            )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Dense(Mask):
     """
 
     tensor: torch.Tensor
+    positional, has_bias = False, True  # pyright: ignore[reportAssignmentType]
     _version: int = field(init=False, default=0)
 
     @property
@@ -62,9 +63,7 @@ class Dense(Mask):
                 f"{see('A learned attention bias')}"
             )
 
-    @property
-    def has_bias(self) -> bool:
-        return True
+    bounds, breaks = Full.bounds, Full.breaks
 
     @property
     def additive(self) -> bool:
@@ -101,9 +100,6 @@ class Dense(Mask):
 
     def __repr__(self) -> str:
         return f"Dense({tuple(self.tensor.shape)}, {self.tensor.dtype})"
-
-    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return Full().bounds(q_positions_L)
 
     def check_unchanged(self) -> None:
         if version_of(self.tensor) != self._version:
@@ -154,9 +150,7 @@ def check_plain_mask(tensor: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class SomeBias(Full):
+class SomeBias(Mask):
     """The pattern of a mask with a bias. Caches of plans hold it instead of the mask with its tensor."""
 
-    @property
-    def has_bias(self) -> bool:
-        return True
+    bounds, breaks, has_bias = Full.bounds, Full.breaks, True  # pyright: ignore[reportAssignmentType]

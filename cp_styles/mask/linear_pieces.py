@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.mask.algebra import All, Full, Mask, PerRow, split_at
+from cp_styles.mask.algebra import All, KeyRange, Mask, split_at
 from cp_styles.troubleshooting import see
 
 
@@ -95,7 +94,7 @@ def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> 
 
 @remembered(64)  # for layouts that balance work, and for every plan
 def _make_pieces(mask: Mask, queries: int, keys: int) -> Pieces:
-    within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _ExistingKeys(keys)))
+    within = All((*mask.parts, KeyRange(0, keys)))
     first, last = split_at(within.breaks(queries), queries)
     more = last - first
     middle = more // 2
@@ -116,8 +115,7 @@ def _make_pieces(mask: Mask, queries: int, keys: int) -> Pieces:
 
 def has_own_work(mask: Mask) -> bool:
     """Whether a mask overrides :meth:`Mask.work`, the number of keys of each position."""
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    return any(type(part).work is not Mask.work for part in parts)
+    return any(type(part).work is not Mask.work for part in mask.parts)
 
 
 def refuse_shorter(mask: Mask, queries: int) -> None:
@@ -136,24 +134,13 @@ def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torc
     A range goes from a position of ``starts`` to the next position, or to ``queries``. ``starts`` ascend from 0.
     """
     refuse_shorter(mask, queries)
-    if isinstance(mask, PerRow):
-        return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
-    if has_own_work(mask):
-        positions = torch.arange(queries, device="cpu")
-        work = mask.work(positions, keys)
-    else:
-        pieces = cut_into_pieces(mask, queries, keys, starts)
-        positions, work = pieces.start, pieces.work
-    return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
-
-
-@dataclass(frozen=True)
-class _ExistingKeys(Full):
-    """Restricts the bounds of a mask to the existing keys."""
-
-    keys: int
-
-    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, self.keys)
-
-    breaks = Full.breaks
+    total = torch.zeros_like(starts)
+    for row in mask.rows:
+        if has_own_work(row):
+            positions = torch.arange(queries, device="cpu")
+            work = row.work(positions, keys)
+        else:
+            pieces = cut_into_pieces(row, queries, keys, starts)
+            positions, work = pieces.start, pieces.work
+        total.index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
+    return total

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,7 +37,6 @@ from cp_styles.layout import (
     refuse_other_cut,
 )
 from cp_styles.mask import Documents, Mask, PerRow
-from cp_styles.mask.algebra import All
 from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
@@ -176,16 +175,12 @@ def rows_before(
 
 def find_documents(mask: Mask) -> Documents | PerRow | None:
     """The documents that a mask separates; None for one."""
-    if isinstance(mask, PerRow):
-        rows = [find_documents(row) for row in mask.masks]
-        length = next((sum(row.lengths) for row in rows if isinstance(row, Documents)), None)
-        whole = None if length is None else Documents((length,))
-        return None if whole is None else PerRow(tuple(row or whole for row in rows))
-    parts = [part for part in (mask.parts if isinstance(mask, All) else (mask,)) if isinstance(part, Documents)]
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    edges = sorted({edge for part in parts for edge in accumulate(part.lengths)})
-    return Documents(tuple(high - low for low, high in pairwise((0, *edges))))
+    rows = [row.documents for row in mask.rows]
+    length = next((sum(lengths) for lengths in rows if lengths is not None), None)
+    if length is None:
+        return None
+    found = tuple(Documents((length,) if lengths is None else lengths) for lengths in rows)
+    return PerRow(found) if len(rows) > 1 else found[0]
 
 
 CallFacts: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]

@@ -27,7 +27,7 @@ from cp_styles.contents import Contents
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask, PerRow
+from cp_styles.mask import Full, Mask
 from cp_styles.mixers.fragments import CallFacts, CutSequence
 from cp_styles.plan.selected import Selected, Selection
 
@@ -282,7 +282,7 @@ def _facts(top_k: int, masks: list[Any], scale: float | None) -> dict[str, Any]:
     if not all(isinstance(mask, Mask) for mask in masks):
         raise TypeError(f"context_select: mask must be a Mask object such as Causal(), got {masks[0]!r}")
     nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    rows = [row for mask in masks for row in (mask.masks if isinstance(mask, PerRow) else (mask,))]
+    rows = [row for mask in masks for row in mask.rows]
     biases = [bias for row in rows if (bias := row.bias(nothing, nothing)) is not None]
     if any(bias.shape[-3:-2] not in ((), (1,)) for bias in biases):
         raise NotImplementedError(
@@ -308,27 +308,26 @@ def _share(peers: Peers, layout: SequenceLayout, positions_BLK: torch.Tensor) ->
     flags.index_fill_(0, at.clamp(-1, layout.length - 1) + 1, 1)
     flags.masked_fill_(((at < -1) | (at >= layout.length)).any(), 2)  # each peer is told with its own flags
     needed = Rows(layout).to_ranks(flags[1:])  # source by source
-    sent = needed
+    sent, own = needed, layout.lengths[peers.rank]
     if peers.size > 1:
-        own = layout.lengths[peers.rank]
         started = start_all_to_all(needed.contiguous(), [own] * peers.size, list(layout.lengths), peers.name)
         sent = wait_received(started, peers)
-    both = torch.cat((needed, sent)).cpu()  # the host makes the plan
+    both = torch.cat((flags[1:], sent)).cpu()  # the host makes the plan
     if bool((both == 2).any()):
         raise ValueError(
             f"selected_keys: a rank has positions outside the sequence of {layout.length} tokens: pass positions in "
             "the whole sequence, and -1 for none"
         )
     both = both.bool()
-    rows, own = both[: layout.length].split(layout.lengths), both[layout.length :].chunk(peers.size)
-    return Selected(positions_BLK, Selection(layout, peers.rank, tuple(rows), tuple(own)), Contents(positions_BLK))
+    sent = both[layout.length :].view(peers.size, own).unbind()
+    return Selected(positions_BLK, Selection(layout, peers.rank, both[: layout.length], sent), Contents(positions_BLK))
 
 
 class _Allowed:
     """Which keys of the whole sequence rows of this rank's queries may select."""
 
     def __init__(self, mask: Mask, layout: SequenceLayout, rank: int, device: torch.device) -> None:
-        self._masks = mask.masks if isinstance(mask, PerRow) else (mask,)
+        self._masks = mask.rows
         self._positions = layout.positions(rank, device)
         self.keys = torch.arange(layout.length, device=device)
 

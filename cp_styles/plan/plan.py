@@ -12,8 +12,8 @@ a row to the next, an end of the interval moves by one of the source's rows, or 
 source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
 have equal tiles, which are planned once.
 
-Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.algebra.BlockGrid`. Forward and
-backward use the same tiles. The functions are pure: no process group, no device.
+A mask with gaps is asked which rows of a source the queries of a rank need: see :meth:`~cp_styles.mask.Mask.needed`.
+Forward and backward use the same tiles. The functions are pure: no process group, no device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask, PerRow
+from cp_styles.mask import Mask
 from cp_styles.mask.linear_pieces import cut_into_pieces, has_own_work, refuse_shorter
-from cp_styles.plan.blocks import block_tiles, find_ranges, needed_rows
 from cp_styles.plan.linear import (
     RowRanges,
     convert_to_rows,
@@ -38,8 +37,9 @@ from cp_styles.plan.linear import (
     make_holders,
     number_sent_rows,
 )
-from cp_styles.plan.selected import selected_tiles
+from cp_styles.plan.rows import find_ranges, needed_tiles
 from cp_styles.plan.tiles import Tile, make_tiles
+from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ def make_plan(
 
     With ``small_tiles``, short runs are not joined into a block with an explicit mask, unless many runs attend to the
     same keys. With ``windows``, there are tiles that are bands. The sent rows do not depend on these options.
+
+    Raises:
+        ValueError: the mask is of keys that were selected for another layout.
     """
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows)
 
@@ -101,14 +104,20 @@ def make_plan(
 def _make_plan(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
 ) -> Plan:
-    layouts, selection = (q_layout, kv_layout), mask.selection
-    if selection is not None:
-        parts = [SourcePart(of, *selected_tiles(*layouts, mask, selection, of)) for of in range(q_layout.ranks)]
-        assert selection.rank == rank, "no rank knows which keys another rank has selected"
-        sends = {peer: find_ranges(rows) for peer, rows in enumerate(selection.sent) if peer != rank}
-    elif mask.grids:
-        parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
-        sends = {peer: needed_rows(*layouts, mask, peer, rank) for peer in range(q_layout.ranks) if peer != rank}
+    if mask.only_for is not None:
+        layout, known = mask.only_for
+        if not q_layout == kv_layout == layout:
+            raise ValueError(
+                f"the keys were selected for queries of {layout.ranks} ranks that hold {list(layout.lengths)[:8]} "
+                f"positions, in another layout than the attention's, of {list(q_layout.lengths)[:8]}: give both calls "
+                "one layout, and the attention Ring() or AllGather(), for Ulysses() gives a rank queries of all ranks"
+                f"{see('Keys that were selected for other queries')}"
+            )
+        assert known == rank, "no rank knows which keys another rank has selected"
+    if mask.has_gaps:
+        q, kv = ([cut.positions(each, "cpu") for each in range(cut.ranks)] for cut in (q_layout, kv_layout))
+        parts = [SourcePart(source, *needed_tiles(mask, q[rank], keys)) for source, keys in enumerate(kv)]
+        sends = {peer: find_ranges(mask.needed(rows, kv[rank])) for peer, rows in enumerate(q) if peer != rank}
     else:
         queries, keys = make_holders(q_layout, kv_layout)
         pieces = queries.by_rank(cut_into_pieces(mask, q_layout.length, kv_layout.length, queries.starts))
@@ -157,13 +166,14 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
 def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
     """The number of pairs of each rank."""
     refuse_shorter(mask, layout.length)
-    if isinstance(mask, PerRow):
-        return torch.stack([_work(layout, keys, row) for row in mask.masks]).sum(0)
     queries, _ = make_holders(layout, layout)
-    if has_own_work(mask):
-        positions = torch.arange(layout.length, device="cpu")
-        holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
-    else:
-        pieces = queries.by_rank(cut_into_pieces(mask, layout.length, keys, queries.starts))
-        holder, work = pieces.rank, pieces.work
-    return torch.zeros(layout.ranks, dtype=torch.int64, device="cpu").index_add_(0, holder, work)
+    total = torch.zeros(layout.ranks, dtype=torch.int64, device="cpu")
+    for row in mask.rows:
+        if has_own_work(row):
+            positions = torch.arange(layout.length, device="cpu")
+            holder, work = queries.holder(queries.chunk(positions)), row.work(positions, keys)
+        else:
+            pieces = queries.by_rank(cut_into_pieces(row, layout.length, keys, queries.starts))
+            holder, work = pieces.rank, pieces.work
+        total.index_add_(0, holder, work)
+    return total

@@ -1,6 +1,6 @@
-"""Keys that an indexer has selected for each query: a mask whose rows are positions, and its plan.
+"""Keys that an indexer has selected for each query: a mask whose rows are positions.
 
-A plan has tiles of the selected rows with an explicit mask. A tile materializes its own part of the mask alone.
+A tile materializes its own part of the mask alone.
 """
 
 from __future__ import annotations
@@ -16,27 +16,40 @@ from cp_styles.contents import Contents
 from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Full, Mask
-from cp_styles.plan.blocks import CELL, PAIRS, find_ranges
-from cp_styles.plan.linear import RowRanges
-from cp_styles.plan.tiles import Cover, Tile
+from cp_styles.plan.linear import make_holders
 from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
-    """Which keys the queries of this rank have selected, on the host. No key travels that no query has selected.
+class Selection(Mask):
+    """Which keys the queries of this rank have selected, on the host: the pattern of :class:`Selected`.
 
     Attributes:
         layout: the layout of queries and keys.
         rank: this rank.
-        needed: for each source, bool for each of its rows: some query of this rank has selected it.
+        selected_S: bool for each position: some query of this rank has selected it.
         sent: for each destination, bool for each row of this rank: some query of that rank has selected it.
     """
 
     layout: SequenceLayout
     rank: int
-    needed: tuple[torch.Tensor, ...]
+    selected_S: torch.Tensor
     sent: tuple[torch.Tensor, ...]
+
+    bounds, breaks = Full.bounds, Full.breaks
+    has_bias = True  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def only_for(self) -> tuple[SequenceLayout, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layout, self.rank
+
+    def needed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        """No key travels that no query has selected. One of both is this rank's, and all of a rank's are asked for."""
+        if not len(q_positions_L):
+            return torch.zeros(len(kv_positions_M), dtype=torch.bool, device="cpu")
+        queries, _ = make_holders(self.layout, self.layout)
+        peer = int(queries.holder(queries.chunk(q_positions_L[:1])))
+        return self.selected_S[kv_positions_M] if peer == self.rank else self.sent[peer]
 
     @cached_property
     def positions(self) -> DeviceTables:
@@ -78,18 +91,14 @@ class Selected(Mask):
         return f"Selected({count} of {self.of_rank.layout.length} keys, {batch} rows)"
 
     @property
-    def selection(self) -> Selection:
+    def pattern(self) -> Mask:
         return self.of_rank
 
     @property
-    def pattern(self) -> Mask:
-        return SelectedPattern(self.of_rank)
+    def only_for(self) -> tuple[SequenceLayout, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of_rank.only_for
 
-    @property
-    def has_bias(self) -> bool:
-        return True
-
-    additive = False  # pyright: ignore[reportAssignmentType]
+    has_bias, additive = True, False  # pyright: ignore[reportAssignmentType]
 
     @property
     def length(self) -> int:
@@ -100,6 +109,9 @@ class Selected(Mask):
         return self.positions_BLK.shape[0] != 1
 
     bounds, breaks = Full.bounds, Full.breaks
+
+    def needed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        return self.of_rank.needed(q_positions_L, kv_positions_M)
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         rows, length = self.positions_BLK.shape[0], self.length
@@ -139,45 +151,3 @@ class Selected(Mask):
         column_BLK = torch.where(sorted_M[place_BLK] == wanted_BLK, order_M[place_BLK], keys)
         bias = torch.full((*wanted_BLK.shape[:2], keys + 1), float("-inf"), device=device)
         return bias.scatter_(-1, column_BLK, 0.0)[:, None, :, :keys]
-
-
-@dataclass(frozen=True)
-class SelectedPattern(Full):
-    """The pattern of a :class:`Selected`. Caches of plans hold it instead of the mask with its tensor."""
-
-    of_rank: Selection
-
-    @property
-    def selection(self) -> Selection:
-        return self.of_rank
-
-    @property
-    def has_bias(self) -> bool:
-        return True
-
-
-def selected_tiles(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, selection: Selection, source: int
-) -> tuple[RowRanges, tuple[Tile, ...]]:
-    """The rows of ``source`` that this rank's queries have selected, and tiles of the queries and of these rows.
-
-    Raises:
-        ValueError: the keys were selected for another layout.
-    """
-    if not q_layout == kv_layout == selection.layout:
-        raise ValueError(
-            f"the keys were selected for queries of {selection.layout.ranks} ranks that hold "
-            f"{list(selection.layout.lengths)[:8]} positions, in another layout than the attention's, of "
-            f"{list(q_layout.lengths)[:8]}: give both calls one layout, and the attention Ring() or AllGather(), for "
-            f"Ulysses() gives a rank queries of all ranks{see('Keys that were selected for other queries')}"
-        )
-    needed = selection.needed[source]
-    keys = kv_layout.positions(source, "cpu")[needed]
-    low, high = (torch.searchsorted(keys, bound) for bound in mask.bounds(q_layout.positions(selection.rank, "cpu")))
-    tiles, step = [], max(CELL, PAIRS // max(len(keys), 1))
-    for row in range(0, len(low), step):
-        some = high[row : row + step] > low[row : row + step]
-        if some.any():
-            columns = int(low[row : row + step][some].min()), int(high[row : row + step][some].max())
-            tiles.append(Tile((row, min(row + step, len(low))), columns, Cover.PARTIAL))
-    return find_ranges(needed), tuple(tiles)

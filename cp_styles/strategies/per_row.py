@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.mask import Mask, PerRow
+from cp_styles.mask import Mask
 from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy
 
 
@@ -66,7 +66,7 @@ class PerRowStrategy(Strategy):
 def strategy_on(strategy: Strategy, ranks: int, mask: Mask) -> Strategy:
     """The strategy for ``ranks`` ranks. It runs row by row of the batch if ``mask`` differs between rows."""
     strategy = strategy.on(ranks)
-    per_row = isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy)
+    per_row = mask.rows != (mask,) and not isinstance(strategy, PerRowStrategy)
     return PerRowStrategy(strategy) if per_row else strategy
 
 

@@ -54,8 +54,9 @@ CORE = (
     "styles",
     "subclassing.py",
 )
-# Files in these folders through which only some attentions go: latents, kernels from outside, and selected keys.
-OPTIONS = "kernels/latent.py", "kernels/outside.py", "plan/selected.py"
+# Files in these folders through which only some attentions go: latents, kernels from outside, masks with
+# gaps, and selected keys.
+OPTIONS = "kernels/latent.py", "kernels/outside.py", "plan/rows.py", "plan/selected.py"
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
 

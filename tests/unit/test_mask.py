@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.mask.linear_pieces import cut_into_pieces, work_from
-from tests.oracle import MaskCase, allowed, mask_cases, randn
+from tests.oracle import Dilated, MaskCase, allowed, mask_cases, randn
 
 POSITIONS = torch.arange(17)
 
@@ -60,7 +60,7 @@ def test_pieces_are_the_bounds(names: list[str], cuts: list[int], keys: int, tol
         assert 0 <= first < last <= keys
         seen[p, first:last] = True
     assert [p for p, _, _ in found] == sorted({p for p, _, _ in found})
-    assert torch.equal(seen, mask.allowed(POSITIONS, torch.arange(keys)))
+    assert torch.equal(seen, Mask.allowed(mask, POSITIONS, torch.arange(keys)))
     starts = torch.tensor([0, *sorted(set(cuts) - {0})])
     work = [int(seen[a:b].sum()) for a, b in pairwise([*starts.tolist(), 17])]
     assert work_from(own, starts, 17, keys).tolist() == work
@@ -92,6 +92,7 @@ def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
 
     pieces = cut_into_pieces(Frames(), 8, 8, torch.tensor([0]))
     assert [pieces.start.tolist(), pieces.hi.tolist()] == [[0, 4], [4, 8]]
+    assert (Frames().separates, Causal().separates) == (True, False)
 
     class Wrong(Frames):
         def breaks(self, length):
@@ -99,6 +100,37 @@ def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
 
     with pytest.raises(ValueError, match=r"Wrong.*: breaks\(\) leaves out a position"):
         cut_into_pieces(Wrong(), 8, 8, torch.tensor([0]))
+
+
+WINDOW, TENSOR = SlidingWindow(3), Dense(torch.ones(7, 7, dtype=torch.bool))
+BOTH = Documents((3, 4)) & Documents((5, 2)) & Causal()
+
+
+@pytest.mark.parametrize(
+    ("mask", "parts", "positional", "separates", "local", "has_gaps", "documents"),
+    [
+        (Full(), 0, False, False, False, False, None),
+        (Causal(), 1, True, False, False, False, None),
+        (Causal() & WINDOW, 2, True, False, True, False, None),
+        (Chunked(3), 1, True, True, True, False, None),
+        (BOTH, 3, True, True, False, False, (3, 2, 2)),
+        (TENSOR, 1, False, True, False, False, None),
+        (TENSOR & Dense(TENSOR.tensor.clone()), 2, False, True, False, False, None),
+        (Dilated(3, 2), 1, True, True, False, True, None),
+        (PerRow((WINDOW, WINDOW & BOTH)), 1, True, True, True, False, None),
+        (PerRow((Full(), Dilated(3, 2))), 1, True, True, False, True, None),
+    ],
+)
+def test_what_a_mask_says_of_itself(mask: Mask, parts: int, positional, separates, local, has_gaps, documents):
+    assert len(mask.parts) == parts
+    found = mask.positional, mask.separates, mask.local, mask.has_gaps, mask.documents
+    assert found == (positional, separates, local, has_gaps, documents)
+
+
+def test_rows_are_planned_one_by_one_where_each_has_a_mask():
+    rows = Documents((3, 4)), WINDOW
+    assert BOTH.rows == (BOTH,)
+    assert (PerRow(rows) & Causal()).rows == tuple(row & Causal() for row in rows)
 
 
 def test_masks_compare_by_what_they_say():

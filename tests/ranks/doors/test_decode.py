@@ -26,7 +26,7 @@ from cp_styles import (
 )
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.decoding import DecodeCall, KVCache, context_decode, decode
-from cp_styles.integrations.transformers import KeyRange
+from cp_styles.mask.algebra import KeyRange
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import dense_attention, error, randn
 

@@ -32,6 +32,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 # The dimension of each example, and the value whose rows of the grid it takes over.
 TABLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "mask": ("mask", MASKS, "causal"),
+    "mask with gaps": ("mask", MASKS, "causal"),
     "balancer": ("layout", LAYOUTS, "head_tail"),
     "strategy": ("strategy", STRATEGIES, "ring"),
     "kernel": ("kernel", KERNELS, "reference"),
@@ -56,7 +57,7 @@ def enter(monkeypatch):
     """Puts an example into its table. A mask is told the sizes, and is put there with its oracle."""
 
     def put(what: str, name: str, entry: Any) -> None:
-        if what == "mask":
+        if what.startswith("mask"):
             mask, sees = entry
             entry = lambda sizes: MaskValue(mask, allowed(sees, sizes.length, sizes.length))  # noqa: E731
         monkeypatch.setitem(TABLES[what][1], name, entry)
@@ -81,7 +82,7 @@ def wrong_rows(rows: list[Case]) -> list[str]:
 
 @in_parts(8)
 @pytest.mark.parametrize("ranks", [2, 3, *at_night(1, 4)])
-@pytest.mark.parametrize("what", ["mask", "balancer", "strategy", "kernel"])
+@pytest.mark.parametrize("what", TABLES)
 def test_the_rows_of_the_grid(what: str, ranks: int, part: int, enter):
     """Out and gradients, with every other dimension of the grid: other rows for each number of ranks."""
     entries = example(what)
@@ -106,10 +107,11 @@ def test_all_of_them_together(ranks: int, enter):
     assert wrong_rows(rows) == []
 
 
+@pytest.mark.parametrize("what", ["mask", "mask with gaps"])
 @settings(max_examples=10)
 @given(layouts())
-def test_every_attended_pair_once_under_the_mask(layout):
-    for mask, sees in example("mask").values():
+def test_every_attended_pair_once_under_the_mask(what: str, layout):
+    for mask, sees in example(what).values():
         check_plans(layout, layout, mask, allowed(sees, layout.length, layout.length))
 
 
@@ -148,6 +150,7 @@ def test_tiles_of_the_kernel_are_attention():
 
 SABOTAGE = {
     "mask": ("self.size + 1) * self.size", "self.size + 1) * self.size - 1"),
+    "mask with gaps": ("% self.step == 0", "% self.step < 2"),
     "strategy": ("range(1, ranks)\n", "range(2, ranks)\n"),
     "kernel": ("return self.inner.backward(grad, q,", "return self.inner.backward(grad, q * 1.001,"),
 }

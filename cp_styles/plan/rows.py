@@ -1,15 +1,18 @@
-"""Tiles for masks that are not bands: cells of (rows of a rank, rows of a source), joined to large rectangles."""
+"""Plans for masks with gaps: the rows of a source that a rank needs, and tiles of them.
+
+Tiles are blocks of rows with an explicit mask. Where a mask has grids, they are cells of (rows of a rank, rows of a
+source), joined to large rectangles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
+from cp_styles.mask.algebra import make_cells
 from cp_styles.plan.linear import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 
@@ -19,50 +22,33 @@ CELL = 128
 PAIRS = 2**20
 
 
-class Cells(NamedTuple):
-    """Cells: maximal ranges of local rows within one block of each of the mask's grids.
+def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRanges, tuple[Tile, ...]]:
+    """The rows of a source that a rank needs, and tiles of the rank's rows and of these received rows.
 
-    Attributes:
-        cover: ``[q cells, kv cells]``: 0 no pairs, 1 some pairs, 2 all pairs.
-        q_edges, kv_edges: local rows at which cells start, and the end of the last cell.
-        needed: bool for each row of the source.
+    ``q`` and ``kv`` are the positions of the rank's queries and of the source's keys.
     """
-
-    cover: torch.Tensor
-    q_edges: torch.Tensor
-    kv_edges: torch.Tensor
-    needed: torch.Tensor
-
-
-def block_tiles(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int
-) -> tuple[RowRanges, tuple[Tile, ...]]:
-    """The rows of ``source`` that ``rank`` needs, and tiles of the rank's rows and of these received rows."""
-    cover, q_edges, kv_edges, needed = _make_cells(q_layout, kv_layout, mask, rank, source)
-    # Received rows are contiguous: rows that are not sent leave no gap.
-    received = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), needed.cumsum(0)))[kv_edges]
-    nonempty = received.diff() > 0
-    tiles = _make_tiles(cover[:, nonempty], q_edges.tolist(), [0, *received[1:][nonempty].tolist()])
+    needed = mask.needed(q, kv)
+    tiles = _tiles_of_cells(mask, q, kv, needed) if mask.grids else _tiles_of_rows(mask, q, kv[needed])
     return find_ranges(needed), tuple(tiles)
 
 
-def needed_rows(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> RowRanges:
-    """The rows of ``source`` that ``rank`` needs."""
-    return find_ranges(_make_cells(q_layout, kv_layout, mask, rank, source).needed)
+def _tiles_of_rows(mask: Mask, q: torch.Tensor, keys: torch.Tensor) -> Iterator[Tile]:
+    """Blocks of query rows, with the received rows to which any of them may attend."""
+    low, high = (torch.searchsorted(keys, bound) for bound in mask.bounds(q))
+    step = max(CELL, PAIRS // max(len(keys), 1))
+    for row in range(0, len(low), step):
+        some = high[row : row + step] > low[row : row + step]
+        if some.any():
+            columns = int(low[row : row + step][some].min()), int(high[row : row + step][some].max())
+            yield Tile((row, min(row + step, len(low))), columns, Cover.PARTIAL)
 
 
-def _make_cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Cells:
-    q, kv = q_layout.positions(rank, "cpu"), kv_layout.positions(source, "cpu")
-    blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in mask.grids]
-    q_edges, kv_edges = (_find_edges(list(side)) for side in zip(*blocks, strict=True))
-    cover = torch.full((len(q_edges) - 1, len(kv_edges) - 1), 2, device="cpu")
-    for grid, (q_block, kv_block) in zip(mask.grids, blocks, strict=True):
-        cover = torch.minimum(cover, grid.cover[q_block[q_edges[:-1]]][:, kv_block[kv_edges[:-1]]].long())
+def _tiles_of_cells(mask: Mask, q: torch.Tensor, kv: torch.Tensor, needed: torch.Tensor) -> Iterator[Tile]:
+    cover, q_edges, kv_edges = make_cells(mask.grids, q, kv)
     # The range of the source's rows in the interval of each query row. Rows are sorted by position.
     first, last = (torch.searchsorted(kv, bound) for bound in mask.bounds(q))
-    empty, size = last <= first, len(kv)
-    last = last.masked_fill(empty, 0)
-    least, first = first.masked_fill(empty, size), first.masked_fill(empty, 0)
+    empty = last <= first
+    last, least, first = last.masked_fill(empty, 0), first.masked_fill(empty, len(kv)), first.masked_fill(empty, 0)
     # Intersect the cells with the band: 0 if the band has no pair of a cell, unchanged if it has all pairs.
     index = torch.repeat_interleave(q_edges.diff())
 
@@ -75,22 +61,13 @@ def _make_cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
     outside = (starts >= reduce_by_cell(last, "amax")) | (stops <= reduce_by_cell(least, "amin"))
     within = (starts >= reduce_by_cell(least, "amax")) & (stops <= reduce_by_cell(last, "amin"))
     partial = torch.minimum(cover, torch.tensor(1, device="cpu"))
-    cover = torch.where(outside, 0, partial if mask.biased_everywhere else torch.where(within, cover, partial))
-    # A row is in some interval if more intervals have begun than ended.
-    depth = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
-    depth.index_add_(0, first, torch.ones_like(first)).index_add_(0, last, -torch.ones_like(last))
-    needed = (cover > 0).any(0).repeat_interleave(kv_edges.diff()) & (depth.cumsum(0)[:size] > 0)
-    return Cells(cover, q_edges, kv_edges, needed)
-
-
-def _find_edges(blocks: list[torch.Tensor]) -> torch.Tensor:
-    """The rows at which a block number changes, and both ends."""
-    rows = blocks[0].numel()
-    changed = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
-    changed[[0, rows]] = True
-    for block in blocks:
-        changed[1:-1] |= block.diff() != 0
-    return torch.nonzero(changed).flatten()
+    if any(part.has_bias and not part.grids for part in mask.parts):  # a bias in full blocks too
+        cover = partial
+    cover = torch.where(outside, 0, torch.where(within, cover, partial))
+    # Received rows are contiguous: rows that are not sent leave no gap.
+    received = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), needed.cumsum(0)))[kv_edges]
+    nonempty = received.diff() > 0
+    return _make_tiles(cover[:, nonempty], q_edges.tolist(), [0, *received[1:][nonempty].tolist()])
 
 
 def find_ranges(inside: torch.Tensor) -> RowRanges:
