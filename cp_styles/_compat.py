@@ -643,6 +643,11 @@ def resolve_operators() -> None:
         getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
 
 
+def stops_recomputation(error: BaseException) -> bool:
+    """Whether a checkpoint has raised ``error`` to end a recomputation. Seen: 2.11 to 2.15."""
+    return isinstance(error, checkpoint._StopRecomputationError)
+
+
 def named_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """A range with this name in the trace of the running profiler. Without a profiler, a context without effect."""
     return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else _NOTHING

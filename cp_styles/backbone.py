@@ -38,8 +38,8 @@ from cp_styles.checksum import device_checksum, on_host
 from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
-from cp_styles.comm.group_state import GroupPhase, state_of
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status, tell_peers, telling
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.contents import Contents
 from cp_styles.decoding import find_cache
@@ -242,7 +242,7 @@ class Backbone:
         axis, group = axis_and_group(self.name, self.axis)
         if group.size() == 1 or graph_task_id() >= 0:
             return
-        state_of(group).phase = GroupPhase.IDLE
+        state_of(group).turn.begin()
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 
@@ -289,6 +289,10 @@ class Backbone:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: gather the parts in its outputs, and divide their gradients."""
+        with telling(self.name, axis_and_group(self.name, self.axis)[1]):
+            return self._end(module, output)
+
+    def _end(self, module: nn.Module, output: Any) -> Any:
         self.running = False
         opened = [region.path for region in self.regions if region.open]
         whole_parts: dict[int, Callable[[], torch.Tensor]] = {}
@@ -299,12 +303,11 @@ class Backbone:
         if output is None and error is not None:
             if opened and isinstance(error, RuntimeError):
                 error.add_note(f"{self.name}: {_PLAIN_OPERATIONS.format(opened)}")
-            report_failure(self.name, group)
+            tell_peers(self.name, group, error)
             return None
         if group.size() == 1:
             return output
         if opened or not any(region.ran for region in self.regions):
-            report_failure(self.name, group)
             raise NotImplementedError(
                 f"{self.name}: the model has not run the last block of {opened or [x.path for x in self.regions]}, so "
                 f'nothing was gathered. Name the list whose blocks all run in turn, blocks="..."'
@@ -323,7 +326,6 @@ class Backbone:
             return output
         others = [x for x in tree_leaves(output) if not isinstance(x, torch.Tensor) and _holds_gradients(x)]
         if others:
-            report_failure(self.name, group)
             raise TypeError(
                 f"{self.name}: the model returns a {type(others[0]).__name__}, whose tensors would get whole "
                 "gradients: return tensors, tuples, dicts, or an output of transformers"
@@ -338,7 +340,6 @@ class Backbone:
         missing = [name for name, x in module.named_parameters() if x.requires_grad and id(x) not in averaged]
         replaced = any(isinstance(x, FSDPModule) and replaces_mean_of_fsdp(x) for x in module.modules())
         if over > 1 and (missing or replaced):
-            report_failure(self.name, group)
             problem = (
                 f"but not the gradients of {missing[:3]}: give the whole model to it, fully_shard(model, mesh=mesh)"
             )
@@ -615,8 +616,13 @@ class _WithLength:
 
     def __call__(self, *args: Any) -> Any:
         latest, self.region.length = self.region.length, self.length
+        binding = self.region._binding
+        binding.group_state.turn.begin()
         try:
             return self.fn(*args)
+        except Exception as error:
+            binding.tell_peers(error)
+            raise
         finally:
             self.region.length = latest
 

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.checksum import device_checksum, digest
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, report_failure
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, tell_peers
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.group_state import GroupPhase, state_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, Later, tensor_on
@@ -246,7 +246,7 @@ class KVCache(_BoundToGroup):
         return first, torch.maximum(first, stop)
 
     def _refuse(self, problem: Exception) -> None:
-        report_failure("KVCache", self.group)
+        tell_peers("KVCache", self.group, problem)
         raise problem
 
 
@@ -432,7 +432,6 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             out, lse = merge_all(outs, lses)
         if call.sink_H is not None:
             out = apply_sink(out, lse, call.sink_H)
-        state_of(cache.group).phase = GroupPhase.IDLE
         return out.to(q.dtype)
 
 
@@ -458,7 +457,6 @@ def _compare_calls(
         facts["kernel"], facts["score_mod"] = call.kernel, call.score_mod
         return facts, StatusRow()
 
-    state_of(cache.group).phase = GroupPhase.TOGETHER
     ranks = cache.group.size()
     options: dict[str, Any] = {"agrees": call.checks.agreement, "assumed": lambda mine: [mine] * ranks}
     agree_on_facts(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)

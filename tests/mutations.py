@@ -153,10 +153,10 @@ batch: labels across documents | unit/test_batch.py
     next_token_labels | starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length
     becomes | torch.ones_like(ahead, dtype=torch.bool
 engine: backwards begin without the other ranks | ranks/engine/test_half_way.py -k another_order
-    run_backward | begin_backward(binding.group, forward, binding.checks.agreement)
+    run_backward | begin_backward(binding.group, forward, agrees)
     becomes | pass
 agreement: a refusal is not heard | ranks/doors/test_errors.py ranks/engine/test_disagreement.py
-    _raise_if_refused | rank for rank, row in enumerate(rows) if row.status == status
+    _StartedMeeting._compare | rank for rank, row in enumerate(rows) if not row.good
     becomes nothing
 agreement: ranks that differ go on | ranks/engine/test_disagreement.py
     compare | rank for rank, number in enumerate(numbers) if number != numbers[0]
@@ -419,7 +419,7 @@ agreement: an interrupted rank leaves messages out | ranks/engine/test_mailbox.p
     Mailbox.start | self._post(number - 1, previous)
     becomes | pass
 backbone: outputs have whole gradients | ranks/doors/test_backbone.py -k each_way
-    Backbone.end | factor=self._averaged / group.size()
+    Backbone._end | factor=self._averaged / group.size()
     becomes | factor=1.0
 backbone: a reducer that averages is not found | ranks/doors/test_backbone.py -k each_way
     Backbone._count_averaged | return max(over, 1)
@@ -428,7 +428,7 @@ backbone: the DDP module of the attention is taken | ranks/doors/test_backbone.p
     Backbone._count_averaged | running_ddp()
     becomes | self._proof.reducer and self._proof.reducer()
 backbone: a recomputation looks for the reducer | ranks/doors/test_backbone.py -k reentrant
-    Backbone.end | if graph_task_id() < 0 and (
+    Backbone._end | if graph_task_id() < 0 and (
     becomes | if (
 backbone: gradients of the ranks are not summed behind the blocks | ranks/doors/test_backbone.py -k each_way
     _Region._gather | reduce_gradients=True
@@ -443,7 +443,7 @@ backbone: gradients are compared behind outputs that differ | ranks/doors/test_b
     Backbone._compare | len(set(columns.q_length)) == 1
     becomes | True
 backbone: a failure outside of the blocks is not reported | ranks/doors/test_backbone.py -k fails
-    Backbone.end | report_failure(self.name, group) return None
+    Backbone._end | tell_peers(self.name, group, error) return None
     becomes | return None
 backbone: a head outside may be summed | ranks/doors/test_backbone.py -k outside
     Backbone._share | reduced=factor == 1
@@ -476,7 +476,7 @@ batch: documents of several batches pass | ranks/doors/test_batch_sharder.py -k 
     BatchSharder.sum_gradients | self._first_at if self._all_packed else
     becomes nothing
 batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
-    _AttentionAgreement.finish | self.attn_mask is not None or binding.separates
+    _AttentionAgreement.judge | self.attn_mask is not None or binding.separates
     becomes | binding.separates
 batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
     _refuse_other_average | if divided:
@@ -509,7 +509,7 @@ watch: the first change of a parameter is no news | ranks/engine/test_unreduced.
     _Count.has_news | news |= changed or
     becomes | news |=
 watch: one model a turn is looked at | ranks/engine/test_unreduced.py -k two_models
-    ParameterWatch.number | if count.turn != self._turn:
+    ParameterWatch.number | if count.step != self._step:
     becomes | if state is not None and not state.forward_open:
 watch: forwards of reentrant checkpoints do not count | ranks/engine/test_unreduced.py -k reentrant
     ParameterWatch.number | self._recomputes = trains
@@ -593,10 +593,31 @@ engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_h
     abort_group | end_connections(gloo)
     becomes | pass
 style: an error behind the first attention is not told | ranks/engine/test_turns.py -k core
-    CoreState._handle_failure | isinstance(failure, Exception)
-    becomes | isinstance(failure, Exception) and not self.calls.forward_state.calls
+    CoreState._handle_failure | self._scoped.unscoped.tell_peers(failure)
+    becomes | self.calls.forward_state.calls or self._scoped.unscoped.tell_peers(failure)
 agreement: a rank that has heard of an error tells it again | ranks/engine/test_turns.py -k backbone
-    _StartedMeeting.__call__ | state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
+    _StartedMeeting.__call__ | self.turn.note_known(error)
+    becomes | pass
+agreement: an error that wraps a known one is told again | unit/test_turn.py
+    Turn.must_tell | for each in _chain(error)
+    becomes | for each in [error]
+agreement: a known error hides the errors of the next step | unit/test_turn.py
+    Turn.begin | self._number += 1
+    becomes | pass
+agreement: peers are not told the reason | ranks/engine/test_turns.py -k eager
+    _read_reason | return mailbox.read_text(rank)
+    becomes | pass
+agreement: a rank ends between the agreement and its messages | ranks/engine/test_half_way.py -k between_the_agreement
+    _attention | Operation(binding.group, binding.group_state, meets=True)
+    becomes | Operation(binding.group, binding.group_state, 0, (RuntimeError,), meets=True)
+engine: all ranks refuse a call, and none can go on | ranks/engine/test_half_way.py -k can_go_on
+    _attention | binding.group_state.turn.note_known(error)
+    becomes | pass
+checkpoint: an error in a recomputation is not told | ranks/engine/test_turns.py -k recomputed
+    _Recomputed.__call__ | mode.unscoped.tell_peers(error)
+    becomes | pass
+backbone: an error in a recomputation is not told | ranks/engine/test_turns.py -k 'backbone and recomputed'
+    _WithLength.__call__ | binding.tell_peers(error)
     becomes | pass
 backbone: a checkpoint recomputes with the latest length | ranks/doors/test_backbone.py -k two_lengths
     _Region._cut | self._wrap_checkpoints()

@@ -1,11 +1,12 @@
 """One rank fails before, between or behind two calls that communicate: every rank hears of it, whatever the door.
 
-    python -m tests.turns                    every cell on threads: door, moment, whether the program goes on
-    python -m tests.turns --doors core       some doors
+    python -m tests.turns                             every cell on threads: door, how, moment, rank, whether it goes on
+    python -m tests.turns --doors core --how eager    some of them
 
-A *door* is a way to make two such calls, and a *moment* is where the one rank fails. A :class:`Cell` is one of each,
-and whether the program catches the error. :func:`run_cell` runs it on ranks that are threads: it raises if a rank waits
-for the timeout, if a rank hears nothing, or if the next step, after all ranks have caught their errors, is not exact.
+A *door* is a way to make two such calls. A *moment* is where a rank fails, and :class:`How` says in which run of the
+calls: in a checkpoint, in its recomputation, in compiled code. A :class:`Cell` is one of each, the rank that fails, and
+whether the program catches the error. :func:`run_cell` runs it on ranks that are threads: it raises if a rank waits for
+the timeout, if a rank hears nothing, or if the next step, after all ranks have caught their errors, is not exact.
 :func:`perform` is one rank of it, on threads or processes.
 
 Where no style, block or function of the package encloses the code between two calls, nobody can tell the peers, and the
@@ -30,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
@@ -45,6 +47,7 @@ from cp_styles import (
     head_tail,
     parallelize_module,
 )
+from cp_styles._compat import uncompiled
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, seq_to_heads
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
@@ -55,15 +58,15 @@ from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.mixers.kernels import chunk_gla
 
-RANKS, FAULTY = 2, 1
-TIMEOUT = 60.0  # of the groups, in seconds: a rank that waits so long was not told
+RANKS = 2
+TIMEOUT = float(__import__("os").environ.get("T", "60"))
 LENGTH, WIDTH, HEADS = 12, 8, 2
 X = randn(0, 1, LENGTH, WIDTH)
 LAYOUT = head_tail(LENGTH, RANKS)
 MOMENTS = ("before", "between", "behind")
 
-At = Callable[[str, torch.Tensor], torch.Tensor]
-"""``at(moment, x)`` is ``x``, or fails at this moment."""
+Piece = Callable[[torch.Tensor], torch.Tensor]
+"""A part of a program, a function of one tensor."""
 
 
 class Planted(Exception):
@@ -72,6 +75,53 @@ class Planted(Exception):
 
 def planted(x: torch.Tensor) -> torch.Tensor:
     raise Planted("on this rank alone")
+
+
+@dataclass(frozen=True)
+class How:
+    """How the calls run: ``run(piece, x)`` calls a part of a step. With ``again`` a rank fails in its recomputation.
+
+    With ``compiles`` torch.compile compiles the step.
+    """
+
+    run: Callable[[Piece, torch.Tensor], torch.Tensor] = lambda piece, x: piece(x)
+    again: bool = False
+    compiles: bool = False
+
+
+_kept, _reentrant = (partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True))
+HOW = {
+    "eager": How(),
+    "checkpoint": How(_kept),
+    "reentrant": How(_reentrant),
+    "recomputed": How(_kept, again=True),
+    "recomputed, reentrant": How(_reentrant, again=True),
+    "compiled": How(compiles=True),
+}
+
+
+class At:
+    """The program of one rank: ``at(moment, x)`` is ``x``, or ``fail(x)`` at one moment. ``run``: see :class:`How`."""
+
+    def __init__(self, how: How, moment: str = "", fail: Piece = planted) -> None:
+        self.how, self.run = how, how.run
+        self._moment, self._fail, self._passed = moment, fail, 0
+
+    def __call__(self, moment: str, x: torch.Tensor) -> torch.Tensor:
+        if moment != self._moment:
+            return x
+        return self._pass(x)
+
+    @uncompiled
+    def _pass(self, x: torch.Tensor) -> torch.Tensor:
+        self._passed += 1
+        return self._fail(x) if self._passed == 1 + self.how.again else x
+
+    def twice(self, first: Piece, second: Piece, x: torch.Tensor) -> torch.Tensor:
+        """Two calls, with the three moments."""
+        # A recomputation needs something to recompute: the results of some doors are not kept for a backward.
+        x = self.run(lambda x: first(self("before", x)).tanh(), x)
+        return self.run(lambda x: self("behind", second(self("between", x))).tanh(), x)
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +138,7 @@ def sdpa(x: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """A layer whose attention is ``attend``, of query, key and value [B, H, L, D]. ``at`` is the program's."""
+    """A layer whose attention is ``attend``, of query, key and value [B, H, L, D]."""
 
     def __init__(self, attend: Callable[[torch.Tensor], torch.Tensor] = sdpa) -> None:
         super().__init__()
@@ -104,11 +154,10 @@ class Model(nn.Module):
     def __init__(self, attend: Callable[[torch.Tensor], torch.Tensor] = sdpa) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Attention(attend), Attention(attend)])
-        self.at: At = lambda _, x: x
+        self.at = At(How())
 
     def forward(self, x):
-        x = self.layers[0](self.at("before", x))
-        return self.at("behind", self.layers[1](self.at("between", x)))
+        return self.at.twice(*self.layers, x)
 
 
 class Core(nn.Module):
@@ -116,11 +165,13 @@ class Core(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: At = lambda _, x: x
+        self.at = At(How())
 
     def forward(self, query, key, value):
-        x = F.scaled_dot_product_attention(self.at("before", query), key, value, is_causal=True)
-        return self.at("behind", F.scaled_dot_product_attention(self.at("between", x), key, value, is_causal=True))
+        def attend(x):
+            return F.scaled_dot_product_attention(x, key, value, is_causal=True)
+
+        return self.at.twice(attend, attend, query)
 
 
 class One(nn.Module):
@@ -136,11 +187,16 @@ def own(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return LAYOUT.shard(x, dim, dist.get_rank())
 
 
+def trained(x: torch.Tensor) -> torch.Tensor:
+    """A copy with a gradient, so that a backward follows."""
+    return x.clone().requires_grad_()
+
+
 def in_core(mesh: DeviceMesh) -> Act:
     core = parallelize_module(Core(), mesh, AttentionContextParallel())
 
     def act(at: At) -> torch.Tensor:
-        core.at, x = at, heads(own(X))
+        core.at, x = at, heads(trained(own(X)))
         return joined(core(x, x, x))
 
     return act
@@ -151,9 +207,7 @@ def in_cores(mesh: DeviceMesh) -> Act:
     cores = [parallelize_module(One(), mesh, AttentionContextParallel()) for _ in range(2)]
 
     def act(at: At) -> torch.Tensor:
-        x = at("before", heads(own(X)))
-        x = at("between", cores[0](x, x, x))
-        return joined(at("behind", cores[1](x, x, x)))
+        return joined(at.twice(*(lambda x, core=core: core(x, x, x) for core in cores), heads(trained(own(X)))))
 
     return act
 
@@ -163,7 +217,7 @@ def in_module(mesh: DeviceMesh, attend: Callable[[torch.Tensor], torch.Tensor] =
 
     def act(at: At) -> torch.Tensor:
         model.at = at
-        return model(own(X))
+        return model(trained(own(X)))
 
     return act
 
@@ -172,7 +226,15 @@ def in_scope(mesh: DeviceMesh) -> Act:
     act = in_module(mesh)
 
     def within(at: At) -> torch.Tensor:
-        with SequenceScope(LAYOUT):
+        """The scope is open around the step, and again in what a checkpoint runs."""
+        scope = SequenceScope(LAYOUT)
+
+        def scoped(piece: Piece, x: torch.Tensor) -> torch.Tensor:
+            with scope:
+                return piece(x)
+
+        run, at.run = at.run, lambda piece, x: run(partial(scoped, piece), x)
+        with scope:
             return act(at)
 
     return within
@@ -183,7 +245,7 @@ def in_backbone(mesh: DeviceMesh) -> Act:
 
     def act(at: At) -> torch.Tensor:
         model.at = at
-        return own(model(X))
+        return own(model(trained(X)))
 
     return act
 
@@ -194,9 +256,10 @@ def in_a_block_of_a_backbone(mesh: DeviceMesh) -> Act:
     parallelize_module(model, mesh, BackboneContextParallel(blocks="layers"))
 
     def act(at: At) -> torch.Tensor:
+        model.at = At(at.how)
         model.layers[0].attend = lambda x: sdpa(at("before", x))  # pyright: ignore[reportAttributeAccessIssue]
         model.layers[1].attend = lambda x: at("behind", sdpa(at("between", x)))  # pyright: ignore
-        return own(model(X))
+        return own(model(trained(X)))
 
     return act
 
@@ -205,7 +268,7 @@ def in_block(mesh: DeviceMesh) -> Act:
     model = Model()
 
     def act(at: At) -> torch.Tensor:
-        model.at, x = at, X.clone()
+        model.at, x = at, trained(X)
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], verified=True):
             return model(x)
 
@@ -220,14 +283,9 @@ def varlen(x: torch.Tensor) -> torch.Tensor:
     return PackedCore([0, LENGTH], window_size=(-1, 0))(x, x, x)
 
 
-def twice(call: Callable[[torch.Tensor], torch.Tensor], at: At, x: torch.Tensor) -> torch.Tensor:
-    x = call(at("before", x))
-    return at("behind", call(at("between", x)))
-
-
 def by_calls(call: Callable[[DeviceMesh, torch.Tensor], torch.Tensor]) -> Door:
     """Two calls of a function."""
-    return Door(lambda mesh: lambda at: twice(partial(call, mesh), at, own(X)), *_IN_CALLS)
+    return Door(lambda mesh: lambda at: at.twice(*[partial(call, mesh)] * 2, trained(own(X))), *_IN_CALLS)
 
 
 def latents(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +299,8 @@ def decoded(mesh: DeviceMesh) -> Act:
     def act(at: At) -> torch.Tensor:
         keys = heads(X)
         cache = KVCache(mesh, LAYOUT, *(own(keys, 2) for _ in range(2)))
-        return own(joined(twice(lambda x: context_decode(x, cache), at, keys[:, :, -1:])).expand(1, LENGTH, WIDTH))
+        tokens = at.twice(*[lambda x: context_decode(x, cache)] * 2, keys[:, :, -1:])
+        return own(joined(tokens).expand(1, LENGTH, WIDTH))
 
     return act
 
@@ -261,13 +320,15 @@ def convolution(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Door:
     """``make(mesh)`` is a step. ``moments``: when a rank may fail, and is heard. ``fail(x)`` raises, or returns what
-    the next call of the package refuses."""
+    the next call of the package refuses. ``hows``: how its calls can run."""
 
     make: Callable[[DeviceMesh], Act]
     moments: tuple[str, ...] = MOMENTS
-    fail: Callable[[torch.Tensor], torch.Tensor] = planted
+    fail: Piece = planted
+    hows: tuple[str, ...] = tuple(HOW)
 
 
+_EAGER = tuple(name for name, how in HOW.items() if not how.compiles)
 # Nothing encloses the code between two calls of functions. So a rank fails in a call.
 _IN_CALLS: Any = ("before", "between"), lambda x: x[:, :, :0].to(torch.int32)
 
@@ -277,8 +338,9 @@ def _heads_and_back(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
 
 
 DOORS: dict[str, Door] = {
-    "core": Door(in_core),
-    "core, by its output": Door(in_core, ("behind",), lambda x: x.sum(2)),
+    # torch.compile of torch 2.13 cannot go on behind a graph break between DTensors.
+    "core": Door(in_core, hows=_EAGER),
+    "core, by its output": Door(in_core, ("behind",), lambda x: x.sum(2), _EAGER),
     "module": Door(in_module),
     "scope": Door(in_scope),
     "backbone": Door(in_backbone),
@@ -297,7 +359,7 @@ DOORS: dict[str, Door] = {
         )
     ),
     "latents": by_calls(latents),
-    "decode": Door(decoded, *_IN_CALLS),
+    "decode": Door(decoded, *_IN_CALLS, ("eager",)),  # it has no backward
     "convolution": by_calls(lambda mesh, x: context_causal_conv1d(convolution, x, mesh, width=3, seq_dim=1)),
     "roll": by_calls(lambda mesh, x: context_roll(x, 1, 1, mesh)),
     "recurrence": by_calls(recurrence),
@@ -309,30 +371,26 @@ DOORS: dict[str, Door] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """``caught``: all ranks catch the error, twice, and run one more step."""
+    """``faulty`` is the rank that fails. ``caught``: all ranks catch the error, twice, and run one more step."""
 
     door: str
+    how: str
     moment: str
+    faulty: int
     caught: bool
 
     def __str__(self) -> str:
-        return f"{self.door}, {self.moment}{', caught' if self.caught else ''}"
+        return f"{self.door}, {self.how}, {self.moment}, rank {self.faulty}{', caught' if self.caught else ''}"
 
 
 def cells() -> Iterator[Cell]:
     """All that is promised."""
     for name, door in DOORS.items():
-        for moment, caught in product(door.moments, (False, True)):
-            yield Cell(name, moment, caught)
-
-
-def nothing(_: str, x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def failing(cell: Cell) -> At:
-    """What the faulty rank does at each moment."""
-    return lambda moment, x: DOORS[cell.door].fail(x) if moment == cell.moment else x
+        for how, moment in product(door.hows, door.moments):
+            if how == "recomputed" and moment == "behind":
+                continue  # such a recomputation ends with the last call whose results the backward needs
+            for faulty, caught in product(range(RANKS), (False, True)):
+                yield Cell(name, how, moment, faulty, caught)
 
 
 def perform(cell: Cell, rank: int) -> str:
@@ -340,21 +398,31 @@ def perform(cell: Cell, rank: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = cp_mesh(RANKS)
-        act = DOORS[cell.door].make(mesh)
-        wanted = act(nothing)  # a step that nobody disturbs
+        how, door = HOW[cell.how], DOORS[cell.door]
+        act = door.make(mesh)
+        if how.compiles:
+            act = torch.compile(act, backend="aot_eager")
+
+        def step(at: At) -> torch.Tensor:
+            out = act(at)
+            if out.requires_grad and how.again:
+                out.sum().backward()
+            return out.detach()
+
+        wanted = step(At(how))
         words = ""
         for _ in range(2):  # the second time after an error that all ranks have heard
             try:
-                act(failing(cell) if rank == FAULTY else nothing)
-                if cell.moment == "behind" and rank != FAULTY:
-                    act(nothing)  # it hears of the error at its next step
+                step(At(how, cell.moment, door.fail) if rank == cell.faulty else At(how))
+                if cell.moment == "behind" and rank != cell.faulty:
+                    step(At(how))  # it hears of the error at its next step
             except Exception as told:
                 if not cell.caught:
                     raise
                 words = f"{type(told).__name__}: {told}"
             else:
                 raise AssertionError(f"{cell}: rank {rank} heard nothing")
-        assert error(act(nothing), wanted) < EXACT
+        assert error(step(At(how)), wanted) < EXACT
         return words
 
 
@@ -375,15 +443,16 @@ def _on_rank(cell: Cell, rank: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.turns")
     parser.add_argument("--doors", nargs="*", choices=DOORS, default=list(DOORS))
+    parser.add_argument("--how", nargs="*", choices=HOW, default=list(HOW))
     options, bad = parser.parse_args(), 0
     for cell in cells():
-        if cell.door in options.doors:
+        if cell.door in options.doors and cell.how in options.how:
             began = time.monotonic()
             try:
                 told = " | ".join(each[:60] for each in run_cell(cell))
             except (AssertionError, RankTimeout) as wrong:
                 bad, told = bad + 1, f"WRONG: {type(wrong).__name__} {str(wrong)[:300]}"
-            print(f"{cell!s:44} {time.monotonic() - began:6.1f} s  {told}", flush=True)
+            print(f"{cell!s:60} {time.monotonic() - began:6.1f} s  {told}", flush=True)
     print(f"{bad} broken promises")
     return int(bad > 0)
 

@@ -75,7 +75,7 @@ class ParameterWatch(RankCheck):
     """
 
     def __init__(self) -> None:
-        self._attentions = self._turn = 0
+        self._attentions = self._step = 0
         self._counts: WeakKeyDictionary[Any, _Count] = WeakKeyDictionary()
         self._count: _Count | None = None  # of the model that calls, if the call counts
         self._state: ref[GroupState] | None = None
@@ -96,14 +96,14 @@ class ParameterWatch(RankCheck):
             return 0
         self._state = self._state or ref(state_of(group))  # weak: the state holds this object
         if (state := self._state()) is not None and not state.forward_open:
-            self._turn += 1
+            self._step += 1
         count = self._counts.get(key)
         if count is None:  # styles on several parts of a model share its count
             model = _model_of(call)  # a module may have no truth value, as one of torch.compile
             count = self._counts[key] = self._counts.setdefault(key if model is None else model, _Count())
         self._count = count
-        if count.turn != self._turn:
-            count.turn = self._turn
+        if count.step != self._step:
+            count.step = self._step
             if count.waiting and count.has_news():
                 count.attentions = 0
         # A power of two has no bit in common with the number below it.
@@ -152,12 +152,12 @@ class _Count:
 
     Attributes:
         attentions: their number.
-        turn: in which ``waiting`` was looked at. A turn begins with the first attention after a backward.
+        step: in which ``waiting`` was looked at. A step begins with the first attention after a backward.
         waiting: the parameters that were not changed yet, with their versions, and whether they are trained.
     """
 
     attentions: int = 0
-    turn: int = 0
+    step: int = 0
     waiting: list[tuple[ref[torch.Tensor], int, bool]] = field(default_factory=list)
     _followed: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 

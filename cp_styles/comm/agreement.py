@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
+from cp_styles._compat import (
+    graph_task_id,
+    named_range,
+    resolve_group,
+    stops_recomputation,
+    without_dispatch_modes,
+)
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import (
     WIDTH,
+    Mailbox,
     abort_group,
     check_not_aborted,
     gather_numbers,
     offer_numbers,
     start_numbers,
 )
+from cp_styles.comm.turn import Turn
 from cp_styles.troubleshooting import see
-
-
-class RankStatus(enum.IntEnum):
-    """Whether a rank can take part in the operation."""
-
-    NO_CALL = -1
-    BAD_INPUTS = 0
-    GOOD = 1
 
 
 class Meeting(enum.IntEnum):
@@ -71,7 +72,7 @@ class StatusRow(NamedTuple):
     Attributes:
         q_length: number of local queries, or another number that may differ between ranks.
         kv_length: number of local keys.
-        status: a :class:`RankStatus`.
+        good: 0 if this rank has failed.
         meeting: the :class:`Meeting` of this rank.
         who: a hash of the name of the module or function.
         place: the module and the index of the call in its forward, see :func:`pack_call_number`; in a backward, the
@@ -82,7 +83,7 @@ class StatusRow(NamedTuple):
 
     q_length: int = 0
     kv_length: int = 0
-    status: int = RankStatus.GOOD
+    good: int = 1
     meeting: int = 0
     who: int = 0
     place: int = 0
@@ -141,6 +142,7 @@ def start_status(
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
     path: str = "",
     state: GroupState | None = None,
+    judge: Callable[[StatusRows], object] | None = None,
 ) -> Callable[[], StatusRows]:
     """Start a meeting: see [Note: meetings]. The result, a function, waits for and returns the rows of all ranks.
 
@@ -153,11 +155,12 @@ def start_status(
         assumed: makes the rows of all ranks from this rank's row, if they exchange nothing. None: it is not possible.
         path: the module that calls, for messages.
         state: the state of the group, if the caller has it.
+        judge: is called with the rows of all ranks, and raises on every rank if they do not fit.
 
-    Communication: one all-gather of a row; none unless ``agrees``. If a rank refuses, another one of the reasons.
+    Communication: one all-gather of a row; none unless ``agrees``. A rank that has failed sends its reason.
 
     Raises:
-        ValueError: on every rank, if a rank has refused, or if the ranks are not at the same meeting.
+        ValueError: on every rank, if a rank has failed, or if the ranks are not at the same meeting.
     """
     state = state or check_not_aborted(group, name)
     operations = state.operations
@@ -165,7 +168,7 @@ def start_status(
         check_not_aborted(group, name)  # raises
     operations.check = None  # a check that is left is of an attention that has failed
     problem: Exception | None = None
-    row = StatusRow(status=RankStatus.BAD_INPUTS)
+    row = StatusRow(good=0)
     try:
         with without_dispatch_modes():
             row = build()
@@ -177,19 +180,21 @@ def start_status(
     operations.user, operations.axis = name, axis
     recomputed = _RECOMPUTED if meeting not in _BACKWARD_MEETINGS and graph_task_id() >= 0 else 0
     row = row._replace(meeting=meeting + recomputed, who=zlib.crc32(name.encode()))
-    if not agrees:
-        if problem is not None:
-            abort_group(group, problem)  # peers take part in the operation, and wait for this rank's messages
-            raise problem
-        if assumed is None:
-            raise ValueError(
-                f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a SequenceLayout "
-                "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
-            )
-        rows: Any = [(*each[:_FIRST_CHECK], *each.numbers) for each in assumed(row)]
-        return partial(StatusRows, rows)
     numbers: Any = *row[:_FIRST_CHECK], *row.numbers
-    started = _StartedMeeting(numbers, problem, meeting, name, axis, group, path)
+    started = _StartedMeeting(numbers, problem, meeting, name, axis, group, path, state.turn, judge)
+    if not agrees:
+        with state.turn:
+            if problem is not None:
+                abort_group(group, problem)  # peers take part in the operation, and wait for this rank's messages
+                raise problem
+            if assumed is None:
+                raise ValueError(
+                    f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a "
+                    "SequenceLayout such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
+                )
+        rows: Any = [(*each[:_FIRST_CHECK], *each.numbers) for each in assumed(row)]
+        started.gathered = lambda: rows
+        return started
     if problem is not None:
         started()
     try:
@@ -214,9 +219,12 @@ class _StartedMeeting:
     axis: str
     group: dist.ProcessGroup
     path: str
+    turn: Turn
+    judge: Callable[[StatusRows], object] | None
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
     def __call__(self) -> StatusRows:
+        self.turn.begin()
         try:
             with named_range("agreement:", self.name):
                 rows = StatusRows((self.gathered or start_numbers(self.row, self.group))())
@@ -228,55 +236,82 @@ class _StartedMeeting:
                     f"of mesh axis {self.axis!r}: one of them has failed, or calls attention fewer times"
                 )
             raise
-        if self.problem is None and rows.equal:
-            return rows
-        reasons = self._gather_reasons(rows)
-        state, phase = state_of(self.group), state_of(self.group).phase
-        state.phase = GroupPhase.TOGETHER  # from the same rows, every rank raises
-        if self.problem is not None:
-            raise self.problem
-        _raise_if_refused(rows, self.name, self.axis, reasons)
-        _raise_if_at_different_calls(rows, self.name, self.axis, self.path)
-        state.phase = phase
+        try:
+            if self.problem is not None or not rows.equal:
+                self._compare(rows)
+            if self.judge is not None:
+                self.judge(rows)
+        except Exception as error:
+            self.turn.note_known(error)
+            raise
         return rows
 
-    def _gather_reasons(self, rows: StatusRows) -> str:
-        """The reasons of the ranks that have refused. Empty unless all ranks are here to exchange them."""
-        refused = [rank for rank, row in enumerate(rows) if row.status == RankStatus.BAD_INPUTS]
-        if len(refused) in (0, len(rows)) or RankStatus.NO_CALL in rows.columns.status or _are_at_different_calls(rows):
-            return ""
-        problem = self.problem
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"[: _TEXT_BYTES // 8]
-        texts = _gather_texts(text, self.group)
-        return "".join(f"; rank {rank}: {texts[rank]}" for rank in refused[:_MAX_RANKS_SHOWN])
+    def _compare(self, rows: StatusRows) -> None:
+        """Raise if this rank or another one has failed, or if the ranks are not at the same call."""
+        mailbox, failed = state_of(self.group).mailbox, [rank for rank, row in enumerate(rows) if not row.good]
+        if self.problem is not None:
+            if isinstance(mailbox, Mailbox):
+                _send_reason(f"{type(self.problem).__name__}: {self.problem}", mailbox, rows)
+            raise self.problem
+        if failed:
+            reasons = [f"; rank {rank}: {_read_reason(mailbox, rank)}" for rank in failed]
+            raise ValueError(
+                f"{self.name}: ranks {failed} of mesh axis {self.axis!r} have failed, and this rank stops with them"
+                f"{see('Another rank has failed')}{''.join(reasons[:_MAX_RANKS_SHOWN])}"
+            )
+        _raise_if_at_different_calls(rows, self.name, self.axis, self.path)
 
 
-def report_failure(name: str, group: dist.ProcessGroup) -> None:
-    """Report to the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
+def tell_peers(name: str, group: dist.ProcessGroup, error: BaseException, *, agrees: bool = True) -> None:
+    """Tell the other ranks, at their next meeting, that this rank has failed, unless they know: see [Note: turns].
 
-    It sends nothing inside a backward, and in the phase TOGETHER: see :class:`~cp_styles.comm.group_state.GroupPhase`.
-    It waits for at most half a minute, because peers may wait for this rank somewhere else. Communication: one
-    all-gather of a row.
+    ``error`` is the error that this rank raises. It waits for at most half a minute, because peers may wait for this
+    rank somewhere else. Communication: one all-gather of a row, and the text of the error to each peer. Unless
+    ``agrees``, the ranks have no meetings, and this rank ends its connections.
     """
     state = state_of(group)
-    if group.size() > 1 and graph_task_id() < 0 and state.phase is not GroupPhase.TOGETHER:
-        state.phase = GroupPhase.TOGETHER
-        row = StatusRow(status=RankStatus.NO_CALL, meeting=Meeting.ATTENTION, who=zlib.crc32(name.encode()))
-        numbers: Any = *row[:_FIRST_CHECK], *row.numbers
-        offer_numbers(numbers, group, _PATIENCE_SECONDS)
+    if group.size() == 1 or not isinstance(error, Exception) or stops_recomputation(error):
+        return
+    if state.operations.agreed or not state.turn.must_tell(error) or not is_of_this_world(group):
+        return  # in an operation, this error ends it
+    state.turn.note_known(error)
+    if not agrees:
+        abort_group(group, error)
+        return
+    row = StatusRow(good=0, meeting=Meeting.ATTENTION, who=zlib.crc32(name.encode()))
+    numbers: Any = *row[:_FIRST_CHECK], *row.numbers
+    reason = f"{type(error).__name__}: {error}"  # a reference to the error would keep the group
+    offer_numbers(numbers, group, _PATIENCE_SECONDS, partial(_send_reason, reason))
+
+
+@contextlib.contextmanager
+def telling(name: str, group: dist.ProcessGroup, *, agrees: bool = True) -> Iterator[None]:
+    """A context that tells the other ranks of an error that leaves it: see :func:`tell_peers`."""
+    try:
+        yield
+    except Exception as error:
+        tell_peers(name, group, error, agrees=agrees)
+        raise
 
 
 _PATIENCE_SECONDS = 30.0
 
 
-def _raise_if_refused(rows: StatusRows, name: str, axis: str, reasons: str) -> None:
-    for status, subject in ((RankStatus.BAD_INPUTS, "their inputs"), (RankStatus.NO_CALL, "the attention inside")):
-        refused = [rank for rank, row in enumerate(rows) if row.status == status]
-        if refused:
-            raise ValueError(
-                f"{name}: ranks {refused} of mesh axis {axis!r} refused {subject} (their errors have the reason); this "
-                f"rank stops with them{see('Another rank has refused')}{reasons}"
-            )
+def _send_reason(reason: str, mailbox: Mailbox, rows: Sequence[Sequence[Any]]) -> None:
+    """Send the reason of this rank to the ranks that have not failed."""
+    with contextlib.suppress(RuntimeError), without_dispatch_modes():  # the error of this rank is more useful
+        mailbox.send_text(reason, [rank for rank, row in enumerate(rows) if row[_GOOD]])
+
+
+def _read_reason(mailbox: Mailbox | None, rank: int) -> str:
+    """The reason of a rank that has failed."""
+    with contextlib.suppress(RuntimeError), without_dispatch_modes():  # the rank has ended
+        if mailbox is not None:
+            return mailbox.read_text(rank)
+    return "its error has the reason"
+
+
+_GOOD = StatusRow._fields.index("good")
 
 
 def _are_at_different_calls(rows: StatusRows) -> bool:
@@ -328,7 +363,6 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     if group is None or group.size() == 1:
         return
     state = check_not_aborted(group)
-    state.phase = GroupPhase.BACKWARD
     if agrees:
         state.forward_open = False
         row, where = (
@@ -369,9 +403,8 @@ def agree_on_facts(
         facts.update(described)
         return row._replace(facts=fingerprint(list(map(plain, facts.values()))))
 
-    rows = start_status(build, meeting, *where, path=path, **options)()
-    compare(rows, (path or where[0], *where[1:]), lambda: facts, advice)
-    return rows
+    judge = partial(compare, where=(path or where[0], *where[1:]), facts=lambda: facts, advice=advice)
+    return start_status(build, meeting, *where, path=path, judge=judge, **options)()
 
 
 def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, Any]], advice: str = "") -> None:
@@ -395,7 +428,6 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
     values = ", ".join(f"rank {rank}: {texts.get(fact)}" for rank, texts in enumerate(ranks[:_MAX_RANKS_SHOWN]))
     if not fact:
         fact, values = f"one of {', '.join(names)}", "their texts are equal"
-    state_of(group).phase = GroupPhase.TOGETHER
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} disagree on {fact}: ranks {odd} differ from rank 0 ({values})"
         f"{advice}{see('Ranks that disagree')}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.checks import Checks
+from cp_styles.comm.turn import Turn
 
 T = TypeVar("T")
 
@@ -75,17 +74,6 @@ class Operations:
 _FIRST_TAG = 2**29
 
 
-class GroupPhase(enum.Enum):
-    """The state of a rank in the attentions over a group: whether an error of this rank must be reported to peers."""
-
-    IDLE = enum.auto()
-    """Peers may wait for this rank: :func:`~cp_styles.comm.agreement.report_failure` must report an error to them."""
-    TOGETHER = enum.auto()
-    """No report: every rank raises, as after an agreement, or peers are blocked in a receive."""
-    BACKWARD = enum.auto()
-    """Like IDLE, after the start of a backward: peers may have left the forward."""
-
-
 @dataclass(eq=False)
 class StandIn:
     """A group that replaces another group on this rank, wherever a style, block or function resolves it.
@@ -109,7 +97,7 @@ class GroupState:
 
     Attributes:
         operations: the operations over the group, shared with its parts.
-        phase: whether an error of this rank must be reported to peers.
+        turn: which errors of this rank its peers know.
         forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         thread: the thread that has run the latest forward; 0 before the first one.
         losses: the names of groups over which losses of this sequence are, see
@@ -136,7 +124,7 @@ class GroupState:
     """
 
     operations: Operations = field(default_factory=Operations)
-    phase: GroupPhase = GroupPhase.IDLE
+    turn: Turn = field(default_factory=Turn)
     forward_open: bool = False
     thread: int = 0
     losses: set[str] = field(default_factory=set)
@@ -157,13 +145,6 @@ class GroupState:
     training: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
     trained: WeakSet[Any] = field(default_factory=WeakSet)
     notes: Any = None
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context in which every rank raises if one does, because it begins with a meeting."""
-        self.phase = GroupPhase.TOGETHER
-        yield
-        self.phase = GroupPhase.IDLE  # not after an error, which needs no report
 
     def learn(self, checks: Checks) -> None:
         """Note what the checks of a style or function over the group leave out."""

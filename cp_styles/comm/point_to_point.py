@@ -24,6 +24,7 @@ from cp_styles._compat import (
     let_profilers_record,
     make_part_of_group,
     resolve_group,
+    without_dispatch_modes,
     without_torch_func,
 )
 from cp_styles.comm.group_state import GroupState, Operations, register_part, state_of
@@ -71,7 +72,8 @@ class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
     ``state``: the state of the group, if the caller has checked that it is not aborted. ``backward_of``: in a backward,
-    the number of its forward; 0 in a forward. ``common``: errors that the other ranks raise too.
+    the number of its forward; 0 in a forward. ``common``: errors that the other ranks raise too. ``meets``: the ranks
+    agree inside of the context, by a deferred check.
     """
 
     def __init__(
@@ -80,26 +82,32 @@ class Operation:
         state: GroupState | None = None,
         backward_of: int = 0,
         common: tuple[type[Exception], ...] = (),
+        *,
+        meets: bool = False,
     ) -> None:
-        self._group, self._operations = group, (state or check_not_aborted(group)).operations
-        self._backward_of, self._common = backward_of, common
+        self._group, self._state = group, state or check_not_aborted(group)
+        self._backward_of, self._common, self._meets = backward_of, common, meets
 
     def __enter__(self) -> None:
-        operations = self._operations
-        operations.backward_of, operations.agreed = self._backward_of, operations.check is None
+        operations = self._state.operations
+        self._outer = operations.agreed
+        operations.backward_of, operations.agreed = self._backward_of, not self._meets
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        operations = self._operations
-        if error is None:
-            if operations.check is not None:
-                operations.run_deferred_check()
-            return
-        interrupted = not isinstance(error, Exception)
-        if interrupted:
-            operations.check = None  # the check holds the group, whose connections must end
-        operations.run_deferred_check()  # raises if the ranks disagree, which may be the cause
-        if interrupted or (operations.agreed and not isinstance(error, self._common)):
-            abort_group(self._group, error)
+        operations = self._state.operations
+        try:
+            if error is None and operations.check is None:
+                return
+            interrupted = error is not None and not isinstance(error, Exception)
+            if interrupted:
+                operations.check = None  # the check holds the group, whose connections must end
+            operations.run_deferred_check()  # raises if the ranks disagree, which may be the cause
+            if error is not None and (interrupted or (operations.agreed and self._state.turn.must_tell(error))):
+                if not isinstance(error, self._common):
+                    abort_group(self._group, error)
+                self._state.turn.note_known(error)
+        finally:
+            operations.agreed = self._outer
 
 
 def check_not_aborted(group: dist.ProcessGroup, user: str = "") -> GroupState:
@@ -280,6 +288,8 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
 WIDTH = 9
 # Tags of rows start here. Messages of keys, values and gradients have tags from 2**29 on. Users count from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
+# The reason of a rank that has failed: its size, and its tag, which no row has before 2**30 - 2 rows.
+_TEXT_BYTES, _TEXT_TAG = 1024, _FIRST_TAG + _TAGS - 2
 
 
 def end_connections(gloo: Any) -> None:
@@ -368,6 +378,19 @@ class Mailbox:
                 self._gathers.pop(old, None)
         return None
 
+    def send_text(self, text: str, peers: Sequence[int]) -> None:
+        """Send a text of at most _TEXT_BYTES to ``peers``, which call :meth:`read_text`. Waits until they have it."""
+        data = [*text.encode(errors="replace").ljust(_TEXT_BYTES)[:_TEXT_BYTES]]
+        message = torch.tensor(data, dtype=torch.uint8, device="cpu")
+        for sent in [self._gloo.send([message], peer, _TEXT_TAG) for peer in peers]:
+            sent.wait()
+
+    def read_text(self, peer: int) -> str:
+        """The text that a peer sends."""
+        message = torch.empty(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        self._gloo.recv([message], peer, _TEXT_TAG).wait()
+        return bytes(message.tolist()).decode(errors="replace").rstrip()
+
     def _new_gather(self, number: int) -> _Gather:
         with torch.inference_mode(False):  # a checkpoint may keep the rows, and needs their version
             rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
@@ -440,17 +463,28 @@ def _read_rows(rows: torch.Tensor, started: dist.Work | _StartedGather | None) -
     return rows.tolist()
 
 
-def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
-    """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
+def offer_numbers(
+    numbers: Sequence[int],
+    group: dist.ProcessGroup,
+    seconds: float,
+    then: Callable[[Mailbox, Sequence[Sequence[int]]], object],
+) -> None:
+    """:func:`gather_numbers` for a rank that has failed. It waits at most ``seconds``.
+
+    ``then`` is called with the mailbox and the rows of all ranks when they arrive, possibly later, in another thread.
+    """
     state, patience = state_of(group), timedelta(seconds=seconds)
     if state.operations.broken:  # peers have an error already
         return
-    with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
+    with contextlib.suppress(RuntimeError), without_torch_func(), without_dispatch_modes():  # the first error is better
         row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        _, started = _start_gather(row, group, state, patience)
+        rows, started = _start_gather(row, group, state, patience)
         if isinstance(started, _StartedGather):
             # In a thread, because gloo ends all connections of a group when a wait times out.
-            waiting = threading.Thread(target=state.mailbox.wait, args=(started.number,), daemon=True)
+            mailbox, number = state.mailbox, started.number
+            waiting = threading.Thread(
+                target=lambda: mailbox.wait(number) is None and then(mailbox, rows.tolist()), daemon=True
+            )
             waiting.start()
             waiting.join(seconds)
         elif started is not None:

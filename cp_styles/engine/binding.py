@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from cp_styles.comm.agreement import (
     compare,
     pack_call_number,
     plain,
-    report_failure,
     start_status,
+    tell_peers,
+    telling,
 )
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
@@ -221,17 +222,15 @@ class Binding:
 
     def agree(
         self,
-        problem: Exception | None,
         tensors: Sequence[torch.Tensor],
         call: Mapping[str, Any],
         keep: bool,
         attn_mask: torch.Tensor | None = None,
     ) -> ResolvedCall:
-        """Compare one call on all ranks, and return it with its layouts.
+        """Compare one call on all ranks, and return it with its layouts. Call it in an Operation that ``meets``.
 
         Args:
-            problem: an error that only this rank may see, or None. Every rank raises then.
-            tensors: local query, key and value [B, H, S, D]; 4-D if there is no ``problem``.
+            tensors: local query, key and value [B, H, S, D].
             call: the remaining arguments of the call by name (``is_causal``, ``scale``).
             keep: whether a backward of the call may follow.
             attn_mask: the mask of the call for the whole sequence.
@@ -246,9 +245,9 @@ class Binding:
         fixed = layout if isinstance(layout, SequenceLayout) else None
         where = self.name, self.axis, self.group
         checked = where, self.checks, tensors, self.model or self.forward_state.model, keep
-        agreement = _AttentionAgreement(*checked, binding=self, problem=problem, attn_mask=attn_mask, call=call)
-        self.group_state.phase = GroupPhase.TOGETHER
-        meeting = start_status(
+        agreement = _AttentionAgreement(*checked, binding=self, attn_mask=attn_mask, call=call)
+        operations = self.group_state.operations
+        operations.check = start_status(
             agreement.row,
             Meeting.ATTENTION,
             *where,
@@ -256,14 +255,15 @@ class Binding:
             assumed=None if fixed is None else partial(_assume_equal_calls, fixed, rank),
             path=self.forward_state.path,
             state=self.group_state,
+            judge=agreement.judge,
         )
         q, k, v = tensors
         length = None if fixed is None else fixed.lengths[rank]
-        if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
-            return agreement.finish(meeting)
-        # See [Note: agreement without waiting] in agreement.py.
-        self.group_state.operations.check = partial(agreement.finish, meeting)
-        return self.call_with_fixed_layout
+        if attn_mask is None and q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
+            return self.call_with_fixed_layout  # see [Note: agreement without waiting] in agreement.py
+        operations.run_deferred_check()
+        assert agreement.resolved is not None
+        return agreement.resolved
 
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
@@ -281,15 +281,14 @@ class Binding:
         assert isinstance(self.layout, SequenceLayout)
         return self.call_with((self.layout, self.layout))
 
-    def refuse(self, problem: Exception) -> NoReturn:
-        """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
-        self.agree(problem, (), {}, False)
-        raise problem
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """A context that tells the other ranks of an error that leaves it."""
+        return telling(self.name, self.group, agrees=self.checks.agreement)
 
     @uncompiled
-    def refuse_call(self) -> None:
-        """Report to the other ranks, at their attention, that this rank does not call it."""
-        report_failure(self.name, self.group)
+    def tell_peers(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that this rank raises: :func:`~cp_styles.comm.agreement.tell_peers`."""
+        tell_peers(self.name, self.group, error, agrees=self.checks.agreement)
 
     def refuse_other_cut(
         self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None
@@ -438,15 +437,13 @@ class _AttentionAgreement(CheckedCall):
     # A class and not a closure: the traceback of an error would keep a closure, and with it the process group, alive.
 
     binding: Binding
-    problem: Exception | None
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
     dtypes: Sequence[torch.dtype] = ()
+    resolved: ResolvedCall | None = None
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
-        if self.problem is not None:
-            raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         forward_state = binding.forward_state
         if running_comparisons.get():
@@ -487,10 +484,9 @@ class _AttentionAgreement(CheckedCall):
             numbers=tuple(numbers),
         )
 
-    def finish(self, meeting: Callable[[], StatusRows]) -> ResolvedCall:
-        """Wait for the rows of the remaining ranks in ``meeting``, and compare them. Returns the call."""
+    def judge(self, rows: StatusRows) -> None:
+        """Compare the rows of all ranks."""
         binding = self.binding
-        rows = meeting()
         columns = rows.columns
         lengths = sum(columns.q_length), sum(columns.kv_length)
         call = binding._calls.get(lengths)
@@ -503,7 +499,6 @@ class _AttentionAgreement(CheckedCall):
         if binding.checks.agreement:
             for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
                 check.judge(numbers, self)
-        state.phase = GroupPhase.TOGETHER  # a checkpoint may run this in a backward
         if graph_task_id() < 0:
             state.thread, state.forward_open = threading.get_ident(), True  # in this order for other threads
         state.operations.forwards += binding.group.size() > 1
@@ -511,7 +506,7 @@ class _AttentionAgreement(CheckedCall):
             state.separated = state.operations.forwards
         if self.trains and binding.model is not None and binding.model not in state.training:
             binding.model.forward_begins(state)
-        return call
+        self.resolved = call
 
     def _compare_rows(self, rows: StatusRows, lengths: tuple[int, int]) -> ResolvedCall:
         """Raise unless the rows of all ranks fit together. Returns the call."""
@@ -561,7 +556,6 @@ class _AttentionAgreement(CheckedCall):
         # A mark that one rank has lost, as in a broadcast, is on another one.
         marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
         if not any(map(any, marks)):
-            binding.group_state.phase = GroupPhase.TOGETHER
             raise NotImplementedError(
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
                 f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "

@@ -30,7 +30,7 @@ from cp_styles._compat import (
 from cp_styles.checksum import digest
 from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.checks import Checks
-from cp_styles.comm.group_state import GroupPhase, state_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
 from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, get_bindings
@@ -214,9 +214,10 @@ def attend(
             tensors = cast_for_attention(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
             Dense(attn_mask)  # raises. The op cannot check it, because requires_grad and subclasses are lost there
-    except Exception as error:  # of any kind: the other ranks must raise too
+    except Exception as error:
         if not isinstance(source, ConfigInGraph):
-            source.resolve()[0].refuse(error)
+            source.resolve()[0].tell_peers(error)
+            raise
         problem = error.args[0]  # the op raises it on every rank. torch.compile cannot trace str(error)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
@@ -262,7 +263,7 @@ def _attention(
                 mode.wrap_checkpoints()
     binding, scope = (find_source(config, dense) if in_graph else config).resolve()
     binding = binding.without_kept_keys() if lean else binding
-    cut, refusal = b"", None
+    cut = b""
     try:
         if problem:
             raise NotImplementedError(problem)
@@ -276,14 +277,21 @@ def _attention(
                 f"{binding.name}: sink_H must be one logit for each of {q.shape[1]} query heads, got "
                 f"{tuple(sink.shape)}"
             )
-    except Exception as error:  # of any kind: the other ranks must raise too
-        refusal = error
+    except Exception as error:
+        binding.tell_peers(error)
+        raise
     call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
     # On a GPU the host would wait for the values. There UnreducedGradients compares sinks with the other parameters.
     call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
-    resolved = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
-    attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    out, lse, residual = run_forward(binding, attention, q, k, v, sink, keep=keep, wants_lse=wants_lse, learned=learned)
+    with Operation(binding.group, binding.group_state, meets=True):
+        resolved = binding.agree((q, k, v), call, keep, attn_mask)
+        try:
+            attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+        except (ValueError, TypeError, NotImplementedError) as error:  # on every rank
+            binding.group_state.turn.note_known(error)
+            raise
+        options = {"keep": keep, "wants_lse": wants_lse, "learned": learned}
+        out, lse, residual = run_forward(binding, attention, q, k, v, sink, **options)
     data = bytearray()
     if in_graph:
         out = _copy_to_strides(out, _empty_like_query(q.to("meta"), out.shape[3]))
@@ -411,7 +419,7 @@ def run_forward(
     wants_lse: bool = False,
     learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out_BHLE, lse_BHL, residual)`` of an attention after the agreement of the ranks.
+    """``(out_BHLE, lse_BHL, residual)`` of an attention after the agreement of the ranks, in their Operation.
 
     lse is empty unless ``wants_lse``. The residual is empty unless ``keep`` or ``wants_lse``. Communication: the
     strategy's.
@@ -421,7 +429,7 @@ def run_forward(
         listens(strategy, attention, *tensors, sink_H)
     if learned is not None:
         attention = replace(attention, kernel=attention.kernel.with_learned(learned, backward=False)[0])
-    with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
+    with named_range("attention forward:", binding.name):
         shape, dtype = (0,), torch.uint8
         if filled:
             places = attention.known.get("residual")  # an attention fixes the shapes of its tensors
@@ -431,7 +439,6 @@ def run_forward(
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, *tensors, sink_H, residual if filled else None)
         lse = strategy.logsumexp(attention, *tensors, residual) if wants_lse else q_BHLD.new_empty(0)
-    binding.group_state.phase = GroupPhase.IDLE  # later errors are not errors of the attention
     return out, lse, residual
 
 
@@ -458,11 +465,11 @@ def run_backward(
     """
     kernel, shares = attention.kernel.with_learned(learned, backward=True)
     attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
-    strategy, state = binding.strategy, binding.group_state
+    strategy, state, agrees = binding.strategy, binding.group_state, binding.checks.agreement
     if binding.model is not None and binding.group.size() > 1:
         binding.model.backward_begins(state)
-    begin_backward(binding.group, forward, binding.checks.agreement)
-    with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
+    with named_range("attention backward:", binding.name), Operation(binding.group, state, forward, meets=agrees):
+        begin_backward(binding.group, forward, agrees)
         if grad_lse_BHL is not None:
             attention = replace(attention, kernel=LseGradient(attention.kernel))
             grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from cp_styles._compat import graph_task_id
-from cp_styles.comm.agreement import report_failure
+from cp_styles.comm.agreement import telling
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple, world
@@ -102,13 +102,6 @@ class SequenceScope:
                 f"{sorted(entry.unscoped_axes)} ran under it with the masks and layouts of the modules alone. Give the "
                 "scope the axis of the modules, SequenceScope(..., mesh_axis=...)"
             )
-
-    def prepare(self, like: SequenceScope) -> SequenceScope:
-        """Removed: it raises NotImplementedError. ``like`` was the scope of the batch before."""
-        raise NotImplementedError(
-            "SequenceScope.prepare was removed: a plan takes milliseconds on the host. Leave the call out: the plan is "
-            "made at the first call that needs it, and cached. See the page Migration"
-        )
 
     def for_checkpoint(
         self, context_fn: Callable[[], tuple[Any, Any]] | None = None
@@ -324,10 +317,8 @@ class ScopedBinding:
         unscoped = self._binding if self._binding.group_state.stand_in is None else self.unscoped
         if not (_open_entries.get() or _all_open_entries or self.history.was_scoped):
             return unscoped, None
-        try:
+        with unscoped.telling():
             scope = self.history.find_scope(self.name, unscoped.axis, self.layout)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            unscoped.refuse(error)
         if scope is None:
             return unscoped, None
         stand_in = self._binding.group_state.stand_in
@@ -363,12 +354,9 @@ def binding_of_call(
         if was_scoped or _open_entries.get() or _all_open_entries:
             _, group = axis_and_group(name, mesh)
             state = state_of(group)  # after a call with the mesh of a group, its state has the name of the axis
-            try:
+            with telling(name, group):  # this rank may be the only one without its scope
                 scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
                 layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
-            except Exception:  # this rank may be the only one without its scope
-                report_failure(name, group)
-                raise
     key = name, mesh, strategy, layout, mask, kernel, checks
     latest = None if simple is None else state_of(simple).objects.get(LatestBindings)
     try:
@@ -378,11 +366,8 @@ def binding_of_call(
     except TypeError:  # an unhashable argument of a wrong type: the Binding below raises
         pass
     axis, group = axis_and_group(name, mesh)
-    try:
+    with telling(name, group):  # this rank's argument may be the only wrong one
         binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
-    except Exception:  # this rank's argument may be the only wrong one
-        report_failure(name, group)
-        raise
     # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
     inner = kernel.inner if isinstance(kernel, LatentKernel) else kernel
     if mask.pattern == mask and isinstance(inner, SdpaKernel | None) and not checks.local:

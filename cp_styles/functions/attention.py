@@ -109,7 +109,8 @@ def context_attention(
         source = binding_of_call(name, mesh, strategy, cut, mask, kernel, checks=checks)
         group = source.group
         if problem is not None:
-            source.refuse(problem)
+            with source.telling():
+                raise problem
     tensors = (q_BHLD, k_BGMD, v_BGME)
     if seq_dim == 1:
         tensors = _swap_seq_and_heads(q_BHLD), _swap_seq_and_heads(k_BGMD), _swap_seq_and_heads(v_BGME)

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,13 +154,10 @@ def flex_attend(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     call: FlexCall,
-    refuse: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(out, lse)`` of a call, for a binding. ``refuse`` raises for errors that only this rank may see."""
+    """``(out, lse)`` of a call, for a binding."""
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
-        if refuse is not None:
-            refuse()
         call.check(binding.name, *tensors[:2])
         return _bind_call(binding, call, tensors)
 

@@ -90,7 +90,11 @@ def context_latent_attention(
     """
     name, strategy, mask = "context_latent_attention", strategy or _RING, mask or _FULL
     call = LatentCall(q_BHLD, latent_BMR, rot_BMr, weight_NR)
-    problem = call.find_problem(name)
+    problem: Exception | None = None
+    try:
+        call.check(name)
+    except Exception as error:
+        problem = error
     traced = is_traced()
     if traced and checks.local:
         problem = problem or NotImplementedError(
@@ -139,34 +143,30 @@ class LatentCall(NamedTuple):
         q, latent, rot, weight = cast_for_attention(self)
         return (q, latent.unsqueeze(1), rot.unsqueeze(1)), weight.reshape(-1)
 
-    def find_problem(self, name: str) -> Exception | None:
-        """The error of a call with these tensors, or None."""
-        try:
-            check_plain(name, self, ("query", "latent", "rotary key", "weight"))
-        except (TypeError, NotImplementedError) as error:
-            return error
+    def check(self, name: str) -> None:
+        """Raise for tensors of this rank that do not fit."""
+        check_plain(name, self, ("query", "latent", "rotary key", "weight"))
         q, latent, rot, weight = self
         if (q.ndim, latent.ndim, rot.ndim, weight.ndim) != (4, 3, 3, 2):
-            return ValueError(
+            raise ValueError(
                 f"{name}: pass q [B, H, L, D], latent [B, M, R], rot [B, M, r] and weight [H (D - r + E), R], got "
                 f"{[tuple(x.shape) for x in self]}"
             )
         if latent.shape[:2] != rot.shape[:2]:
-            return ValueError(
+            raise ValueError(
                 f"{name}: latent and rot are of different tokens, {tuple(latent.shape)} and {tuple(rot.shape)}: cut "
                 "both with the layout of the attention"
             )
         (heads, _, dim), (rows, columns), rotary_dim = q.shape[1:], weight.shape, rot.shape[2]
         value_dim = rows // max(heads, 1) - (dim - rotary_dim)
         if latent.shape[2] != columns or not heads or rows % heads or value_dim < 1 or rotary_dim > dim:
-            return ValueError(
+            raise ValueError(
                 f"{name}: a weight of shape {tuple(weight.shape)} does not expand latents of {latent.shape[2]} numbers "
                 f"to {heads} heads whose queries have {dim} dims, {rotary_dim} of them rotary: it needs {heads} x "
                 f"({dim} - {rotary_dim} + E) rows, for E dims of values, and {latent.shape[2]} columns"
             )
         if weight.dtype != latent.dtype and len({x.dtype for x in cast_for_attention((weight, latent))}) > 1:
-            return ValueError(
+            raise ValueError(
                 f"{name}: the weight has {weight.dtype} and the latents have {latent.dtype}: pass "
                 "weight.to(latent.dtype), or call it under torch.autocast"
             )
-        return None

@@ -97,7 +97,6 @@ def context_varlen_attention(
 
 def varlen_operator(
     binding: Binding,
-    refuse: Callable[[], None],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -123,7 +122,6 @@ def varlen_operator(
     name = binding.name
 
     def make_mask() -> Mask:
-        refuse()
         if seqused_k is not None or block_table is not None:
             raise NotImplementedError(
                 f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not supported under context "
@@ -180,15 +178,13 @@ def _attend_packed(
     q, k, v = tensors
     batched = _add_batch_dim(q), _add_batch_dim(k), _add_batch_dim(v)
 
-    try:
+    with binding.telling():
         for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
             if isinstance(tensor, torch.Tensor) and tensor.ndim != 3:
                 check_plain(binding.name, tensors)
                 raise ValueError(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
-    except Exception as error:  # any type, because the remaining ranks must raise too
-        binding.refuse(error)
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         return binding.with_mask(make_mask()), ()

@@ -32,8 +32,7 @@ def largest_position(calls: Any, function: Callable[..., torch.Tensor], *args: A
     if past is not None:  # new tokens are whole on every rank; the cache of a prompt has its last position
         return largest if past.prefilled else largest.new_tensor(past.last_position)
     where = binding.name, binding.axis, binding.group
-    with binding.group_state.together():
-        rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
+    rows = start_status(lambda: StatusRow(q_length=int(largest)), Meeting.POSITIONS, *where)()
     return largest.new_tensor(max(row.q_length for row in rows))
 
 

@@ -30,9 +30,9 @@ from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.transformers_models import frame_of, option_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.checks import Checks
-from cp_styles.comm.group_state import GroupPhase, state_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.latents import note_latent, take_latents
@@ -232,7 +232,6 @@ def _decode(
         number: Any = module.layer_idx
         cache, expanded = past.layers[number], (key, value)
     elif cache is None or cache_of(value) is not cache:
-        report_failure(name, calls.binding.group)
         raise NotImplementedError(
             f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
             "attends to others. It cannot decode with a cache that is cut over the ranks: generate without context "
@@ -579,8 +578,7 @@ def _agree_on_prompt(
         compared = {"the prompt, which is cut here: pass the whole one": tokens, **tensors}
         return {what: None if x is None else (_shape_of(x), digest(x)) for what, x in compared.items()}, StatusRow()
 
-    with binding.group_state.together():
-        agree_on_facts(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
+    agree_on_facts(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
 
 
 def _shape_of(x: Any) -> Any:
@@ -869,8 +867,6 @@ def _make_prompt_mask(
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, numbers=(guess, flags))
 
-    state = state_of(group)
-    state.phase = GroupPhase.TOGETHER  # later errors are raised on every rank
     rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
     guesses, flags = rows.columns.numbers
@@ -900,7 +896,6 @@ def _make_prompt_mask(
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _find_documents(name, positions_BS, alone, packed, jumps)
-    state.phase = GroupPhase.IDLE
     return *_build_mask(pieces, documents, attention_mask, whole), whole
 
 

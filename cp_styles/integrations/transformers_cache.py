@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cp_styles.comm.agreement import report_failure
 from cp_styles.decoding import LayerCaches, find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.layout import SequenceLayout
@@ -44,7 +43,6 @@ class TransformersCache(LayerCaches):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.batch_size
         if self.prefilled and rows not in (-1, key_states.shape[0]):
-            report_failure(self.name, self.group)
             raise ValueError(
                 f"{self.name}: new tokens of {key_states.shape[0]} rows, but the prompt of this cache had {rows}: for "
                 "num_beams=n or num_return_sequences=n call cache.batch_repeat_interleave(n) before generate()"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ from cp_styles._compat import (
     uncompiled,
     without_function_modes,
 )
-from cp_styles.comm.group_state import GroupPhase
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
@@ -254,8 +253,7 @@ class AttentionCalls(TorchFunctionMode):
             return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
-        self.forward_state.calls += 1
-        return call.result(*flex_attend(self.scoped.resolve()[0], tensors, call, self._refuse_joint_and_sinks))
+        return call.result(*flex_attend(self._begin_call(self._refuse_sinks), tensors, call))
 
     @property
     def unscoped(self) -> Binding:
@@ -296,33 +294,24 @@ class AttentionCalls(TorchFunctionMode):
         only this rank may see. ``latents`` travel in place of the key and value in ``tensors``. Communication and
         errors: see :func:`~cp_styles.functions.attention.context_attention`.
         """
-        self.forward_state.calls += 1
-
-        def check() -> None:
-            if refuse is not None:
-                refuse()
-            self.check_call()
-            if self._joint is not None:
-                self._refuse_joint()
-
-        binding = self.scoped.resolve()[0]
+        binding = self._begin_call(refuse)
         if score_mod is None:
             binding = binding.with_mask(mask)
             learned = None
             if latents is not None:
-                if (problem := latents.find_problem(binding.name)) is not None:
-                    binding.refuse(problem)
+                with binding.telling():
+                    latents.check(binding.name)
                 binding = binding.with_kernel(latents.make_kernel(binding.kernel))
                 tensors, learned = latents.arguments()
             options = {"attn_mask": attn_mask, "scale": scale, "sink_H": sink_H, "learned": learned}
-            return attend(binding, tensors, refuse=check, **options)[0]
+            return attend(binding, tensors, **options)[0]
         binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         calls = [(binding, tensors)]
         if binding.mask.rows != (binding.mask,):
             of_rows = zip(binding.mask.rows, *(x.split(1) for x in tensors), strict=True)
             calls = [(replace(binding, mask=mask), (q, k, v)) for mask, q, k, v in of_rows]
-        results = [flex_attend(*each, call, check) for each in calls]
+        results = [flex_attend(*each, call) for each in calls]
         out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:
             out = apply_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
@@ -344,40 +333,36 @@ class AttentionCalls(TorchFunctionMode):
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
 
-    def run_mixer(self, run: Callable[[Callable[[], None]], Any]) -> Any:
-        """Call ``run(refuse)``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py.
-
-        ``refuse`` raises for errors that only this rank may see.
-        """
-        self.forward_state.calls += 1
-
-        def refuse() -> None:
-            self.check_call()
-            if self._joint is not None:
-                self._refuse_joint()
-
-        return run(refuse)
+    def run_mixer(self, run: Callable[[], Any]) -> Any:
+        """Call ``run()``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py."""
+        self._begin_call()
+        return run()
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
-        self.forward_state.calls += 1
-        return varlen_operator(self.scoped.resolve()[0], self._refuse_joint_and_sinks, *args, **kwargs)
+        return varlen_operator(self._begin_call(self._refuse_sinks), *args, **kwargs)
 
-    def _refuse_joint_and_sinks(self) -> None:
-        self.check_call()
-        if self._joint is not None:
-            self._refuse_joint()
+    def _refuse_sinks(self) -> None:
         if self._sink is not None:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
             )
 
-    def _refuse_joint(self) -> NoReturn:
-        raise NotImplementedError(
-            f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
-            "them, or cut all tokens"
-        )
+    def _begin_call(self, refuse: Callable[[], None] | None = None) -> Binding:
+        """The binding of a call of another function than torch's attention. ``refuse`` raises for wrong arguments."""
+        self.forward_state.calls += 1
+        binding = self.scoped.resolve()[0]
+        with binding.telling():
+            if refuse is not None:
+                refuse()
+            self.check_call()
+            if self._joint is not None:
+                raise NotImplementedError(
+                    f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one "
+                    "of them, or cut all tokens"
+                )
+        return binding
 
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
@@ -425,7 +410,7 @@ class AttentionCalls(TorchFunctionMode):
         self.forward_state.functions = False
         if not torch.compiler.is_dynamo_compiling():
             self.forward_state.running = True
-            self.unscoped.group_state.phase = GroupPhase.IDLE
+            self.unscoped.group_state.turn.begin()
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
             self.forward_state.module_call, self.forward_state.inputs = (module, args, kwargs), None
@@ -433,19 +418,17 @@ class AttentionCalls(TorchFunctionMode):
             self.forward_state.cuts = find_cuts((*args, *kwargs.values()))
             if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
                 binding = self.scoped.resolve()[0]
-                try:
+                with binding.telling():
                     binding.refuse_other_cut(self.forward_state.cuts)
-                except Exception as error:  # of any kind: the other ranks must raise too
-                    binding.refuse(error)
 
     def refuse_tracer(self, tracer: str) -> None:
         """Raise while a ``tracer`` other than torch.compile records a graph. No communication."""
         if graph_task_id() < 0 and self.unscoped.group.size() > 1:
-            self.unscoped.group_state.phase = GroupPhase.TOGETHER  # a trace cannot send a report to other ranks
-            raise NotImplementedError(
-                f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
-                "use torch.compile, or trace the model before the style is applied"
-            )
+            with self.unscoped.group_state.turn:  # a trace cannot tell other ranks
+                raise NotImplementedError(
+                    f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
+                    "use torch.compile, or trace the model before the style is applied"
+                )
 
     def end_forward(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """End a forward, also after an exception. ``attends``: a forward without an attention call is refused."""
@@ -456,11 +439,9 @@ class AttentionCalls(TorchFunctionMode):
         if not torch.compiler.is_dynamo_compiling() and output is None and (error := sys.exc_info()[1]) is not None:
             if isinstance(error, AssertionError) and not error.args and not self.forward_state.calls:
                 error.args = (f"{self._name}{_ASSERTION_FAILED}{see('No attention was called')}",)
-            self.unscoped.refuse_call()
+            self.unscoped.tell_peers(error)
             return
         if attends and not (self.forward_state.calls or self.forward_state.functions):
-            if not torch.compiler.is_dynamo_compiling():  # no rank waits for a trace
-                self.unscoped.refuse_call()
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing was context parallel, and "
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
@@ -482,7 +463,13 @@ class _Recomputed:
         with contextlib.ExitStack() as stack:
             for _, mode in self.modes:
                 stack.enter_context(mode.enter_again())
-            return self.fn(*args)
+                mode.unscoped.group_state.turn.begin()
+            try:
+                return self.fn(*args)
+            except Exception as error:
+                for _, mode in self.modes:
+                    mode.unscoped.tell_peers(error)
+                raise
 
 
 class ForwardObserver(Protocol):

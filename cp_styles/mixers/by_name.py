@@ -117,7 +117,7 @@ def _runs_own_code(calls: AttentionCalls) -> bool:
 
 def _run_own(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with mark_mixing():
-        return calls.run_mixer(lambda refuse: function(*args, **kwargs))
+        return calls.run_mixer(partial(function, *args, **kwargs))
 
 
 def _run_with_handlers(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
@@ -165,11 +165,11 @@ def _run_mixer(calls: AttentionCalls, name: str, run: Callable[[CutSequence], An
     """``run(sequence)``. Arguments for documents are removed from ``kwargs``."""
     binding = calls.binding
 
-    def run_on_sequence(refuse: Callable[[], None]) -> Any:
+    def run_on_sequence() -> Any:
         where = binding.axis, binding.group, binding.layout
         name_of_call = f"{binding.name}: {name} of {calls.forward_state.path or 'the module itself'}"
         documents = find_documents(binding.mask)
-        sequence = CutSequence(name_of_call, *where, documents, binding.checks, refuse)
+        sequence = CutSequence(name_of_call, *where, documents, binding.checks)
         return run(sequence.with_documents_from(kwargs))
 
     return calls.run_mixer(run_on_sequence)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from cp_styles._compat import function_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
-from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short
+from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.group_state import GroupPhase, state_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
@@ -198,7 +198,6 @@ class CutSequence:
         layout: the layout, or the balancer that makes it.
         documents: lengths of its documents, or a mask of documents. None: one document.
         checks: what the ranks check of each other.
-        refuse: raises errors that this rank alone may have found.
         packed: the documents as arguments of a kernel: cu_seqlens, and an id for each token.
     """
 
@@ -208,7 +207,6 @@ class CutSequence:
     layout: SequenceLayout | Balancer
     documents: Packed | PerRow
     checks: Checks = CHECKS
-    refuse: Callable[[], None] | None = None
     packed: tuple[Any, Any] = (None, None)
 
     @classmethod
@@ -222,18 +220,11 @@ class CutSequence:
     ) -> CutSequence:
         """The cut sequence of a function's arguments, or of the scope around its call."""
         _, group = axis_and_group(name, mesh)
-        state, scope, problem = state_of(group), None, None
+        state, scope = state_of(group), None
         axis = state.operations.axis  # known for a group too, if a call before had its mesh
-        try:
+        with telling(name, group, agrees=checks.agreement):
             if layout is None or documents is None:
                 scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)
-        except Exception as error:  # raised at the agreement, on every rank
-            problem = error
-
-        def refuse() -> None:
-            if problem is not None:
-                raise problem
-
         masked = find_documents(scope.mask) if scope is not None and documents is None else documents
         around = [mode for mode in function_modes() if isinstance(mode, AttentionCalls)]
         for mode in around:
@@ -242,7 +233,7 @@ class CutSequence:
         layout = (default if scope is None else scope.layout) if layout is None else layout
         layout = layout_of_one(layout) if state.alone else layout
         state.learn(checks)
-        return cls(name, axis, group, layout, masked, checks, refuse)
+        return cls(name, axis, group, layout, masked, checks)
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
         """This sequence with the documents in the arguments of a kernel, which are removed from ``kwargs``."""
@@ -281,13 +272,11 @@ class CutSequence:
         Communication: one all-gather of some integers, if the ranks compare.
         """
         state = state_of(self.group)
-        state.phase = GroupPhase.TOGETHER if self.checks.agreement else GroupPhase.IDLE
         cut = self._agree(describe)
         if (listener := mixer_listener.get()) is not None:
             listener(self.group, cut.layout)
         with Operation(self.group, state):
             yield cut
-        state.phase = GroupPhase.IDLE
 
     def _agree(self, describe: Callable[[], CallFacts]) -> Cut:
         name, layout, peers, state = self.name, self.layout, get_peers(self.group), state_of(self.group)
@@ -300,8 +289,6 @@ class CutSequence:
 
         def facts() -> CallSignature:
             nonlocal documents
-            if self.refuse is not None:
-                self.refuse()
             documents = self._documents()
             tensors, dim, same = describe()
             if not self.checks.agreement and fixed is None:

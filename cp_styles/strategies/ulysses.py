@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -57,18 +57,12 @@ class Ulysses(Strategy):
     reads_inputs: ClassVar[bool] = False
     inner: Strategy = field(default_factory=lambda: Ring())  # torch.compile traces a function, and not the class
     size: int | None = None
-    chunks: InitVar[None] = None
 
-    def __post_init__(self, chunks: object) -> None:
+    def __post_init__(self) -> None:
         if not isinstance(self.inner, Strategy):
             raise TypeError(f"Ulysses inner must be a Strategy object such as Ring(), got {self.inner!r}")
         if self.size is not None and self.size < 1:
             raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
-        if chunks is not None:
-            raise TypeError(
-                "Ulysses(chunks=) no longer exists, because no measurement has shown a gain: leave it out. The results "
-                "and the bytes are the same"
-            )
 
     def without_kept_keys(self):
         return replace(self, inner=self.inner.without_kept_keys())

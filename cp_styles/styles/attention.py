@@ -32,7 +32,7 @@ from cp_styles._compat import (
     tree_map_only,
 )
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.group_state import GroupPhase
+from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_call
 from cp_styles.engine.scope import ScopedBinding
@@ -259,7 +259,7 @@ class CoreState:
         install_handlers()
         self.running, self.calls.forward_state.calls = None, 0
         binding = self._scoped.resolve()[0]  # outside of the try block: resolve() reports its errors to other ranks
-        binding.group_state.phase = GroupPhase.IDLE
+        binding.group_state.turn.begin()
         only_inputs = len(args) == 3 and not kwargs and self._inputs_come_first
         try:
             if function_modes():
@@ -279,8 +279,10 @@ class CoreState:
                 self._hook_parameters()
                 self._keep_form(self.calls.form)
             tensors = self._boundary.enter(inputs, binding.group, binding.layout)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            self._scoped.unscoped.refuse(error)
+        except Exception as error:
+            refuse_destroyed(binding.group)  # torch says of such a mesh that it has no value
+            self._scoped.unscoped.tell_peers(error)
+            raise
         self.running = form, tensors[0].shape[self.style.seq_dim], tensors[0].device_mesh
         return (tuple(tensors), kwargs) if only_inputs else self._replace_inputs(args, kwargs, tensors)
 
@@ -311,8 +313,8 @@ class CoreState:
             scale = declared, self._declarable_length() if on_sequence else 0
             leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
             return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
-        except Exception:  # of any kind: the outputs of one rank may be another module's
-            self._scoped.unscoped.refuse_call()
+        except Exception as error:  # the outputs of one rank may be another module's
+            self._scoped.unscoped.tell_peers(error)
             raise
 
     def _declarable_length(self) -> int:
@@ -332,8 +334,7 @@ class CoreState:
         running, self.running = self.running, None
         if running is not None and not getattr(failure, "__notes__", None) and (note := self._explain(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
-        if isinstance(failure, Exception):
-            self._scoped.unscoped.refuse_call()  # sends nothing if the ranks know: see GroupPhase
+        self._scoped.unscoped.tell_peers(failure)
 
     def _explain(self, failure: BaseException) -> str:
         """A note for an error raised by DTensor or torch.compile; empty for other errors."""
@@ -533,8 +534,9 @@ class CoreCalls(AttentionCalls):
             self.wrap_checkpoints()
             if self.form is not None and isinstance(binding, Binding):
                 binding = self._select_own_heads(binding, self.form, query, attn_mask)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            self.unscoped.refuse(error)
+        except Exception as error:
+            self.unscoped.tell_peers(error)
+            raise
         out, _, self._latest = attend(binding, local_tensors(*tensors), **options)
         spec = spec_of(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
         return placed_as((spec,), out)[0]

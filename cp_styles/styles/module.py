@@ -30,7 +30,6 @@ from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.counted_positions import hand_over_positions
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
-from cp_styles.troubleshooting import see
 
 _STATE = "_context_parallel_calls"
 
@@ -67,7 +66,6 @@ class ModuleContextParallel(ContextParallelStyle):
             under such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
         local: names of modules (patterns as in a plan, "frontend.*") whose input is whole on each rank, or whose mixing
             stays within a row of their input. Layers of torch that mix tokens are refused outside of them; see Raises.
-        trusted: removed. The TypeError names ``local`` and ``verify``.
 
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
@@ -105,14 +103,7 @@ class ModuleContextParallel(ContextParallelStyle):
         sink_name: str | None = None,
         local: Sequence[str] = (),
         verified: bool = False,
-        trusted: Sequence[str] = (),
     ) -> None:
-        if trusted:
-            raise TypeError(
-                "ModuleContextParallel: trusted= was removed, because code between the attention calls is not followed "
-                "any more. Name layers of torch whose input is whole on each rank in local=, leave out the rest, and "
-                f"prove the model once by cp_styles.verify.verify{see('A layer that mixes tokens')}"
-            )
         self.joint = layout if isinstance(layout, JointLayout) else None
         layout = layout.balancer if isinstance(layout, JointLayout) else layout
         options = {"strategy": strategy, "layout": layout, "mask": mask, "kernel": kernel, "checks": checks}
@@ -210,10 +201,15 @@ class _ObservedForward:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the module that has the style. After an exception ``output`` is None."""
-        self.calls.end_forward(module, args, output, attends=not self.path)
-        if output is not None:
-            for observer in self.observers:
-                observer.forward_ends(self.calls, module, output)
+        try:
+            self.calls.end_forward(module, args, output, attends=not self.path)
+            if output is not None:
+                for observer in self.observers:
+                    observer.forward_ends(self.calls, module, output)
+        except Exception as error:
+            if not torch.compiler.is_dynamo_compiling():  # no rank waits for a trace
+                self.calls.unscoped.tell_peers(error)
+            raise
 
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward where no hook has run."""

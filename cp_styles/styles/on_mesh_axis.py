@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from cp_styles._compat import hooks_in_order, is_traced, tree_map_only
-from cp_styles.comm.agreement import report_failure
+from cp_styles.comm.agreement import tell_peers
 from cp_styles.styles.dtensors import placed
 from cp_styles.styles.mesh_axes import Placements, axis_in, chunk
 from cp_styles.troubleshooting import see
@@ -116,7 +116,7 @@ class OnMeshAxis(ParallelStyle):
         if not is_traced():
             # All ranks of this axis raise. Ranks of other axes may hold another number of rows.
             for group in self._other_groups:
-                report_failure(f"{type(self).__name__} on {where}", group)
+                tell_peers(f"{type(self).__name__} on {where}", group, problem)
         raise problem
 
     def __repr__(self) -> str:

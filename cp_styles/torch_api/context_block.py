@@ -27,9 +27,9 @@ from cp_styles._compat import (
     without_dispatch_modes,
 )
 from cp_styles.checks import Proof, observers_of, proof_of
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, report_failure
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.group_state import GroupPhase, GroupState, state_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
@@ -129,11 +129,11 @@ class context_parallel(contextlib.ContextDecorator):
 
     @_uncompiled
     def __enter__(self) -> context_parallel:
-        state = state_of(self._group)
+        state_of(self._group).turn.begin()
         with torch.no_grad():
             if isinstance(self._buffers, Sequence) and not self._buffers:
                 # Nothing is cut, and each attention compares the remaining arguments.
-                entry = self._make_entry_alone(state)
+                entry = self._make_entry_alone()
             else:
                 entry = check_on_ranks(
                     "context_parallel", self._axis, self._group, self._make_entry, self._describe_buffers
@@ -141,7 +141,6 @@ class context_parallel(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             stack.callback(last_layout.set, (list_ranks(self._group), self._balancer if self._layout is None else None))
             stack.enter_context(entry.enter())
-            state.phase = GroupPhase.IDLE
             entry.open_in(_open)
             stack.callback(entry.end)
             self._entered.append((entry, stack.pop_all()))
@@ -151,8 +150,8 @@ class context_parallel(contextlib.ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
-        if isinstance(exception[1], Exception) and state_of(self._group).phase is not GroupPhase.BACKWARD:
-            report_failure(entry.name, self._group)  # the remaining ranks may wait in a call that this rank skips
+        if exception[1] is not None:
+            tell_peers(entry.name, self._group, exception[1])
         parts = entry.parts.values()
         computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
@@ -178,14 +177,9 @@ class context_parallel(contextlib.ContextDecorator):
             raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
 
-    def _make_entry_alone(self, state: GroupState) -> _BlockEntry:
-        state.phase = GroupPhase.IDLE
-        try:
-            with without_dispatch_modes():
-                return self._make_entry()
-        except Exception:  # any type: the remaining ranks, which may attend already, must raise too
-            report_failure("context_parallel", self._group)
-            raise
+    def _make_entry_alone(self) -> _BlockEntry:
+        with telling("context_parallel", self._group), without_dispatch_modes():
+            return self._make_entry()
 
     def _make_entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""

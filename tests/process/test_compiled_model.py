@@ -43,5 +43,5 @@ PROGRAMS = {"compiled model": Program(RANKS, main, at_night=True)}
 def test_positions_of_a_part_are_refused(on_processes):
     finished = on_processes["compiled model"]
     assert finished.statuses == [0] * RANKS
-    assert "ranks [1] of mesh axis 'cp' refused the attention inside" in finished.said[0]
+    assert "ranks [1] of mesh axis 'cp' have failed" in finished.said[0]
     assert "position_ids count from 0 to 9 on this rank, whose part of the sequence begins at 10" in finished.said[1]

@@ -16,9 +16,10 @@ from tests.turns import RANKS, Cell, perform
 pytestmark = pytest.mark.process
 
 CELLS = [
-    *(Cell("core", moment, True) for moment in ("before", "between", "behind")),
-    *(Cell(door, "behind", True) for door in ("module", "backbone", "block")),
-    Cell("function", "between", True),
+    *(Cell("core", "eager", moment, 1, True) for moment in ("before", "between", "behind")),
+    *(Cell(door, "eager", "behind", 1, True) for door in ("module", "backbone", "block")),
+    *(Cell(door, "recomputed", "between", 0, True) for door in ("module", "backbone")),
+    Cell("function", "eager", "between", 1, True),
 ]
 
 

@@ -105,7 +105,7 @@ REMEDIES = {
 }
 # The log of another rank has the reason, an environment variable is set, or the program is not possible.
 WITHOUT_REMEDY = {
-    "Another rank has refused",
+    "Another rank has failed",
     "A rank that has ended",
     "Machines that gloo does not connect",
     "Second derivatives",

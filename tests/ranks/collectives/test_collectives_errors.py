@@ -82,7 +82,7 @@ def test_every_rank_raises_what_one_did_wrong(text: str):
     assert re.search(f"(?s){text}", str(of_1))
     for error in (errors[0], errors[2]):
         assert isinstance(error, ValueError)
-        told = f"refused their inputs .*; rank 1: {type(of_1).__name__}: {re.escape(str(of_1)[:300])}"
+        told = f"have failed, .*; rank 1: {type(of_1).__name__}: {re.escape(str(of_1)[:300])}"
         assert str(error) == str(of_1) if "disagree on" in str(of_1) else re.search(told, str(error))
 
 

@@ -164,4 +164,4 @@ def test_one_rank_in_forward_mode_is_every_ranks_error():
     with forward_ad.dual_level():
         text = on_ranks(3, attend)
     assert text.count("forward-mode differentiation") == 3  # its own error, and in those of the others
-    assert text.count("ranks [1] of mesh axis 'cp' refused") == 2
+    assert text.count("ranks [1] of mesh axis 'cp' have failed") == 2

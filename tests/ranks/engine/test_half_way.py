@@ -66,8 +66,9 @@ from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.doors import door
 from tests.gpu_tensors import BreaksRule, gpus, put
+from tests.oracle import error as distance
 from tests.oracle import randn
-from tests.ranks.attention_case import Problem, cp_mesh, on_every_rank
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
@@ -101,6 +102,7 @@ class Failing(Kernel):
                 raise OutOfMemory
 
     def check(self, q, k, v, *, biased):
+        self._count("check")
         self.inner.check(q, k, v, biased=biased)
 
     def tile_dtype(self, dtype):
@@ -164,6 +166,36 @@ def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, checks):
         words = rf"context_attention \(mesh axis 'cp'\): on rank {rank}, a transfer with rank \d \(of all"
         assert rank == 1 or re.match(words, str(first)), first
     assert "this rank has left an operation of the ranks half way, by OutOfMemory" in str(found[1][1])
+
+
+def test_one_rank_leaves_between_the_agreement_and_its_first_message():
+    """Its peers have its row, and wait for its keys."""
+
+    def acts(rank: int) -> Acts:
+        layout, mesh = head_tail(LENGTH, RANKS), cp_mesh(RANKS)
+        leaves = Problem(length=LENGTH, heads=6, kv_heads=6).shard(layout, rank, RANKS)[0]
+        kernel = Failing("check" if rank == 1 else "", left=[1])
+        attend = partial(context_attention, *leaves, mesh, layout=layout, kernel=kernel)
+        return attend, attend
+
+    rank_1_leaves(RANKS, acts)
+
+
+@on_every_rank(RANKS)
+def test_ranks_that_all_refuse_a_call_can_go_on(mesh, rank: int):
+    """A kernel that takes no such tensors says so on every rank, after the agreement."""
+    layout, problem = head_tail(LENGTH, RANKS), Problem(length=LENGTH, heads=6, kv_heads=6)
+    leaves = problem.shard(layout, rank, RANKS)[0]
+    attend = partial(context_attention, mesh=mesh, mask=Causal(), layout=layout)
+
+    @dataclass(frozen=True)
+    class Refusing(Failing):
+        def check(self, q, k, v, *, biased):
+            raise NotImplementedError("no such head dim")
+
+    with pytest.raises(NotImplementedError, match="no such head dim"):
+        attend(*leaves, kernel=Refusing(""))
+    assert distance(attend(*leaves), layout.shard(problem.expected[0], 2, rank)) < EXACT
 
 
 def test_a_rank_that_hears_of_the_end_passes_it_on():

@@ -458,7 +458,7 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
         first, second = run_ranks(on, 2, return_errors=True)
     assert isinstance(second, UnreducedGradientsWarning)
     assert isinstance(first, ValueError)
-    assert "ranks [1] of mesh axis 'cp' refused" in str(first)
+    assert "ranks [1] of mesh axis 'cp' have failed" in str(first)
 
 
 def test_tensor_parallel_shards_are_compared_along_cp_alone():

@@ -329,9 +329,9 @@ def test_a_part_that_tp_does_not_divide():
             return_errors=True,
         )
         assert all(isinstance(error, ValueError) for error in errors), errors
-        own = [words in str(error) for error in errors]
+        own = [str(error).startswith(words) for error in errors]
         assert own == ([True] * 4 if length == 22 else [False, False, True, True])
-        assert all(its or "refused the attention inside" in str(error) for its, error in zip(own, errors, strict=True))
+        assert all(words in str(error) for error in errors), errors  # the text of a peer's error ends with it
 
 
 def test_lengths_that_tp_divides_and_plans_without_sequence_parallelism():
