@@ -619,10 +619,8 @@ class _WithLength:
         binding = self.region._binding
         binding.group_state.turn.begin()
         try:
-            return self.fn(*args)
-        except Exception as error:
-            binding.tell_peers(error)
-            raise
+            with binding.telling():
+                return self.fn(*args)
         finally:
             self.region.length = latest
 

@@ -96,12 +96,12 @@ mask: keys in another block are needed | unit/test_gaps.py
     Mask.needed | row, column = torch.nonzero(cover, as_tuple=True)
     becomes | row, column = torch.nonzero(cover >= 0, as_tuple=True)
 mask: intervals that do not touch are one | unit/test_gaps.py
-    Mask.needed | make_cells(self.grids, q, kv, apart)
+    Mask.needed | make_cells(self.grids, q, kv, begins)
     becomes | make_cells(self.grids, q, kv)
 mask: a conjunction forgets an answer of a part | unit/test_gaps.py
     Mask.needed | found &= part.needed(q, kv)
     becomes | pass
-mask: gaps beside a band are not looked at | unit/test_gaps.py
+mask: gaps next to a band are not looked at | unit/test_gaps.py
     Mask.needed | missing = found & by_pairs
     becomes | missing = found & False
 mask: a mask of other bounds says what its base class said | unit/test_mask.py -k base_class
@@ -607,6 +607,9 @@ agreement: a known error hides the errors of the next step | unit/test_turn.py
 agreement: peers are not told the reason | ranks/engine/test_turns.py -k eager
     _read_reason | return mailbox.read_text(rank)
     becomes | pass
+agreement: an interrupt leaves a reason unread | ranks/engine/test_half_way.py -k reads_why
+    _StartedMeeting.__call__ | if not isinstance(error, Exception):
+    becomes | if False:
 agreement: a rank ends between the agreement and its messages | ranks/engine/test_half_way.py -k between_the_agreement
     _attention | Operation(binding.group, binding.group_state, meets=True)
     becomes | Operation(binding.group, binding.group_state, 0, (RuntimeError,), meets=True)
@@ -614,11 +617,23 @@ engine: all ranks refuse a call, and none can go on | ranks/engine/test_half_way
     _attention | binding.group_state.turn.note_known(error)
     becomes | pass
 checkpoint: an error in a recomputation is not told | ranks/engine/test_turns.py -k recomputed
-    _Recomputed.__call__ | mode.unscoped.tell_peers(error)
+    _Recomputed.__call__ | stack.enter_context(mode.unscoped.telling())
+    becomes | pass
+checkpoint: the end of a recomputation is an error | ranks/engine/test_turns.py -k to_nobody
+    tell_peers | or stops_recomputation(error)
+    becomes nothing
+functions: an error of the call before hides the next one | ranks/engine/test_turns.py -k function
+    binding_of_call | known.turn.begin()
+    becomes | pass
+checks: a projection by signs | unit/test_replicas.py
+    project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
+    becomes | torch.ones(values.numel(), dtype=torch.float64, device="cpu")
+mask: a key that a mask's own answer leaves out | unit/test_gaps.py -k leaves_out
+    needed_tiles | _refuse_missing(mask, q, kv)
     becomes | pass
 backbone: an error in a recomputation is not told | ranks/engine/test_turns.py -k 'backbone and recomputed'
-    _WithLength.__call__ | binding.tell_peers(error)
-    becomes | pass
+    _WithLength.__call__ | with binding.telling():
+    becomes | with contextlib.nullcontext():
 backbone: a checkpoint recomputes with the latest length | ranks/doors/test_backbone.py -k two_lengths
     _Region._cut | self._wrap_checkpoints()
     becomes | pass

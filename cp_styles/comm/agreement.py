@@ -14,13 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from cp_styles._compat import (
-    graph_task_id,
-    named_range,
-    resolve_group,
-    stops_recomputation,
-    without_dispatch_modes,
-)
+from cp_styles._compat import graph_task_id, named_range, resolve_group, stops_recomputation, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import (
@@ -166,7 +160,8 @@ def start_status(
     operations = state.operations
     if operations.broken:
         check_not_aborted(group, name)  # raises
-    operations.check = None  # a check that is left is of an attention that has failed
+    if operations.check is not None:
+        operations.run_deferred_check()  # of an attention in which this meeting is
     problem: Exception | None = None
     row = StatusRow(good=0)
     try:
@@ -183,15 +178,16 @@ def start_status(
     numbers: Any = *row[:_FIRST_CHECK], *row.numbers
     started = _StartedMeeting(numbers, problem, meeting, name, axis, group, path, state.turn, judge)
     if not agrees:
-        with state.turn:
-            if problem is not None:
-                abort_group(group, problem)  # peers take part in the operation, and wait for this rank's messages
-                raise problem
-            if assumed is None:
-                raise ValueError(
-                    f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a "
-                    "SequenceLayout such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
-                )
+        if problem is not None:
+            abort_group(group, problem)  # peers take part in the operation, and wait for this rank's messages
+            raise problem
+        if assumed is None:
+            problem = ValueError(
+                f"{name}: Checks(agreement=False) needs the lengths of all ranks: give the attention a SequenceLayout "
+                "such as head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
+            )
+            state.turn.note_known(problem)  # every rank raises it
+            raise problem
         rows: Any = [(*each[:_FIRST_CHECK], *each.numbers) for each in assumed(row)]
         started.gathered = lambda: rows
         return started
@@ -241,7 +237,9 @@ class _StartedMeeting:
                 self._compare(rows)
             if self.judge is not None:
                 self.judge(rows)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: peers wait until this rank has read their reasons
+                abort_group(self.group, error)
             self.turn.note_known(error)
             raise
         return rows
@@ -272,8 +270,9 @@ def tell_peers(name: str, group: dist.ProcessGroup, error: BaseException, *, agr
     state = state_of(group)
     if group.size() == 1 or not isinstance(error, Exception) or stops_recomputation(error):
         return
+    # An error in an operation ends it, and a group that was destroyed has no peers.
     if state.operations.agreed or not state.turn.must_tell(error) or not is_of_this_world(group):
-        return  # in an operation, this error ends it
+        return
     state.turn.note_known(error)
     if not agrees:
         abort_group(group, error)

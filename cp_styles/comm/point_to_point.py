@@ -289,7 +289,7 @@ WIDTH = 9
 # Tags of rows start here. Messages of keys, values and gradients have tags from 2**29 on. Users count from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
 # The reason of a rank that has failed: its size, and its tag, which no row has before 2**30 - 2 rows.
-_TEXT_BYTES, _TEXT_TAG = 1024, _FIRST_TAG + _TAGS - 2
+_REASON_BYTES, _REASON_TAG = 1024, _FIRST_TAG + _TAGS - 2
 
 
 def end_connections(gloo: Any) -> None:
@@ -379,16 +379,16 @@ class Mailbox:
         return None
 
     def send_text(self, text: str, peers: Sequence[int]) -> None:
-        """Send a text of at most _TEXT_BYTES to ``peers``, which call :meth:`read_text`. Waits until they have it."""
-        data = [*text.encode(errors="replace").ljust(_TEXT_BYTES)[:_TEXT_BYTES]]
+        """Send a text of at most _REASON_BYTES to ``peers``, which call :meth:`read_text`. Waits until they have it."""
+        data = [*text.encode(errors="replace").ljust(_REASON_BYTES)[:_REASON_BYTES]]
         message = torch.tensor(data, dtype=torch.uint8, device="cpu")
-        for sent in [self._gloo.send([message], peer, _TEXT_TAG) for peer in peers]:
+        for sent in [self._gloo.send([message], peer, _REASON_TAG) for peer in peers]:
             sent.wait()
 
     def read_text(self, peer: int) -> str:
         """The text that a peer sends."""
-        message = torch.empty(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        self._gloo.recv([message], peer, _TEXT_TAG).wait()
+        message = torch.empty(_REASON_BYTES, dtype=torch.uint8, device="cpu")
+        self._gloo.recv([message], peer, _REASON_TAG).wait()
         return bytes(message.tolist()).decode(errors="replace").rstrip()
 
     def _new_gather(self, number: int) -> _Gather:
@@ -482,9 +482,12 @@ def offer_numbers(
         if isinstance(started, _StartedGather):
             # In a thread, because gloo ends all connections of a group when a wait times out.
             mailbox, number = state.mailbox, started.number
-            waiting = threading.Thread(
-                target=lambda: mailbox.wait(number) is None and then(mailbox, rows.tolist()), daemon=True
-            )
+
+            def finish() -> None:
+                if mailbox.wait(number) is None:
+                    then(mailbox, rows.tolist())
+
+            waiting = threading.Thread(target=finish, daemon=True)
             waiting.start()
             waiting.join(seconds)
         elif started is not None:

@@ -16,7 +16,7 @@ _KNOWN = "_cp_styles_known"
 # note. An error that was raised while a known one was handled is known too: a program may wrap errors. Notes end with
 # the next meeting or beginning, because a program may run its next step where it handles the error of the last step.
 class Turn:
-    """The errors of this rank that the other ranks of a group know. As a context: an error that leaves it is known."""
+    """The errors of this rank that the other ranks of a group know."""
 
     __slots__ = ("_number",)
 
@@ -26,12 +26,6 @@ class Turn:
     def begin(self) -> None:
         """Begin a forward, a block, a call or a meeting. Errors that are known until now are of earlier ones."""
         self._number += 1
-
-    __enter__ = begin
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None:
-            self.note_known(error)
 
     def note_known(self, error: BaseException) -> None:
         """Note that all ranks know of ``error``."""

@@ -348,9 +348,12 @@ def binding_of_call(
     the errors of :func:`~cp_styles.comm.groups.axis_and_group`, of a Binding and of a scope.
     """
     simple = group_if_simple(mesh)
+    known = None if simple is None else state_of(simple)
+    if known is not None:
+        known.turn.begin()
     if layout is None:
         layout = head_tail
-        was_scoped = simple is not None and state_of(simple).get_or_create(ScopeHistory).was_scoped
+        was_scoped = known is not None and known.get_or_create(ScopeHistory).was_scoped
         if was_scoped or _open_entries.get() or _all_open_entries:
             _, group = axis_and_group(name, mesh)
             state = state_of(group)  # after a call with the mesh of a group, its state has the name of the axis
@@ -358,7 +361,7 @@ def binding_of_call(
                 scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
                 layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
     key = name, mesh, strategy, layout, mask, kernel, checks
-    latest = None if simple is None else state_of(simple).objects.get(LatestBindings)
+    latest = None if known is None else known.objects.get(LatestBindings)
     try:
         if latest is not None and key in latest:
             latest.move_to_end(key)

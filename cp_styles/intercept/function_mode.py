@@ -309,6 +309,9 @@ class AttentionCalls(TorchFunctionMode):
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         calls = [(binding, tensors)]
         if binding.mask.rows != (binding.mask,):
+            with binding.telling():
+                if len(binding.mask.rows) != len(tensors[0]):
+                    raise ValueError(f"{binding.name}: give PerRow one mask for each of {len(tensors[0])} rows")
             of_rows = zip(binding.mask.rows, *(x.split(1) for x in tensors), strict=True)
             calls = [(replace(binding, mask=mask), (q, k, v)) for mask, q, k, v in of_rows]
         results = [flex_attend(*each, call) for each in calls]
@@ -424,11 +427,12 @@ class AttentionCalls(TorchFunctionMode):
     def refuse_tracer(self, tracer: str) -> None:
         """Raise while a ``tracer`` other than torch.compile records a graph. No communication."""
         if graph_task_id() < 0 and self.unscoped.group.size() > 1:
-            with self.unscoped.group_state.turn:  # a trace cannot tell other ranks
-                raise NotImplementedError(
-                    f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
-                    "use torch.compile, or trace the model before the style is applied"
-                )
+            error = NotImplementedError(
+                f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
+                "use torch.compile, or trace the model before the style is applied"
+            )
+            self.unscoped.group_state.turn.note_known(error)  # a trace cannot tell other ranks
+            raise error
 
     def end_forward(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """End a forward, also after an exception. ``attends``: a forward without an attention call is refused."""
@@ -464,12 +468,8 @@ class _Recomputed:
             for _, mode in self.modes:
                 stack.enter_context(mode.enter_again())
                 mode.unscoped.group_state.turn.begin()
-            try:
-                return self.fn(*args)
-            except Exception as error:
-                for _, mode in self.modes:
-                    mode.unscoped.tell_peers(error)
-                raise
+                stack.enter_context(mode.unscoped.telling())
+            return self.fn(*args)
 
 
 class ForwardObserver(Protocol):

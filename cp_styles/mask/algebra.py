@@ -32,18 +32,18 @@ class BlockGrid:
 
 
 def make_cells(
-    grids: Sequence[BlockGrid], q: torch.Tensor, kv: torch.Tensor, apart: torch.Tensor | None = None
+    grids: Sequence[BlockGrid], q: torch.Tensor, kv: torch.Tensor, begins: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ranges of queries and of keys at these positions that are within one block of each grid.
 
     Returns the cover ``[ranges of queries, ranges of keys]``, as in :class:`BlockGrid`; the first query of each range,
-    and the number of queries; and likewise for keys. ``apart``: other queries, but the first, that begin a range.
+    and the number of queries; and likewise for keys. ``begins``: whether each query but the first begins a range.
     """
     blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in grids]
     edges = []
     for side, positions in enumerate((q, kv)):
         changed = torch.ones(len(positions) + 1, dtype=torch.bool, device="cpu")
-        changed[1:-1] = False if side or apart is None else apart
+        changed[1:-1] = False if side or begins is None else begins
         for pair in blocks:
             changed[1:-1] |= pair[side].diff() != 0
         edges.append(torch.nonzero(changed).flatten())
@@ -64,7 +64,7 @@ class Mask:
     positional = True  # whether positions of queries correspond to positions of keys: both are of one sequence
     separates = True  # whether it may hide tokens of one document of a pack from tokens of the next
     local = False  # whether a query attends to keys near it alone: a window, or chunks
-    documents: tuple[int, ...] | None = None  # the lengths of the packed documents that it keeps apart
+    documents: tuple[int, ...] | None = None  # the lengths of the packed documents that it separates
     only_for: tuple[Any, int] | None = None  # (layout, rank) of the queries for which alone it is known, at one call
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ class Mask:
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
-        # What a base class says of its bounds does not hold for other bounds.
+        # Attributes that describe the bounds of a base class do not hold for other bounds.
         if "bounds" in vars(cls) and getattr(cls.__base__, "bounds", None) is not Mask.bounds:
             for name in {"breaks", "parts", "positional", "separates", "local"} - vars(cls).keys():
                 setattr(cls, name, getattr(Mask, name))
@@ -100,15 +100,16 @@ class Mask:
         """Which of the keys at ``kv_positions_M`` some query at ``q_positions_L`` attends to: bool ``[M]``.
 
         Plans ask a mask with gaps for the queries of a rank and the keys of a rank, ascending, on the host. Each rank
-        asks for the queries of all ranks: the answer depends on positions alone. A key too many costs its bytes.
+        asks for the queries of all ranks: the answer depends on positions alone. A key too many costs its bytes. A key
+        too few is an error, if :meth:`allowed` tells.
         This default compares pairs. Override it where a rule says it sooner; ``a & b`` asks all parts, and compares.
         """
         q, kv, none, by_pairs = q_positions_L, kv_positions_M, q_positions_L[:0], False
         first, stop = (torch.searchsorted(kv, bound) for bound in self.bounds(q))
         first = first.minimum(stop)
         # Queries of a cell see a range: their intervals touch. A key is in one if more have begun than ended.
-        apart = (first[1:] > stop[:-1]) | (first[:-1] > stop[1:])
-        cover, q_edges, kv_edges = make_cells(self.grids, q, kv, apart)
+        begins = (first[1:] > stop[:-1]) | (first[:-1] > stop[1:])
+        cover, q_edges, kv_edges = make_cells(self.grids, q, kv, begins)
         q_cell, kv_cell = (torch.repeat_interleave(edges.diff()) for edges in (q_edges, kv_edges))
         least = torch.zeros_like(q_edges).scatter_reduce(0, q_cell, first, "amin", include_self=False)
         most = torch.zeros_like(q_edges).scatter_reduce(0, q_cell, stop, "amax", include_self=False)

@@ -222,6 +222,7 @@ class CutSequence:
         _, group = axis_and_group(name, mesh)
         state, scope = state_of(group), None
         axis = state.operations.axis  # known for a group too, if a call before had its mesh
+        state.turn.begin()
         with telling(name, group, agrees=checks.agreement):
             if layout is None or documents is None:
                 scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)

@@ -20,6 +20,8 @@ from cp_styles.plan.tiles import Cover, Tile
 CELL = 128
 # Largest rectangle with an explicit mask, in pairs, because the mask is materialized.
 PAIRS = 2**20
+# Queries of a rank for which a mask's own answer is compared with its pairs.
+_SAMPLE = 16
 
 
 def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRanges, tuple[Tile, ...]]:
@@ -28,8 +30,23 @@ def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRang
     ``q`` and ``kv`` are the positions of the rank's queries and of the source's keys.
     """
     needed = mask.needed(q, kv)
+    _refuse_missing(mask, q, kv)
     tiles = _tiles_of_cells(mask, q, kv, needed) if mask.grids else _tiles_of_rows(mask, q, kv[needed])
     return find_ranges(needed), tuple(tiles)
+
+
+def _refuse_missing(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> None:
+    """Raise ValueError if a mask's own answer leaves out a key to which one of some queries attends."""
+    some = q[:: len(q) // _SAMPLE + 1]
+    for part in mask.parts:
+        if type(part).needed is not Mask.needed and type(part).allowed is not Mask.allowed:
+            missing = part.allowed(some, kv).any(0) & ~part.needed(q, kv)
+            if missing.any():
+                raise ValueError(
+                    f"{type(part).__name__}.needed leaves out the key at position {int(kv[missing][0])}, to which a "
+                    "query attends by its method allowed. It would not be sent: return True for it, or leave out "
+                    "the method needed"
+                )
 
 
 def _tiles_of_rows(mask: Mask, q: torch.Tensor, keys: torch.Tensor) -> Iterator[Tile]:

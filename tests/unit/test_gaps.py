@@ -126,7 +126,7 @@ class Counted(Dilated):
     [(contiguous, 4094), (head_tail, 2 * 4094), (striped, 3 * 2**14 - 4)],
 )
 def test_long_plans_look_at_few_pairs(cut, received: int):
-    """Of 2^14 queries of a rank. In turns whose pairs fit into memory; a key that is seen is not asked for again."""
+    """Of 2^14 queries of a rank, in parts that fit into memory. A key that is seen is not asked for again."""
     mask, layout = Counted(4095, 2), cut(2**17, 8)
     plan = make_plan(layout, layout, mask & Documents((2**16, 2**16)), 3)
     assert plan.received_rows == received
@@ -153,6 +153,22 @@ class EvenKeys(Mask):
 
     def needed(self, q_positions_L, kv_positions_M):
         return kv_positions_M % 2 == 0
+
+
+@dataclass(frozen=True)
+class Forgetful(Dilated):
+    """Its own answer leaves out the key at position 4."""
+
+    def needed(self, q_positions_L, kv_positions_M):
+        return super().needed(q_positions_L, kv_positions_M) & (kv_positions_M != 4)
+
+
+def test_a_mask_whose_own_answer_leaves_out_a_key():
+    layout, message = contiguous(12, 2), "Forgetful.needed leaves out the key at position 4, to which a query attends"
+    for mask in (Forgetful(6, 2), Forgetful(6, 2) & Causal()):
+        with pytest.raises(ValueError, match=message):
+            make_plan(layout, layout, mask, 1)
+    assert make_plan(layout, layout, Dilated(6, 2), 1).received_rows == 6  # the remedy
 
 
 def test_a_conjunction_asks_every_part():

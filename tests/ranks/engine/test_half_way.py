@@ -51,7 +51,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives.exchange import wait_received
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.point_to_point import PendingTransfers, TransferError, end_connections
+from cp_styles.comm.point_to_point import Mailbox, PendingTransfers, TransferError, end_connections
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
@@ -662,6 +662,26 @@ def test_an_interrupt_in_an_agreement(when: str):
             assert "attention (mesh axis 'cp')" in str(first)
         assert isinstance(second, TransferError)
         assert seconds < SOON
+
+
+def test_an_interrupt_while_a_rank_reads_why_another_one_failed():
+    """Rank 1 waits until its peers have its reason, and they never ask for it."""
+
+    def on(rank: int) -> tuple[type, type, float]:
+        group, began = cp_mesh(RANKS).get_group(), time.monotonic()
+        where = Meeting.ATTENTION, "attention", "cp", group
+        try:
+            start_status(raising(ValueError("of rank 1")) if rank == 1 else StatusRow, *where)()
+        except BaseException as error:
+            first = type(error)
+        second = caught(lambda: start_status(StatusRow, *where)())
+        return first, type(second), time.monotonic() - began
+
+    with mock.patch.object(Mailbox, "read_text", side_effect=Stop):
+        found = run_ranks(on, RANKS)
+    assert [first for first, *_ in found] == [Stop, ValueError, Stop]
+    assert {second for _, second, _ in found} == {TransferError}
+    assert all(seconds < SOON for *_, seconds in found)
 
 
 def test_gradients_of_which_some_are_summed_are_given_to_no_optimizer(monkeypatch):

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
+from cp_styles.comm.group_state import state_of
+from cp_styles.testing import run_ranks
 from tests.covering import covering
-from tests.turns import DOORS, HOW, MOMENTS, Cell, cells, planted, run_cell
+from tests.ranks.attention_case import cp_mesh
+from tests.turns import DOORS, HOW, MOMENTS, RANKS, At, Cell, cells, planted, run_cell
 
 
 def sampled_cells() -> list[Any]:
-    """Few cells that hold every pair of door, how, moment, rank and end, and further ones at night."""
+    """Few cells that hold every pair of door, how, moment, rank and end, each door and moment of a program that catches
+    the error of rank 1, and further ones at night."""
     found = list(cells())
     rows = [tuple(sys.intern(str(value)) for value in astuple(cell)) for cell in found]
     by_day = set(covering(2, rows))
+    by_day |= {at for at, cell in enumerate(found) if (cell.how, cell.faulty, cell.caught) == ("eager", 1, True)}
     # Compilations take seconds.
     by_day = {at for at in by_day if not HOW[found[at].how].compiles or found[at].door in ("module", "function")}
     night = (pytest.mark.nightly,)
@@ -30,6 +35,20 @@ def test_every_rank_hears_of_it(cell: Cell):
         assert told[cell.faulty] == "Planted: on this rank alone"
         assert all(words.endswith("Planted: on this rank alone") for words in told), told
     assert any(f"[{cell.faulty}]" in words or "disagree on" in words for words in told), told
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_end_of_a_recomputation_is_told_to_nobody(reentrant: bool):
+    """A checkpoint ends it by an error where the backward needs no more of it. Two attentions run, run again and have a
+    backward, each with one row."""
+
+    def on(rank: int) -> int:
+        mesh = cp_mesh(RANKS)
+        act, how = DOORS["module"].make(mesh), HOW["recomputed, reentrant" if reentrant else "recomputed"]
+        act(At(how)).sum().backward()
+        return state_of(mesh.get_group()).mailbox._started
+
+    assert run_ranks(on, RANKS) == [6] * RANKS
 
 
 def test_the_table():

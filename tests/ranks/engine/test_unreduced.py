@@ -147,7 +147,7 @@ def test_a_wrong_model_does_not_make_a_right_one_fail(door: str, end: str):
 
 @sampled(1, door=DOORS, by=["sum_gradients", "DDP"])
 def test_zero(door: str, by: str):
-    """ZeroRedundancyOptimizer, which steps each parameter on one rank and sends it to the others."""
+    """ZeroRedundancyOptimizer, which steps each parameter on one rank and sends it to its peers."""
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
