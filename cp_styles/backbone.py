@@ -246,29 +246,8 @@ class Backbone:
         inputs: dict[str, Any] = dict(zip(input_names(module), args, strict=False)) | kwargs
         inputs |= {f"argument {at}": x for at, x in enumerate(args[len(inputs) - len(kwargs) :])}
 
-        def refuse() -> None:
-            if find_cache(inputs) is not None:
-                raise NotImplementedError(
-                    f"{self.name}: the model is given a cache, whose keys would be parts. Decode without this style: "
-                    "for generation of long prompts see prefill, on the page tutorials/hugging_face.md"
-                )
-            outside = self._find_dropouts_outside(module)
-            if outside and module.training:
-                raise ValueError(
-                    f"{self.name}: {outside[:3]} draw by position (replace_dropout) outside of the blocks, where "
-                    "tokens are whole and would be taken for a part: name the dropouts of the blocks alone, "
-                    f'replace_dropout(model, mesh, names=["{self.regions[0].path}.*..."])'
-                    f"{see('Dropout by position outside of the blocks')}"
-                )
-            leaves = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-            if any(type(node).__name__ == "_ShareBackward" for leaf in leaves for node in walk_graph(leaf.grad_fn)):
-                raise NotImplementedError(
-                    f"{self.name}: an input was computed from an output of a model with this style, and its gradients "
-                    "would be divided by the ranks twice: put both calls into one module, and apply the style to that"
-                )
-
         def describe() -> tuple[dict[str, Any], StatusRow]:
-            refuse()
+            self._refuse_inputs(module, inputs)
             return {f"the input {name}": describe_content(x) for name, x in inputs.items()}, StatusRow()
 
         advice = (
@@ -278,7 +257,29 @@ class Backbone:
         if self.agrees:
             agree_on_facts(describe, Meeting.BATCH, (self.name, axis, group), advice)
         else:
-            refuse()
+            self._refuse_inputs(module, inputs)
+
+    def _refuse_inputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Raise for inputs of the model, and for modules outside of the blocks, that are not supported."""
+        if find_cache(inputs) is not None:
+            raise NotImplementedError(
+                f"{self.name}: the model is given a cache, whose keys would be parts. Decode without this style: "
+                "for generation of long prompts see prefill, on the page tutorials/hugging_face.md"
+            )
+        outside = self._find_dropouts_outside(module)
+        if outside and module.training:
+            raise ValueError(
+                f"{self.name}: {outside[:3]} draw by position (replace_dropout) outside of the blocks, where "
+                "tokens are whole and would be taken for a part: name the dropouts of the blocks alone, "
+                f'replace_dropout(model, mesh, names=["{self.regions[0].path}.*..."])'
+                f"{see('Dropout by position outside of the blocks')}"
+            )
+        leaves = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+        if any(type(node).__name__ == "_ShareBackward" for leaf in leaves for node in walk_graph(leaf.grad_fn)):
+            raise NotImplementedError(
+                f"{self.name}: an input was computed from an output of a model with this style, and its gradients "
+                "would be divided by the ranks twice: put both calls into one module, and apply the style to that"
+            )
 
     def _find_dropouts_outside(self, module: nn.Module) -> list[str]:
         """The names of dropouts by position that no block has."""

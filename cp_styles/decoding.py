@@ -385,7 +385,6 @@ class DecodeCall:
     Attributes:
         score_mod: as flex_attention takes it.
         equal_number: one more number that must be the same on all ranks.
-        refuse: raises for errors that only this rank may see.
         expanded: the keys and values of this rank, if the cache stores latents from which they are computed, position
             by position.
     """
@@ -398,7 +397,6 @@ class DecodeCall:
     kernel: Kernel | None = None
     checks: Checks = CHECKS
     equal_number: int = 0
-    refuse: Callable[[], None] | None = None
     expanded: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -441,8 +439,6 @@ def _compare_calls(
     """Raise on every rank unless all ranks make the same call."""
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
-        if call.refuse is not None:
-            call.refuse()
         _check_call(name, q, kv[0], cache, call)
         facts: dict[str, Any] = {
             "how many positions the cache has": cache.length,

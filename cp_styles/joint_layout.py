@@ -120,31 +120,18 @@ def attend_jointly(
     tensors: Tensors,
     attend: Callable[..., tuple[torch.Tensor, ...]],
     *,
-    refuse: Callable[[], None] | None = None,
     look: bool = True,
 ) -> torch.Tensor:
-    """Call ``attend`` with each rank's share of ``tensors``. ``refuse`` raises for errors that only this rank may see.
+    """Call ``attend`` with each rank's share of ``tensors``, query, key and value [B, H, S, D].
 
     ``look``: compare the tokens of the ranks. On a GPU the host waits for them.
     """
     if is_traced():
         raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
-    problem: Exception | None = None
-    shares, rank, ranks = tensors, group.rank(), group.size()
-    try:
-        if refuse is not None:
-            refuse()
-        joint.check(name, tensors)
-        q, k, v = (joint.cut(x, rank, ranks) for x in tensors)
-        shares = q, k, v
-    except Exception as error:  # any type, because the remaining ranks must raise too
-        problem = error
-
-    def raise_problem() -> None:
-        if problem is not None:
-            raise problem
-
-    out, *_ = attend(shares, refuse=raise_problem)
+    rank, ranks = group.rank(), group.size()
+    joint.check(name, tensors)
+    q, k, v = (joint.cut(x, rank, ranks) for x in tensors)
+    out, *_ = attend((q, k, v))
     if look and ranks > 1:  # after the attention, whose agreement has found that no rank has a problem
         _compare_tokens(joint, name, tensors[1].detach(), group)
     with Operation(group):

@@ -205,8 +205,8 @@ def _wait_for_threads(threads: list[threading.Thread], seconds: float) -> dict[i
     step = min(0.25, seconds / 20)
     seen: dict[int, tuple[Any, float]] = {}
     lines: dict[int, str] = {}
-    while any(thread.is_alive() for thread in threads):
-        next(thread for thread in threads if thread.is_alive()).join(step)
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        alive[0].join(step)
         frames, now = sys._current_frames(), time.monotonic()
         for rank, thread in enumerate(threads):
             frame = frames.get(thread.ident or 0)

@@ -240,10 +240,10 @@ kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
     make_calls | (tile.cover, tile.window),
     becomes | tile.cover,
 verify: an attention is not cut | ranks/verify/test_planted.py -k "causal or third"
-    ResolvedCall._attention | mask = planted.mask(mask, q_length, kv_length)
+    Resolved._attention | mask = planted.mask(mask, q_length, kv_length)
     becomes | pass
 verify: an attention that ran before is not cut | ranks/verify/test_planted.py -k again
-    ResolvedCall.attention | or self.binding.group_state.planted is not None
+    Resolved.attention | or self.binding.group_state.planted is not None
     becomes nothing
 verify: a mixer is not cut | ranks/verify/test_planted.py -k "roll or convolution or recurrence"
     CutSequence._agree | sizes if state.planted is None else state.planted.documents(sizes)
@@ -359,7 +359,7 @@ selection: one rank gathers the keys of an indexer | clients/test_own_code.py -k
     Cut.whole | self.peers.size == len(self.documents) == 1
     becomes | False
 transformers: one rank computes biases and latents anew | clients/test_own_code.py -k "biases or latents"
-    _attend | calls.binding.group.size() == 1
+    _attend | binding.group.size() == 1
     becomes | False
 transformers: one rank must know the table of biases | clients/test_own_code.py -k low_precision
     _attend | own is not None and (biases_DH is not None or bool((own != 0).any()))
@@ -371,7 +371,7 @@ trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
     becomes | {}
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
-    _attend.refuse | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
+    _attend | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
     becomes | False
 transformers: a mask that a model cuts in full is refused | clients/test_gemma4.py -k 'cuts_its or test_text'
     _keeps_all | part.indices(size) == (0, size, 1)
@@ -449,7 +449,7 @@ backbone: a head outside may be summed | ranks/doors/test_backbone.py -k outside
     Backbone._share | reduced=factor == 1
     becomes | reduced=True
 backbone: an output may be an input | ranks/doors/test_backbone.py -k refused
-    Backbone.begin | "_ShareBackward"
+    Backbone._refuse_inputs | "_ShareBackward"
     becomes | "None"
 backbone: an encoder of another length is cut as the tokens | clients/test_heads.py -k another_length
     _Region._cut.cut | own = layout if size == length else binding.layout_for(x.shape[dim])
@@ -476,7 +476,7 @@ batch: documents of several batches pass | ranks/doors/test_batch_sharder.py -k 
     BatchSharder.sum_gradients | self._first_at if self._all_packed else
     becomes nothing
 batch: documents in a mask of the call are not seen | ranks/doors/test_batch_sharder.py -k without_a_scope
-    _AttentionAgreement.judge | self.attn_mask is not None or binding.separates
+    Call.judge | self.attn_mask is not None or binding.separates
     becomes | binding.separates
 batch: any averaged_over is taken | ranks/doors/test_first_hour.py -k held_against
     _refuse_other_average | if divided:
@@ -593,8 +593,8 @@ engine: a rank leaves an operation, and nobody hears of it | ranks/engine/test_h
     abort_group | end_connections(gloo)
     becomes | pass
 style: an error behind the first attention is not told | ranks/engine/test_turns.py -k core
-    CoreState._handle_failure | self._scoped.unscoped.tell_peers(failure)
-    becomes | self.calls.forward_state.calls or self._scoped.unscoped.tell_peers(failure)
+    CoreState._handle_failure | self._binding.unscoped.tell_peers(failure)
+    becomes | self.calls.forward_state.calls or self._binding.unscoped.tell_peers(failure)
 agreement: a rank that has heard of an error tells it again | ranks/engine/test_turns.py -k backbone
     _StartedMeeting.__call__ | self.turn.note_known(error)
     becomes | pass
@@ -647,22 +647,22 @@ threads: a forward of another thread than its loss is not met | process/test_thr
     states_here | or caller.group_name in state.losses:
     becomes | :
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
-    _AttentionAgreement._refuse_joined_keys | if not any(map(any, marks)):
+    Call._refuse_joined_keys | if not any(map(any, marks)):
     becomes | if False:
 keys: a mask of a style is no mask | ranks/doors/test_joined_keys.py
-    _AttentionAgreement._refuse_joined_keys | or binding.mask.has_bias
+    Call._refuse_joined_keys | or binding.mask.has_bias
     becomes nothing
 keys: a score_mod is no mask | ranks/doors/test_joined_keys.py
-    _AttentionAgreement._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
+    Call._refuse_joined_keys | or (binding.kernel is not None and binding.kernel.positional)
     becomes nothing
 keys: the user's function of lengths is not believed | ranks/doors/test_joined_keys.py -k tells
-    _AttentionAgreement._refuse_joined_keys | is cut(*wanted)
+    Call._refuse_joined_keys | is cut(*wanted)
     becomes | is not cut(*wanted) and False
 keys: any function is believed | ranks/doors/test_joined_keys.py -k tells
-    _AttentionAgreement._refuse_joined_keys | (made := cut(*wanted)) is cut(*wanted)
+    Call._refuse_joined_keys | (made := cut(*wanted)) is cut(*wanted)
     becomes | (made := cut(*wanted))
 keys: marks of query, key and value alone | ranks/doors/test_joined_keys.py -k one_longer
-    _AttentionAgreement._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
+    Call._refuse_joined_keys | find_cuts((*self.tensors, *inputs))
     becomes | find_cuts(self.tensors)
 keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py -k tells
     CoreState._begin | {layout.length for _, layout in cut}
@@ -674,11 +674,11 @@ joint: a layout of a known length is not believed | ranks/doors/test_joint.py -k
     _compare_tokens | and not isinstance(joint.rest, SequenceLayout)
     becomes nothing
 copies: the state of forwards is the model's | ranks/doors/test_copies.py
-    ScopedBinding.__deepcopy__ | copy.deepcopy(self._binding, memo)
-    becomes | self._binding
+    AttentionCalls.__deepcopy__ | copy.deepcopy(self.source, memo)
+    becomes | self.source
 copies: the proof is the model's | ranks/doors/test_copies.py
-    Binding.__deepcopy__ | , model=model
-    becomes nothing
+    Binding.__deepcopy__ | copy.deepcopy(self.model, memo)
+    becomes | self.model
 copies: positions wait for the model's next look | ranks/doors/test_copies.py -k positions
     PositionCheck.__deepcopy__ | copied._forwards = 0
     becomes | pass

@@ -56,7 +56,7 @@ class PositionCheck(ForwardObserver):
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise for positions that are missing or begin at 0 on each rank."""
-        binding = calls.scoped.unscoped  # a trace of a wrapper around the model does not read a mode's properties
+        binding = calls.source.unscoped  # a trace of a wrapper around the model does not read a mode's properties
         if binding.group.size() == 1:
             return  # verify runs a step with one rank, on the whole sequence
         who = f"{binding.name}: {type(module).__name__}"

@@ -39,7 +39,7 @@ class TransformersCheck(ForwardObserver):
         self, calls: AttentionCalls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise for arguments that are not this rank's part of a whole sequence."""
-        binding, kind = calls.scoped.unscoped, type(module).__name__  # see PositionCheck.forward_begins
+        binding, kind = calls.source.unscoped, type(module).__name__  # see PositionCheck.forward_begins
         if binding.group.size() == 1:
             return  # verify runs a step with one rank, on the whole sequence
         name = binding.name
@@ -105,7 +105,7 @@ class TransformersCheck(ForwardObserver):
         mask = inputs.get("attention_mask")
         if window is None or isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
             return
-        binding, _ = calls.scoped.resolve()
+        binding = calls.binding
         if binding.mask.local:
             return  # the style makes the window, with positions of the whole sequence
         raise NotImplementedError(

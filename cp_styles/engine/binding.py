@@ -1,4 +1,4 @@
-"""The configuration of an attention on a mesh axis, and the agreement of all ranks before a call."""
+"""The configuration of an attention on a mesh axis, and what follows from it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,42 @@ import contextlib
 import copy
 import itertools
 import math
-import threading
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import call_when_destroyed, graph_task_id, running_modules, uncompiled
+from cp_styles._compat import call_when_destroyed, uncompiled
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.agreement import (
-    Caller,
-    Meeting,
-    StatusRow,
-    StatusRows,
-    agree_on_facts,
-    compare,
-    pack_call_number,
-    plain,
-    start_status,
-    tell_peers,
-    telling,
-)
+from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import GroupState, state_of
-from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.contents import raise_what_was_found, running_comparisons
-from cp_styles.engine.observers import CheckedCall, ModelObserver, RankChecks
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple
+from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph
+from cp_styles.engine.observers import ModelObserver, RankChecks
+from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
+from cp_styles.kernels.latent import LatentKernel
+from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
     describe_cut,
-    find_cuts,
-    is_deterministic,
+    head_tail,
     layout_made_by,
     layout_of_one,
     refuse_other_cut,
 )
 from cp_styles.mask import Causal, Dense, Mask
-from cp_styles.mask.dense import digest
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
 
-_SEQ_DIM = 2  # of query, key and value [B, H, S, D]
 Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 """The layouts of queries and of keys."""
 
@@ -90,7 +77,7 @@ class ForwardState:
     model: ModelObserver | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Binding:
     """The configuration of context-parallel attention on one mesh axis, without the arguments of a call.
 
@@ -109,8 +96,10 @@ class Binding:
         checks: what the ranks check of each other.
         model: observes the model that has the attention; None for functions.
         site: the number of the module among the modules of its style, whose names may be equal; 0 for functions.
-        in_graphs: the results of :func:`~cp_styles.engine.custom_ops.make_graph_config`, by whether the user gave a
-            layout, each with the binding that runs in graphs.
+        has_layout: the user gave the layout. Otherwise the layout of a scope applies.
+        history: of the scopes of its calls; None if no scope applies, because the layout and the mask are of a scope.
+        resolved: this configuration with the layouts of its latest calls, by these and by the lengths.
+        hashes: of the facts of its latest calls.
     """
 
     name: str
@@ -122,17 +111,22 @@ class Binding:
     kernel: Kernel | None = None
     heads: tuple[int, int] | None = None
     mask_shape: tuple[int, int] | None = None
-    forward_state: ForwardState = field(default_factory=ForwardState, compare=False, repr=False)
-    checks: Checks = field(default=CHECKS, compare=False, repr=False)
-    model: ModelObserver | None = field(default=None, compare=False, repr=False)
-    site: int = field(default=0, compare=False, repr=False)
-    in_graphs: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _calls: LatestEntries[Cuts | tuple[int, int], ResolvedCall] = field(
-        init=False, default_factory=LatestEntries, compare=False, repr=False
+    forward_state: ForwardState = field(default_factory=ForwardState, repr=False)
+    checks: Checks = field(default=CHECKS, repr=False)
+    model: ModelObserver | None = field(default=None, repr=False)
+    site: int = field(default=0, repr=False)
+    has_layout: bool = field(default=True, repr=False)
+    history: ScopeHistory | None = field(default=None, repr=False)
+    resolved: LatestEntries[Cuts | tuple[int, int], Resolved] = field(
+        init=False, default_factory=LatestEntries, repr=False
     )
-    _hashes: LatestEntries[Any, int] = field(init=False, default_factory=LatestEntries, compare=False, repr=False)
+    hashes: LatestEntries[Any, int] = field(init=False, default_factory=LatestEntries, repr=False)
     _variants: LatestEntries[Any, Binding] = field(  # few, because a mask may hold a tensor
-        init=False, default_factory=partial(LatestEntries, 8), compare=False, repr=False
+        init=False, default_factory=partial(LatestEntries, 8), repr=False
+    )
+    # One binding for each scope, not for each call, so that cached results live as long as the scope.
+    _by_scope: WeakKeyDictionary[SequenceScope, Binding] = field(
+        init=False, default_factory=WeakKeyDictionary, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -185,13 +179,66 @@ class Binding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         """The binding of a copied module. Its state, its model and the parameters that may differ are of the copy."""
         checks = replace(self.checks, local=copy.deepcopy(self.checks.local, memo))
-        model = copy.deepcopy(self.model, memo)
-        copied = memo[id(self)] = replace(self, forward_state=ForwardState(), checks=checks, model=model)
+        own = {"forward_state": ForwardState(), "model": copy.deepcopy(self.model, memo)}
+        own["history"] = self.history and ScopeHistory()
+        copied = memo[id(self)] = replace(self, checks=checks, **own)
         return copied
 
-    def resolve(self) -> tuple[Binding, None]:
-        """This binding without a scope, like :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`."""
-        return self, None
+    def with_scopes(self, *, has_layout: bool) -> Binding:
+        """This binding with the scopes around its calls. Cached."""
+        key, options = ("scopes", has_layout), {"has_layout": has_layout, "history": ScopeHistory()}
+        return self._variants.get(key) or self._variants.put(key, replace(self, **options))
+
+    @property
+    def unscoped(self) -> Binding:
+        """This binding, over the stand-in for its group if there is one."""
+        stand_in = self.group_state.stand_in
+        if stand_in is None:
+            return self
+        return stand_in.objects.get(self) or stand_in.objects.setdefault(self, replace(self, group=stand_in.group))
+
+    def now(self) -> tuple[Binding, SequenceScope | None]:
+        """The binding for a call at this moment, and the scope that applies.
+
+        Raises:
+            RuntimeError: on every rank, in a recomputation without its scope.
+            ValueError: on every rank, if the user gave the module another layout than the scope.
+        """
+        if self.history is None:
+            return self, None
+        unscoped = self if self.group_state.stand_in is None else self.unscoped
+        if not (open_entries.get() or all_open_entries or self.history.was_scoped):
+            return unscoped, None
+        with unscoped.telling():
+            scope = self.history.find_scope(self.name, self.axis, unscoped.layout if self.has_layout else None)
+        if scope is None:
+            return unscoped, None
+        if scope not in unscoped._by_scope:
+            unscoped._by_scope[scope] = unscoped.bind_scope(scope.layout, scope.mask)
+        return unscoped._by_scope[scope], scope
+
+    def bind_scope(self, layout: SequenceLayout, mask: Mask) -> Binding:
+        """The binding under a scope with this layout and mask."""
+        return replace(self, layout=layout, mask=self.mask & mask, history=None)
+
+    @cached_property
+    def in_graph(self) -> tuple[ConfigInGraph, Binding]:
+        """The configuration for the calls of a style or block in a graph, and the binding of these calls.
+
+        If the configuration has no value, the op raises the error.
+        """
+        where = self.name, self.axis, self.group.group_name
+        parts = self.strategy, self.layout, self.mask, self.kernel
+        try:
+            in_graph = config_in_graph(*where, *parts, checks=self.checks, has_layout=self.has_layout, has_owner=True)
+        except TypeError as error:
+            problem = f"under torch.compile {error}"
+            config = AttentionConfig(*where, (), True, False, self.has_layout, True, problem)
+            in_graph = ConfigInGraph(where[0], config, None)
+        # Equal configurations, such as the layers of a model, share a binding. Graphs count no calls.
+        copied = replace(self, forward_state=ForwardState(), site=0)
+        bindings = self.group_state.get_or_create(BindingsInGraphs)
+        return in_graph, bindings.setdefault(in_graph.config, copied)
 
     def without_kept_keys(self) -> Binding:
         """This binding with a strategy that keeps no received keys for the backward. Cached."""
@@ -220,66 +267,21 @@ class Binding:
                 self._variants.put(key, binding)
         return binding
 
-    def agree(
-        self,
-        tensors: Sequence[torch.Tensor],
-        call: Mapping[str, Any],
-        keep: bool,
-        attn_mask: torch.Tensor | None = None,
-    ) -> ResolvedCall:
-        """Compare one call on all ranks, and return it with its layouts. Call it in an Operation that ``meets``.
-
-        Args:
-            tensors: local query, key and value [B, H, S, D].
-            call: the remaining arguments of the call by name (``is_causal``, ``scale``).
-            keep: whether a backward of the call may follow.
-            attn_mask: the mask of the call for the whole sequence.
-
-        Communication: one all-gather (see :func:`~cp_styles.comm.agreement.start_status`). A second all-gather compares
-        the layouts of a balancer that is not a function of this package. Another all-gather follows if parameters
-        differ.
-
-        Raises :class:`~cp_styles.checks.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
-        """
-        layout, rank = self.layout, self.group.rank()
-        fixed = layout if isinstance(layout, SequenceLayout) else None
-        where = self.name, self.axis, self.group
-        checked = where, self.checks, tensors, self.model or self.forward_state.model, keep
-        agreement = _AttentionAgreement(*checked, binding=self, attn_mask=attn_mask, call=call)
-        operations = self.group_state.operations
-        operations.check = start_status(
-            agreement.row,
-            Meeting.ATTENTION,
-            *where,
-            agrees=self.checks.agreement,
-            assumed=None if fixed is None else partial(_assume_equal_calls, fixed, rank),
-            path=self.forward_state.path,
-            state=self.group_state,
-            judge=agreement.judge,
-        )
-        q, k, v = tensors
-        length = None if fixed is None else fixed.lengths[rank]
-        if attn_mask is None and q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
-            return self.call_with_fixed_layout  # see [Note: agreement without waiting] in agreement.py
-        operations.run_deferred_check()
-        assert agreement.resolved is not None
-        return agreement.resolved
-
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
         first = self.layout_for(lengths[0])
         return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
 
-    def call_with(self, cuts: Cuts) -> ResolvedCall:
-        """The call of this configuration with these layouts. Cached."""
-        # The call holds a copy of the binding: a cycle of references would keep the group and its connections alive.
-        return self._calls.get(cuts) or self._calls.put(cuts, ResolvedCall(replace(self), cuts))
+    def with_layouts(self, cuts: Cuts) -> Resolved:
+        """This configuration with these layouts. Cached."""
+        # It holds a copy of the binding: a cycle of references would keep the group and its connections alive.
+        return self.resolved.get(cuts) or self.resolved.put(cuts, Resolved(replace(self), cuts))
 
     @cached_property
-    def call_with_fixed_layout(self) -> ResolvedCall:
-        """The call with the layout of this binding, which is a SequenceLayout."""
+    def with_fixed_layout(self) -> Resolved:
+        """This configuration with its layout, which is a SequenceLayout."""
         assert isinstance(self.layout, SequenceLayout)
-        return self.call_with((self.layout, self.layout))
+        return self.with_layouts((self.layout, self.layout))
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """A context that tells the other ranks of an error that leaves it."""
@@ -346,12 +348,13 @@ class Binding:
         return self.mask.separates or (self.kernel is not None and self.kernel.positional)
 
     @cached_property
-    def _fingerprint(self) -> int:
+    def fingerprint(self) -> int:
+        """A hash of :meth:`facts`."""
         return fingerprint(list(map(plain, self.facts().values())))
 
 
 @dataclass(eq=False)
-class ResolvedCall:
+class Resolved:
     """A configuration, and the layouts of queries and of keys on which the ranks have agreed for it."""
 
     binding: Binding
@@ -427,176 +430,10 @@ class ResolvedCall:
         return Attention(binding.group, *self.cuts, mask, kernel, scale, binding.heads)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _AttentionAgreement(CheckedCall):
-    """The agreement of all ranks before one attention: this rank's row, and the comparison of the rows of all ranks.
+class BindingsInGraphs(WeakValueDictionary[AttentionConfig, Binding]):
+    """The bindings of compiled graphs over a group, by configuration. An entry lives as long as its style or block."""
 
-    See :meth:`Binding.agree` for the fields.
-    """
-
-    # A class and not a closure: the traceback of an error would keep a closure, and with it the process group, alive.
-
-    binding: Binding
-    attn_mask: torch.Tensor | None
-    call: Mapping[str, Any]
-    dtypes: Sequence[torch.dtype] = ()
-    resolved: ResolvedCall | None = None
-
-    def row(self) -> StatusRow:
-        """This rank's row. Raises if this rank refuses the call."""
-        binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
-        forward_state = binding.forward_state
-        if running_comparisons.get():
-            raise_what_was_found()
-        binding.mask.check_unchanged()
-        if cut_tensors := find_cuts(self.tensors):
-            binding.refuse_other_cut(cut_tensors, q.shape[dim])
-        if forward_state.cuts:
-            of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
-            binding.refuse_other_cut(of_other_ranks, q.shape[dim])
-            if q.shape[0] > 1 and binding.group.size() > 1:
-                _refuse_other_dims(binding, forward_state.cuts, q, k)
-        elif forward_state.calls == 1 and call.get("is_causal"):
-            self.orders = graph_task_id() < 0
-        if v.shape[dim] != k.shape[dim]:
-            raise ValueError(f"{binding.name}: key and value have different lengths: {k.shape[dim]} and {v.shape[dim]}")
-        contents = None if self.attn_mask is None else _describe_mask(self.attn_mask)
-        self.dtypes = q.dtype, k.dtype, v.dtype
-        model = binding.model or forward_state.model
-        if model is not None and binding.group.size() > 1 and graph_task_id() < 0:
-            place, causal = (binding.site, forward_state.path, forward_state.calls), bool(call.get("is_causal"))
-            masks = binding.mask_kinds.union([Causal] * causal, [Dense] * (self.attn_mask is not None))
-            model.attends(self, place, masks, forward_state.module_call)
-        which = zlib.crc32(f"{binding.site} {forward_state.path}".encode()) if binding.site else 0
-        facts = (
-            *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
-            *(contents, binding._fingerprint, *call, *call.values(), self.trains),
-            *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
-        )
-        numbers = []
-        for check in binding.rank_checks:  # not a comprehension: an error's traceback would keep its captured objects
-            numbers.append(check.number(self) if binding.checks.agreement else 0)
-        return StatusRow(
-            q.shape[dim],
-            k.shape[dim],
-            place=pack_call_number(which, forward_state.calls),
-            facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
-            numbers=tuple(numbers),
-        )
-
-    def judge(self, rows: StatusRows) -> None:
-        """Compare the rows of all ranks."""
-        binding = self.binding
-        columns = rows.columns
-        lengths = sum(columns.q_length), sum(columns.kv_length)
-        call = binding._calls.get(lengths)
-        has_lengths = call is not None and call.lengths_by_rank == (columns.q_length, columns.kv_length)
-        if call is None or not (has_lengths and rows.equal and self.attn_mask is None):
-            call = self._compare_rows(rows, lengths)
-        local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
-        if state.lengths.get(local) != lengths:
-            state.lengths.put(local, lengths)
-        if binding.checks.agreement:
-            for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
-                check.judge(numbers, self)
-        if graph_task_id() < 0:
-            state.thread, state.forward_open = threading.get_ident(), True  # in this order for other threads
-        state.operations.forwards += binding.group.size() > 1
-        if self.attn_mask is not None or binding.separates:
-            state.separated = state.operations.forwards
-        if self.trains and binding.model is not None and binding.model not in state.training:
-            binding.model.forward_begins(state)
-        self.resolved = call
-
-    def _compare_rows(self, rows: StatusRows, lengths: tuple[int, int]) -> ResolvedCall:
-        """Raise unless the rows of all ranks fit together. Returns the call."""
-        binding, attn_mask = self.binding, self.attn_mask
-        problem = "" if attn_mask is None else _explain_local_mask(attn_mask, rows)
-        compare(rows, self.where, self.facts, problem and f". {problem}")
-        if problem:
-            raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
-        self._refuse_joined_keys(rows)
-        cuts = agree_on_layouts(self.where, binding.layout, binding.layout_for, lengths, binding.checks.agreement)
-        for layout, local_lengths in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
-            if layout.lengths != local_lengths:
-                raise ValueError(
-                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(local_lengths)} positions, "
-                    f"but the layout {plain(binding.layout)} gives them {list(layout.lengths)} of "
-                    f"{sum(local_lengths)}: cut the inputs with the layout of the attention (layout.shard), or give "
-                    f"the attention the layout they were cut with{see('Inputs that were cut in another way')}"
-                )
-        call = binding.call_with(cuts)
-        if isinstance(binding.layout, SequenceLayout) or is_deterministic(binding.layout):
-            binding._calls.put(lengths, call)
-        return call
-
-    def _refuse_joined_keys(self, rows: StatusRows) -> None:
-        """Raise, on every rank, for keys that each rank has joined from its parts of several pieces.
-
-        Communication: one all-gather of a number, if the keys are several times as long as the queries on every rank.
-        """
-        # Heads that draft tokens, and caches of earlier pieces, keep such keys. On every rank they are as many times as
-        # long as the queries, which keys of one other sequence are too where the lengths divide.
-        binding = self.binding
-        queries, keys = rows.columns.q_length, rows.columns.kv_length
-        pieces = sum(keys) // max(sum(queries), 1) if len(rows) > 1 else 1  # one rank has the pieces one after another
-        if pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)) or graph_task_id() >= 0:
-            return  # a recomputation has no arguments of a module, and its first run was looked at
-        masked = self.attn_mask is not None or binding.mask.has_bias
-        if not (masked or (binding.kernel is not None and binding.kernel.positional)):
-            return
-        inputs = itertools.chain(*((*args, *kwargs.values()) for _, args, kwargs in running_modules()))
-        lengths = {cut.length for _, cut in (*binding.forward_state.cuts, *find_cuts((*self.tensors, *inputs)))}
-        # A user's function that holds a layout of this length returns the same object again.
-        cut, wanted = binding.layout, (sum(keys), len(rows))
-        with contextlib.suppress(Exception):
-            if not isinstance(cut, SequenceLayout) and (made := cut(*wanted)) is cut(*wanted):
-                lengths.add(made.length)
-        is_marked = int(sum(keys) in lengths or sum(keys) in binding.forward_state.sequences)
-        # A mark that one rank has lost, as in a broadcast, is on another one.
-        marks = gather_numbers([is_marked], binding.group) if binding.checks.agreement else [[is_marked]]
-        if not any(map(any, marks)):
-            raise NotImplementedError(
-                f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
-                f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "
-                "Lay them out by SequenceLayout.from_chunks. Keys of one other sequence: cut it by layout.shard, and "
-                f"give the part to a module. Or give layout= a function that looks up the layout of {sum(keys)} tokens"
-                f"{see('Keys of several pieces')}"
-            )
-
-    def facts(self) -> dict[str, Any]:
-        """The properties of the call that must be equal on all ranks, by name."""
-        mask = None if self.attn_mask is None else _describe_mask(self.attn_mask)
-        shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
-        inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
-        return inputs | self.binding.facts() | dict(self.call) | {_MAY_TRAIN: self.trains}
-
-
-def agree_on_layouts(
-    where: Caller,
-    layout: SequenceLayout | Balancer,
-    layout_for: Callable[[int], SequenceLayout],
-    lengths: tuple[int, int],
-    agreement: bool,
-) -> Cuts:
-    """The layouts of queries and keys for these global ``lengths``, equal on all ranks.
-
-    Communication: one all-gather of a row, if the layout comes from a balancer that is not a function of this package.
-    """
-    cuts = ()
-
-    def make_layouts() -> tuple[dict[str, Any], StatusRow]:
-        nonlocal cuts
-        first = layout_for(lengths[0])
-        cuts = first, first if lengths[1] == lengths[0] else layout_for(lengths[1])
-        return {"layout": tuple(cut.chunks for cut in cuts)} if may_differ else {}, StatusRow()
-
-    # Facts of the call compare a SequenceLayout and functions of this package by value. The results of a user's own
-    # function may differ, also from call to call. So it is called once for a call, and the ranks compare its results.
-    may_differ = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
-    agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
-    assert cuts
-    return cuts
+    # They are in the state of the group, so that a graph never finds a new group with the name of a destroyed one.
 
 
 class LatestBindings(LatestEntries[Any, Any]):
@@ -615,46 +452,50 @@ def get_bindings(group: dist.ProcessGroup) -> LatestBindings:
     return bindings
 
 
-def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
-    """Assume that every rank sends this rank's row, with the length that the layout gives it."""
-    rows = [row._replace(q_length=length, kv_length=length) for length in layout.lengths]
-    return [*rows[:rank], row, *rows[rank + 1 :]]
+def binding_of_call(
+    name: str,
+    mesh: MeshOrGroup,
+    strategy: Strategy,
+    layout: SequenceLayout | Balancer | None,
+    mask: Mask,
+    kernel: Kernel | None = None,
+    *,
+    checks: Checks,
+) -> Binding:
+    """The binding of a function's call. Equal arguments return the same binding, with its cached results.
 
-
-def _refuse_other_dims(
-    binding: Binding, cuts: Sequence[tuple[torch.Tensor, SequenceLayout]], q: torch.Tensor, k: torch.Tensor
-) -> None:
-    """Raise for attention whose batch has the tokens: along another dim, of another length, which nothing has cut."""
-    parts = {cut.lengths[binding.group.rank()] for _, cut in cuts}
-    if not parts.isdisjoint((q.shape[_SEQ_DIM], k.shape[_SEQ_DIM])):
-        return  # along the tokens of one of the inputs
-    for x, cut in cuts:
-        rows = cut.lengths[binding.group.rank()]
-        tokens = x.shape[0] * rows if x.ndim > 1 and x.shape[1] == rows else 0
-        if rows > 1 and tokens and q.shape[0] % tokens == 0:
-            raise ValueError(
-                f"{binding.name}: attention over {k.shape[_SEQ_DIM]} positions, with a batch of {q.shape[0]}, in which "
-                f"are the {rows} tokens of each row on this rank: it attends along another dim than the tokens (over "
-                "layers, in space or in time), which nothing has cut. Leave the style off this module, and give it to "
-                f"the modules that attend over tokens{see('Attention along another dim')}"
-            )
-
-
-def _explain_local_mask(attn_mask: torch.Tensor, rows: StatusRows) -> str:
-    """The text of an error for a mask of the size of some rank's shard; empty for other masks."""
-    lengths = rows.columns.kv_length, rows.columns.q_length
-    sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
-    problem = next((f"{size} {side}" for size, side, local in sizes if 1 < size != sum(local) and size in local), "")
-    return problem and (
-        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part. Pass the mask of "
-        f"the whole sequence, here of {sum(lengths[0])} keys, the same on all ranks and no buffer of a block, or give "
-        "the style a mask= (Causal(), SlidingWindow(...)). A model of transformers makes it with "
-        "attn_implementation=register_attention(). Keys that are whole on each rank, as a text, need no style"
-        f"{see('A mask of one part')}"
-    )
-
-
-_MAY_TRAIN = "whether a backward may follow, which all ranks run or none (under no_grad, or no input requires grad)"
+    Without a ``layout``, layout and mask of the scope around the call apply; without a scope, head_tail. Errors are
+    the errors of :func:`~cp_styles.comm.groups.axis_and_group`, of a Binding and of a scope.
+    """
+    simple = group_if_simple(mesh)
+    known = None if simple is None else state_of(simple)
+    if known is not None:
+        known.turn.begin()
+    if layout is None:
+        layout = head_tail
+        was_scoped = known is not None and known.get_or_create(ScopeHistory).was_scoped
+        if was_scoped or open_entries.get() or all_open_entries:
+            _, group = axis_and_group(name, mesh)
+            state = state_of(group)  # after a call with the mesh of a group, its state has the name of the axis
+            with telling(name, group):  # this rank may be the only one without its scope
+                scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
+                layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
+    key = name, mesh, strategy, layout, mask, kernel, checks
+    latest = None if known is None else known.objects.get(LatestBindings)
+    try:
+        if latest is not None and key in latest:
+            latest.move_to_end(key)
+            return latest[key]
+    except TypeError:  # an unhashable argument of a wrong type: the Binding below raises
+        pass
+    axis, group = axis_and_group(name, mesh)
+    with telling(name, group):  # this rank's argument may be the only wrong one
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+    # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
+    inner = kernel.inner if isinstance(kernel, LatentKernel) else kernel
+    if mask.pattern == mask and isinstance(inner, SdpaKernel | None) and not checks.local:
+        get_bindings(group).put(key, binding)
+    return binding
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:
@@ -692,7 +533,3 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -
         )
     if q.shape[3] != dim:
         raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {dim}")
-
-
-def _describe_mask(mask: torch.Tensor) -> Any:
-    return tuple(mask.shape), mask.dtype, digest(mask)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +25,6 @@ from cp_styles._compat import (
     never_compiled,
     new_size,
     torch_func_transform,
-    without_dispatch_modes,
 )
 from cp_styles.checksum import digest
 from cp_styles.comm.agreement import begin_backward
@@ -33,11 +32,12 @@ from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import Operation, destroyed_error, group_of_name
-from cp_styles.engine.binding import Binding, ForwardState, ResolvedCall, get_bindings
+from cp_styles.engine.binding import Binding, BindingsInGraphs, Resolved, get_bindings
+from cp_styles.engine.call import Call
 from cp_styles.engine.checkpoint import results_are_kept
-from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph, rebuild, take_apart
+from cp_styles.engine.config import AttentionConfig, ConfigInGraph, rebuild, take_apart
 from cp_styles.engine.observers import attention_listener
-from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
+from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import SequenceLayout, is_deterministic
@@ -46,9 +46,6 @@ from cp_styles.strategies import Attention
 from cp_styles.troubleshooting import see
 from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 
-Source: TypeAlias = Binding | ScopedBinding
-"""The binding of an attention. A ScopedBinding is resolved for each call."""
-
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 _CONFIG = f"{AttentionConfig.__module__}.{AttentionConfig.__qualname__}"
 _LABELS = ("query", "key", "value")
@@ -56,59 +53,33 @@ _DENSE = torch.strided
 
 # The eager calls whose backward may follow, by the number in ``call``. A recomputation whose results a checkpoint has
 # kept finds the call by this number alone. Weak: a call lives as long as the node of autograd.
-_resolved_calls: WeakValueDictionary[int, ResolvedCall] = WeakValueDictionary()
+_resolved_calls: WeakValueDictionary[int, Resolved] = WeakValueDictionary()
 
 # The function modes of styles and blocks that are entered in this context, innermost last. While compiled code runs,
 # torch's own list is empty.
 modes_entered: ContextVar[tuple[Any, ...]] = ContextVar("modes_entered", default=())
 
 
-class BindingsInGraphs(WeakValueDictionary[AttentionConfig, ScopedBinding]):
-    """The bindings of compiled graphs over a group, by configuration. An entry lives as long as its style or block."""
-
-    # They are in the state of the group, so that a graph never finds a new group with the name of a destroyed one.
-
-
-def make_graph_config(scoped: ScopedBinding) -> ConfigInGraph:
-    """The configuration for the calls of a style or block in a graph. If it has no value, the op raises the error."""
-    binding, has_layout = scoped.unscoped, scoped.layout is not None
-    if has_layout not in binding.in_graphs:
-        where = binding.name, binding.axis, binding.group.group_name
-        parts = binding.strategy, binding.layout, binding.mask, binding.kernel
-        try:
-            in_graph = config_in_graph(*where, *parts, checks=binding.checks, has_layout=has_layout, has_owner=True)
-        except TypeError as error:
-            problem = f"under torch.compile {error}"
-            config = AttentionConfig(*where, (), True, False, has_layout, True, problem)
-            in_graph = ConfigInGraph(where[0], config, None)
-        # Equal configurations, such as the layers of a model, share a binding. Graphs count no calls.
-        copied = ScopedBinding(replace(binding, forward_state=ForwardState(), site=0), scoped.layout, scoped.history)
-        bindings = binding.group_state.get_or_create(BindingsInGraphs)
-        binding.in_graphs[has_layout] = in_graph, bindings.setdefault(in_graph.config, copied)
-    return binding.in_graphs[has_layout][0]
-
-
-def find_source(config: AttentionConfig, dense: torch.Tensor | None = None) -> Source:
+def find_binding(config: AttentionConfig, dense: torch.Tensor | None = None) -> Binding:
     """This rank's binding with this configuration. Raises the problem of a configuration without parts."""
     if config.problem:
         raise TypeError(config.problem)
     group = group_of_name(config.group_name)
     bindings = get_bindings(group)
-    source = bindings.pop(config, None)
+    binding = bindings.pop(config, None)
     if config.has_owner:
-        source = source or state_of(group).get_or_create(BindingsInGraphs).get(config)
-        if source is None:
+        binding = binding or state_of(group).get_or_create(BindingsInGraphs).get(config)
+        if binding is None:
             raise destroyed_error()
         if dense is not None:  # equal configurations may have different Dense tensors: make a binding for each call
-            bindings[config] = source
-            mask = rebuild(config.parts, dense)[2]
-            return ScopedBinding(replace(source.unscoped, mask=mask), source.layout, source.history)
-    elif source is None or dense is not None:
+            bindings[config] = binding
+            return replace(binding.unscoped, mask=rebuild(config.parts, dense)[2])
+    elif binding is None or dense is not None:
+        where, parts = (config.name, config.axis, group), rebuild(config.parts, dense)
+        scopes = {} if config.has_layout else {"history": state_of(group).get_or_create(ScopeHistory)}
         checks = Checks(config.agreement, config.only_warn)
-        source = Binding(config.name, config.axis, group, *rebuild(config.parts, dense), checks=checks)
-        if not config.has_layout:
-            source = ScopedBinding(source, None, state_of(group).get_or_create(ScopeHistory))
-    return bindings.put(config, source)
+        binding = Binding(*where, *parts, checks=checks, has_layout=config.has_layout, **scopes)
+    return bindings.put(config, binding)
 
 
 def _pickle_scope(scope: SequenceScope, name: str) -> bytes:
@@ -123,14 +94,25 @@ def _pickle_scope(scope: SequenceScope, name: str) -> bytes:
     return pickle.dumps((scope.layout, scope.mask))
 
 
-def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
+def check_local(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    sink_H: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+) -> None:
     """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
     q, k, v = tensors
     # A fast test of the usual case. check_plain finds the reason for an error.
     plain = type(q) is type(k) is type(v) is torch.Tensor and q.layout is k.layout is v.layout is _DENSE
     plain = plain and not (q.is_nested or k.is_nested or v.is_nested)
-    if not plain or forward_mode_level() >= 0 or torch_func_transform() is not None:
-        check_plain(name, tensors)
+    if (
+        not plain
+        or forward_mode_level() >= 0
+        or torch_func_transform() is not None
+        or not (sink_H is attn_mask is None)
+    ):
+        check_plain(name, tensors, sink_H=sink_H, attn_mask=attn_mask)
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if tensor.ndim != 4:
             raise ValueError(
@@ -146,7 +128,14 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
         )
 
 
-def check_plain(name: str, tensors: tuple[torch.Tensor, ...], labels: Sequence[str] = _LABELS) -> None:
+def check_plain(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    labels: Sequence[str] = _LABELS,
+    *,
+    sink_H: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+) -> None:
     """Raise unless the inputs are dense local tensors, outside of forward-mode AD and of torch.func."""
     for label, tensor in zip(labels, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -159,7 +148,9 @@ def check_plain(name: str, tensors: tuple[torch.Tensor, ...], labels: Sequence[s
         refuse_nested(name, label, tensor)
         if tensor.layout is not _DENSE:
             raise NotImplementedError(f"{name}: {label} has the layout {tensor.layout}: pass {label}.to_dense()")
-    refuse_transforms(name, tensors)
+    refuse_transforms(name, tensors if sink_H is None else (*tensors, sink_H))
+    if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
+        Dense(attn_mask)  # raises. The op cannot check it, because requires_grad and subclasses are lost there
 
 
 def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
@@ -172,7 +163,7 @@ def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
 
 
 def attend(
-    source: Source | ConfigInGraph,
+    source: Binding | ConfigInGraph,
     tensors: tuple[torch.Tensor, ...],
     *,
     is_causal: bool = False,
@@ -180,49 +171,30 @@ def attend(
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
     wants_lse: bool = False,
-    refuse: Callable[[], None] | None = None,
-    bind: Callable[[], tuple[Binding, Sequence[torch.Tensor]]] | None = None,
     learned: torch.Tensor | None = None,
+    casts: bool = True,
+    problem: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run one attention. Every function and style of the package calls this function.
+    """Run one attention. Every function and style of the package calls this function, after it has checked the
+    arguments: see :func:`check_local`, and in a graph :func:`check_plain`.
 
     Args:
         source: the binding; under torch.compile, and only there, a ``ConfigInGraph``.
         tensors: local query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E].
         is_causal, attn_mask, scale, sink_H: as in :func:`~cp_styles.context_attention`.
         wants_lse: return the logsumexp.
-        refuse: raises errors that only this rank may see.
-        bind: returns the binding of this call and the tensors that its kernel learns, or raises such errors. For
-            functions that autocast does not handle.
-        learned: the flat tensor that the kernel learns, without ``bind``.
+        learned: the flat tensor that the kernel learns.
+        casts: whether autocast casts the tensors.
+        problem: in a graph, the error that was found while tracing: see :func:`tell_of_call`.
 
     Returns the output, the logsumexp (empty unless ``wants_lse``), and the argument of :func:`resolved_call`.
     """
-    problem = ""
-    try:
-        # In compiled code the op checks shapes: only there can it report an error to all ranks.
-        (check_plain if isinstance(source, ConfigInGraph) else check_local)(source.name, tensors)
-        if refuse is not None:
-            refuse()
-        if sink_H is not None:
-            refuse_transforms(source.name, (sink_H,))
-        if bind is not None:
-            with without_dispatch_modes():
-                source, tensors_learned = bind()
-            learned = flatten(tensors_learned, tensors[0].device) if tensors_learned else None
-        elif isinstance(source, ConfigInGraph) or any_autocast():
-            tensors = cast_for_attention(tensors)
-        if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
-            Dense(attn_mask)  # raises. The op cannot check it, because requires_grad and subclasses are lost there
-    except Exception as error:
-        if not isinstance(source, ConfigInGraph):
-            source.resolve()[0].tell_peers(error)
-            raise
-        problem = error.args[0]  # the op raises it on every rank. torch.compile cannot trace str(error)
+    in_graph = isinstance(source, ConfigInGraph)
+    if casts and not problem and (in_graph or any_autocast()):
+        tensors = cast_for_attention(tensors)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     trained = trained or (learned is not None and learned.requires_grad)
-    in_graph = isinstance(source, ConfigInGraph)
     config, dense = (source.config, source.dense) if in_graph else (source, None)
     lean = not in_graph and dispatch_modes_entered() and results_are_kept()
     keep = torch.is_grad_enabled() and trained
@@ -230,6 +202,15 @@ def attend(
         *tensors, sink_H, attn_mask, dense, config, is_causal, scale, keep, problem, learned, wants_lse, lean
     )
     return out, lse, call
+
+
+def tell_of_call(source: Binding | ConfigInGraph, error: Exception) -> str:
+    """Tell the other ranks of an error in the arguments of a call. In a graph, return its text for the op."""
+    # A graph cannot tell them: the op raises the text on every rank. torch.compile cannot trace str(error).
+    if isinstance(source, ConfigInGraph):
+        return error.args[0]
+    source.now()[0].tell_peers(error)
+    return ""
 
 
 # [Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. An
@@ -261,7 +242,7 @@ def _attention(
         for mode in modes_entered.get():  # modes do not intercept calls in compiled code
             if mode.encloses_call():
                 mode.wrap_checkpoints()
-    binding, scope = (find_source(config, dense) if in_graph else config).resolve()
+    binding, scope = (find_binding(config, dense) if in_graph else config).now()
     binding = binding.without_kept_keys() if lean else binding
     cut = b""
     try:
@@ -280,11 +261,13 @@ def _attention(
     except Exception as error:
         binding.tell_peers(error)
         raise
-    call = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
+    arguments = {"is_causal": is_causal, "scale": scale, "logsumexp": wants_lse}
     # On a GPU the host would wait for the values. There UnreducedGradients compares sinks with the other parameters.
-    call["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    arguments["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    where, model = (binding.name, binding.axis, binding.group), binding.model or binding.forward_state.model
+    of_call = {"binding": binding, "attn_mask": attn_mask, "arguments": arguments}
     with Operation(binding.group, binding.group_state, meets=True):
-        resolved = binding.agree((q, k, v), call, keep, attn_mask)
+        resolved = Call(where, binding.checks, (q, k, v), model, keep, **of_call).meet()
         try:
             attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
         except (ValueError, TypeError, NotImplementedError) as error:  # on every rank
@@ -513,22 +496,21 @@ def _copy_to_strides(result: torch.Tensor, declared: torch.Tensor) -> torch.Tens
 _NUMBER = 8  # bytes of the number of the forward. The serial number of the call follows, or in a graph a pickle.
 
 
-def resolved_call(call: torch.Tensor) -> ResolvedCall:
+def resolved_call(call: torch.Tensor) -> Resolved:
     """The eager call of the op that returned ``call``, also in a recomputation whose results were kept."""
     return _resolved_calls[int.from_bytes(_read_bytes(call)[_NUMBER:], "little")]
 
 
-def _resolve_call_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> ResolvedCall:
+def _resolve_call_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> Resolved:
     """The call of a compiled graph, for its backward."""
     *lengths, pickled = pickle.loads(_read_bytes(call)[_NUMBER:])  # layout and mask of the scope, the cuts, or nothing
-    source = find_source(config, dense)
-    binding = source.unscoped if isinstance(source, ScopedBinding) else source
+    binding = find_binding(config, dense).unscoped
     cut, mask = pickle.loads(pickled) if pickled else (None, Full())
     if isinstance(cut, tuple):  # the layouts of a balancer
-        return binding.call_with(cut)
-    if cut is not None and isinstance(source, ScopedBinding):
-        binding = source.bind_scope(cut, mask)
-    return binding.call_with(binding.cuts((lengths[0], lengths[1])))
+        return binding.with_layouts(cut)
+    if cut is not None:
+        binding = binding.bind_scope(cut, mask)
+    return binding.with_layouts(binding.cuts((lengths[0], lengths[1])))
 
 
 def _read_bytes(call: torch.Tensor) -> bytes:

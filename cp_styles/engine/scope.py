@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from cp_styles._compat import graph_task_id
-from cp_styles.comm.agreement import telling
-from cp_styles.comm.checks import Checks
-from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple, world
-from cp_styles.engine.binding import Binding, LatestBindings, get_bindings
-from cp_styles.kernels import Kernel
-from cp_styles.kernels.latent import LatentKernel
-from cp_styles.kernels.sdpa import SdpaKernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.comm.groups import world
+from cp_styles.layout import Balancer, SequenceLayout, layout_made_by
 from cp_styles.mask import Full, Mask
-from cp_styles.strategies import Strategy
 from cp_styles.troubleshooting import see
 
 AnyOpening = TypeVar("AnyOpening", bound="Opening")
@@ -84,18 +74,18 @@ class SequenceScope:
 
     def __enter__(self) -> SequenceScope:
         entry = _ScopeEntry(self)
-        entry.open_in(_open_entries)
-        _all_open_entries[entry] = world()
+        entry.open_in(open_entries)
+        all_open_entries[entry] = world()
         return self
 
     def __exit__(self, *exception: object) -> None:
         # No entry is kept in self, because several threads may have the scope open.
-        entries = [*_list_entries_of_rank(), *_open_entries.get()]
-        entry = next((each for each in reversed(entries) if each.scope is self and each in _all_open_entries), None)
+        entries = [*_list_entries_of_rank(), *open_entries.get()]
+        entry = next((each for each in reversed(entries) if each.scope is self and each in all_open_entries), None)
         if entry is None:
             return  # the context that opened the scope is gone
         entry.end()
-        del _all_open_entries[entry]
+        del all_open_entries[entry]
         if exception[0] is None and entry.unscoped_axes and not entry.applied:
             raise ValueError(
                 f"the SequenceScope over mesh axis {self.mesh_axis!r} applied to no attention, and attention over "
@@ -205,20 +195,20 @@ class _NestedContexts(contextlib.AbstractContextManager[None]):
 
 
 # The scopes that are open in this thread or task, in the order of opening.
-_open_entries: ContextVar[tuple[_ScopeEntry, ...]] = ContextVar("sequence_scopes", default=())
+open_entries: ContextVar[tuple[_ScopeEntry, ...]] = ContextVar("sequence_scopes", default=())
 # The scopes that are open in any thread or task, and the rank that opened each.
-_all_open_entries: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
+all_open_entries: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
 
 
 def _list_entries_of_rank() -> list[_ScopeEntry]:
     rank = world()
-    entries = [reference() for reference in _all_open_entries.keyrefs()]
-    return [entry for entry in entries if entry is not None and _all_open_entries.get(entry) == rank]
+    entries = [reference() for reference in all_open_entries.keyrefs()]
+    return [entry for entry in entries if entry is not None and all_open_entries.get(entry) == rank]
 
 
 def open_scope(axis: str) -> SequenceScope | None:
     """The innermost scope over the mesh axis ``axis`` that is open in this thread or task."""
-    entry = innermost([entry for entry in _open_entries.get() if entry.scope.mesh_axis == axis])
+    entry = innermost([entry for entry in open_entries.get() if entry.scope.mesh_axis == axis])
     return None if entry is None else entry.scope
 
 
@@ -234,7 +224,7 @@ class ScopeHistory:
             RuntimeError: in a recomputation without its scope, and if the scope is open in another thread.
             ValueError: if ``layout`` differs from the layout of the scope.
         """
-        entries = _open_entries.get()
+        entries = open_entries.get()
         entry = innermost([entry for entry in entries if entry.scope.mesh_axis == axis])
         if entry is not None:
             entry.applied = True
@@ -267,112 +257,3 @@ class ScopeHistory:
                 f"scope's layout (leave layout= out to use it){see('Two layouts for one call')}"
             )
         return entry.scope
-
-
-class ScopedBinding:
-    """The binding of a module, and its variants under the open scope."""
-
-    def __init__(
-        self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
-    ) -> None:
-        """``layout`` is the layout that the user gave. With None, ``binding`` has the default layout."""
-        self._binding, self.name = binding, binding.name
-        self._layout = layout
-        self.history = history or ScopeHistory()
-        # One binding for each scope, not for each call, so that cached results live as long as the scope.
-        self._binding_by_scope: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScopedBinding:
-        copied = memo[id(self)] = ScopedBinding(copy.deepcopy(self._binding, memo), self._layout)
-        return copied
-
-    @property
-    def unscoped(self) -> Binding:
-        """The binding without a scope, over the stand-in for its group if there is one."""
-        stand_in = self._binding.group_state.stand_in
-        if stand_in is None:
-            return self._binding
-        binding = stand_in.objects.get(self)
-        if binding is None:
-            binding = stand_in.objects[self] = replace(self._binding, group=stand_in.group)
-        return binding
-
-    @property
-    def group_name(self) -> str:
-        """The name of the group of the ranks that share the sequence."""
-        return self.unscoped.group_name
-
-    @property
-    def layout(self) -> SequenceLayout | Balancer | None:
-        """The layout that the user gave."""
-        return self.unscoped.layout if isinstance(self._layout, SequenceLayout) else self._layout
-
-    def resolve(self) -> tuple[Binding, SequenceScope | None]:
-        """The binding for a call at this moment, and the scope that applies.
-
-        Raises:
-            RuntimeError: on every rank, in a recomputation without its scope.
-            ValueError: on every rank, if the user gave the module another layout than the scope.
-        """
-        unscoped = self._binding if self._binding.group_state.stand_in is None else self.unscoped
-        if not (_open_entries.get() or _all_open_entries or self.history.was_scoped):
-            return unscoped, None
-        with unscoped.telling():
-            scope = self.history.find_scope(self.name, unscoped.axis, self.layout)
-        if scope is None:
-            return unscoped, None
-        stand_in = self._binding.group_state.stand_in
-        bindings = self._binding_by_scope if stand_in is None else stand_in.objects.setdefault((self, "scopes"), {})
-        if scope not in bindings:
-            bindings[scope] = self.bind_scope(scope.layout, scope.mask)
-        return bindings[scope], scope
-
-    def bind_scope(self, layout: SequenceLayout, mask: Mask) -> Binding:
-        """The binding under a scope with this layout and mask."""
-        return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
-
-
-def binding_of_call(
-    name: str,
-    mesh: MeshOrGroup,
-    strategy: Strategy,
-    layout: SequenceLayout | Balancer | None,
-    mask: Mask,
-    kernel: Kernel | None = None,
-    *,
-    checks: Checks,
-) -> Binding:
-    """The binding of a function's call. Equal arguments return the same binding, with its cached results.
-
-    Without a ``layout``, layout and mask of the scope around the call apply; without a scope, head_tail. Errors are
-    the errors of :func:`~cp_styles.comm.groups.axis_and_group`, of a Binding and of a scope.
-    """
-    simple = group_if_simple(mesh)
-    known = None if simple is None else state_of(simple)
-    if known is not None:
-        known.turn.begin()
-    if layout is None:
-        layout = head_tail
-        was_scoped = known is not None and known.get_or_create(ScopeHistory).was_scoped
-        if was_scoped or _open_entries.get() or _all_open_entries:
-            _, group = axis_and_group(name, mesh)
-            state = state_of(group)  # after a call with the mesh of a group, its state has the name of the axis
-            with telling(name, group):  # this rank may be the only one without its scope
-                scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
-                layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
-    key = name, mesh, strategy, layout, mask, kernel, checks
-    latest = None if known is None else known.objects.get(LatestBindings)
-    try:
-        if latest is not None and key in latest:
-            latest.move_to_end(key)
-            return latest[key]
-    except TypeError:  # an unhashable argument of a wrong type: the Binding below raises
-        pass
-    axis, group = axis_and_group(name, mesh)
-    with telling(name, group):  # this rank's argument may be the only wrong one
-        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
-    # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
-    inner = kernel.inner if isinstance(kernel, LatentKernel) else kernel
-    if mask.pattern == mask and isinstance(inner, SdpaKernel | None) and not checks.local:
-        get_bindings(group).put(key, binding)
-    return binding

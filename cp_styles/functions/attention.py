@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from cp_styles._compat import is_traced
+from cp_styles.comm.agreement import telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
+from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.config import config_in_graph
-from cp_styles.engine.custom_ops import attend
-from cp_styles.engine.scope import binding_of_call
+from cp_styles.engine.custom_ops import attend, check_local, check_plain, tell_of_call
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -86,43 +87,46 @@ def context_attention(
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     joint = layout if isinstance(layout, JointLayout) else None
-    problem: Exception | None = None
-    if seq_dim not in (1, 2):
-        problem = ValueError(f"{name}: seq_dim={seq_dim} must be 2, for tensors [B, H, L, D], or 1, for [B, L, H, D]")
-    elif return_lse and (sink_H is not None or joint is not None or is_traced()):
-        problem = NotImplementedError(
-            f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"
-        )
+    traced = is_traced()
     cut = layout.balancer if isinstance(layout, JointLayout) else layout
-    if is_traced():
+    if traced:
         axis, group = axis_and_group(name, mesh)
         if checks.local:
-            problem = problem or NotImplementedError(
+            raise NotImplementedError(
                 f"{name}: torch.compile cannot take Checks(local=...) into a graph: apply a style with it, or "
                 "call this function once outside of the compiled code"
             )
-        if problem is not None:
-            raise problem
         how = strategy, head_tail if cut is None else cut, mask, kernel
         source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=cut is not None)
     else:
         source = binding_of_call(name, mesh, strategy, cut, mask, kernel, checks=checks)
         group = source.group
-        if problem is not None:
-            with source.telling():
-                raise problem
-    tensors = (q_BHLD, k_BGMD, v_BGME)
-    if seq_dim == 1:
-        tensors = _swap_seq_and_heads(q_BHLD), _swap_seq_and_heads(k_BGMD), _swap_seq_and_heads(v_BGME)
-    lse = None
-    if joint is not None:
-        out = attend_jointly(joint, name, group, tensors, partial(attend, source, scale=scale, sink_H=sink_H))
+    tensors, problem = (q_BHLD, k_BGMD, v_BGME), ""
+    try:
+        if seq_dim not in (1, 2):
+            raise ValueError(f"{name}: seq_dim={seq_dim} must be 2, for tensors [B, H, L, D], or 1, for [B, L, H, D]")
+        if return_lse and (sink_H is not None or joint is not None or traced):
+            raise NotImplementedError(
+                f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"
+            )
+        if seq_dim == 1:
+            tensors = _swap_seq_and_heads(q_BHLD), _swap_seq_and_heads(k_BGMD), _swap_seq_and_heads(v_BGME)
+        (check_plain if traced else check_local)(name, tensors, sink_H=sink_H)
+    except Exception as error:
+        problem = tell_of_call(source, error)
+        if not traced:
+            raise
+    options = {"scale": scale, "sink_H": sink_H, "problem": problem}
+    if joint is None:
+        out, lse, _ = attend(source, tensors, **options, wants_lse=return_lse)
     else:
-        out, lse, _ = attend(source, tensors, scale=scale, sink_H=sink_H, wants_lse=return_lse)
+        lse = None
+        with telling(name, group, agrees=checks.agreement):
+            out = attend_jointly(joint, name, group, tensors, partial(attend, source, **options))
     out = _swap_seq_and_heads(out) if seq_dim == 1 else out
     return (out, lse) if return_lse else out
 
 
 def _swap_seq_and_heads(x: torch.Tensor) -> torch.Tensor:
-    # attend() refuses other objects and other numbers of dims, on every rank.
+    # check_local refuses other objects and other numbers of dims.
     return x.transpose(1, 2) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim == 4 else x

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import never_compiled
+from cp_styles._compat import never_compiled, without_dispatch_modes
 from cp_styles.checksum import version_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.engine.binding import Binding, refuse_grouped, refuse_unknown
-from cp_styles.engine.custom_ops import attend
-from cp_styles.engine.scope import binding_of_call
+from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped, refuse_unknown
+from cp_styles.engine.custom_ops import attend, check_local, flatten
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
@@ -156,12 +155,12 @@ def flex_attend(
     call: FlexCall,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(out, lse)`` of a call, for a binding."""
-
-    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
+    with binding.telling(), without_dispatch_modes():
+        check_local(binding.name, tensors)
         call.check(binding.name, *tensors[:2])
-        return _bind_call(binding, call, tensors)
-
-    out, lse, _ = attend(binding, tensors, scale=call.scale, wants_lse=call.wants_lse, bind=bind)
+        binding, read = _bind_call(binding, call, tensors)
+    options = {"scale": call.scale, "wants_lse": call.wants_lse, "casts": False}
+    out, lse, _ = attend(binding, tensors, **options, learned=flatten(read, tensors[0].device) if read else None)
     return out, lse if call.wants_lse else None
 
 

@@ -9,9 +9,9 @@ import torch
 from cp_styles._compat import is_traced
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
+from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_plain
-from cp_styles.engine.scope import binding_of_call
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
@@ -90,32 +90,27 @@ def context_latent_attention(
     """
     name, strategy, mask = "context_latent_attention", strategy or _RING, mask or _FULL
     call = LatentCall(q_BHLD, latent_BMR, rot_BMr, weight_NR)
-    problem: Exception | None = None
+    if not is_traced():
+        binding = binding_of_call(name, mesh, strategy, layout, mask, kernel, checks=checks)
+        with binding.telling():
+            call.check(name)
+        tensors, learned = call.arguments()
+        return attend(binding.with_kernel(call.make_kernel(kernel)), tensors, scale=scale, learned=learned)[0]
+    axis, group = axis_and_group(name, mesh)
+    tensors, learned, problem, how = (q_BHLD,) * 3, None, "", (strategy, head_tail if layout is None else layout, mask)
     try:
         call.check(name)
-    except Exception as error:
-        problem = error
-    traced = is_traced()
-    if traced and checks.local:
-        problem = problem or NotImplementedError(
-            f"{name}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside of the "
-            "compiled code"
-        )
-    latent_kernel = kernel if problem is not None else call.make_kernel(kernel)
-    if traced:
-        axis, group = axis_and_group(name, mesh)
-        how = strategy, head_tail if layout is None else layout, mask, latent_kernel
-        source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=layout is not None)
-    else:
-        source = binding_of_call(name, mesh, strategy, layout, mask, latent_kernel, checks=checks)
-
-    def refuse() -> None:
-        if problem is not None:
-            raise problem
-
-    # A call with a problem only reports it, to all ranks.
-    tensors, learned = ((q_BHLD,) * 3, None) if problem is not None else call.arguments()
-    return attend(source, tensors, scale=scale, learned=learned, refuse=refuse)[0]
+        if checks.local:
+            raise NotImplementedError(
+                f"{name}: torch.compile cannot take Checks(local=...) into a graph: call this function once outside of "
+                "the compiled code"
+            )
+        tensors, learned = call.arguments()
+        kernel = call.make_kernel(kernel)
+    except Exception as error:  # the op raises it on every rank. torch.compile cannot trace str(error)
+        problem = error.args[0]
+    config = config_in_graph(name, axis, group.group_name, *how, kernel, checks=checks, has_layout=layout is not None)
+    return attend(config, tensors, scale=scale, learned=learned, problem=problem)[0]
 
 
 class NotedLatent(NamedTuple):

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import never_compiled
+from cp_styles._compat import never_compiled, without_dispatch_modes
 from cp_styles.bounded_cache import facts_about
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.contents import Contents
-from cp_styles.engine.binding import Binding, refuse_unknown
-from cp_styles.engine.custom_ops import attend, check_plain
-from cp_styles.engine.scope import binding_of_call
+from cp_styles.engine.binding import Binding, binding_of_call, refuse_unknown
+from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
@@ -177,24 +176,21 @@ def _attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = tensors
     batched = _add_batch_dim(q), _add_batch_dim(k), _add_batch_dim(v)
-
-    with binding.telling():
+    with binding.telling(), without_dispatch_modes():
         for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
             if isinstance(tensor, torch.Tensor) and tensor.ndim != 3:
                 check_plain(binding.name, tensors)
                 raise ValueError(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
-
-    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
-        return binding.with_mask(make_mask()), ()
-
-    out, lse, _ = attend(binding, batched, scale=scale, wants_lse=wants_lse, bind=bind)
+        check_local(binding.name, batched)
+        binding = binding.with_mask(make_mask())
+    out, lse, _ = attend(binding, batched, scale=scale, wants_lse=wants_lse, casts=False)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0) if wants_lse else None
 
 
 def _add_batch_dim(pack_THD: Any) -> Any:
-    """[1, H, T, D]. Other objects than a pack are returned as they are: attend() refuses them, on every rank."""
+    """[1, H, T, D]. Other objects than a pack are returned as they are, and refused later."""
     if not isinstance(pack_THD, torch.Tensor) or pack_THD.ndim != 3:
         return pack_THD
     return pack_THD.transpose(0, 1).unsqueeze(0)

@@ -143,9 +143,32 @@ def _attend(
     indexer has selected. Other arguments are not used.
     """
     calls = _require_active_calls("attention")
-    name = calls.binding.name
-
-    def refuse() -> None:
+    binding = calls.binding
+    name = binding.name
+    with binding.telling():
+        biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
+        mask, dense = Full(), None
+        if isinstance(attention_mask, _WholeMask):
+            mask, dense = attention_mask.mask, attention_mask.padding
+        elif isinstance(attention_mask, BlockMask):
+            mask = FlexMask.per_row(attention_mask)
+        elif attention_mask is not None:
+            dense = attention_mask
+        elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            mask = Causal()
+        selected = None if indices is None else mask_of_layer(indices)
+        mask = mask if selected is None else mask & selected
+        latents, problem = take_latents(module, query, key, value)
+        sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
+        score_mod = None if softcap is None else _cap_logits(softcap)
+        past, _ = past_of(calls.inputs)
+        # One rank has all tokens: the model's own biases, keys and values.
+        alone = binding.group.size() == 1 and (past is None or not past.prefilled)
+        own = position_bias if alone and position_bias is not None and position_bias.shape[0] == 1 else None
+        if own is not None and (biases_DH is not None or bool((own != 0).any())):
+            score_mod = _add_own_biases(own)
+        elif biases_DH is not None:
+            score_mod = _add_biases(biases_DH)
         refuse_dropout(name, dropout)
         if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
@@ -182,32 +205,7 @@ def _attend(
                 f"{name}: {type(module).__name__} attends with a mask of shape {tuple(attention_mask.shape)}, where a "
                 "mask is [B, 1 or H, S, S] of the whole sequence"
             )
-
-    biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
-    mask, dense = Full(), None
-    if isinstance(attention_mask, _WholeMask):
-        mask, dense = attention_mask.mask, attention_mask.padding
-    elif isinstance(attention_mask, BlockMask):
-        mask = FlexMask.per_row(attention_mask)
-    elif attention_mask is not None:
-        dense = attention_mask
-    elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
-        mask = Causal()
-    selected = None if indices is None else mask_of_layer(indices)
-    mask = mask if selected is None else mask & selected
-    latents, problem = take_latents(module, query, key, value)
-    sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
-    score_mod = None if softcap is None else _cap_logits(softcap)
-    past, _ = past_of(calls.inputs)
-    # One rank has all tokens: the model's own biases, keys and values.
-    alone = calls.binding.group.size() == 1 and (past is None or not past.prefilled)
-    own = position_bias if alone and position_bias is not None and position_bias.shape[0] == 1 else None
-    if own is not None and (biases_DH is not None or bool((own != 0).any())):
-        score_mod = _add_own_biases(own)
-    elif biases_DH is not None:
-        score_mod = _add_biases(biases_DH)
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
-    options["refuse"] = refuse
 
     if past is not None and past.prefilled:
         out_BHLE = _decode(calls, past, module, (query, key, value), options)

@@ -34,8 +34,13 @@ from cp_styles._compat import (
 )
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
-from cp_styles.engine.custom_ops import attend, check_plain, make_graph_config, modes_entered
-from cp_styles.engine.scope import ScopedBinding
+from cp_styles.engine.custom_ops import (
+    attend,
+    check_local,
+    check_plain,
+    modes_entered,
+    tell_of_call,
+)
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
@@ -89,35 +94,35 @@ class AttentionCalls(TorchFunctionMode):
 
     def __init__(
         self,
-        scoped: ScopedBinding,
+        source: Binding,
         name: str,
         sink: tuple[nn.Module, str] | None = None,
         *,
         joint: JointLayout | None = None,
     ) -> None:
-        """``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
-        With ``joint``, some tokens are whole on every rank.
+        """``source`` is resolved for each call. With ``joint``, some tokens are whole on every rank.
+        ``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
         """
         super().__init__()
         self._name = name
-        self._joint, self.scoped = joint, scoped
+        self._joint, self.source = joint, source
         self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
-        self.forward_state = scoped.unscoped.forward_state
-        self._in_graph = make_graph_config(scoped)
+        self.forward_state = source.unscoped.forward_state
+        self._in_graph, _ = source.unscoped.in_graph
         self._entries: list[_ModeEntry] = []
         # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         # Not of the class of the mode: a block has modes of its own.
-        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self.scoped, memo), self._name, joint=self._joint)
+        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self.source, memo), self._name, joint=self._joint)
         copied._sink = copy.deepcopy(self._sink, memo)
         return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self.scoped, self._name, (module, parameter), joint=self._joint)
+        return AttentionCalls(self.source, self._name, (module, parameter), joint=self._joint)
 
     @staticmethod
     def current() -> AttentionCalls | None:
@@ -211,10 +216,11 @@ class AttentionCalls(TorchFunctionMode):
         compiling = torch.compiler.is_dynamo_compiling()
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
-
-        def refuse() -> None:
-            if self._joint is not None:  # attend_jointly cuts the tensors before ``attend`` checks them
-                check_plain(self._name, (query, key, value))
+        tensors, source, problem = (query, key, value), self._in_graph if compiling else self.source, ""
+        sink = None if self._sink is None else getattr(*self._sink)
+        sink = sink.to_local() if isinstance(sink, DTensor) else sink
+        try:
+            (check_plain if compiling else check_local)(self._name, tensors, sink_H=sink, attn_mask=attn_mask)
             if cache_of(key) is not None:
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
@@ -227,21 +233,20 @@ class AttentionCalls(TorchFunctionMode):
                 refuse_unknown(self._name, "scaled_dot_product_attention", others)
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
-            self.check_call()
-
-        tensors = query, key, value
-        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        sink = None if self._sink is None else getattr(*self._sink)
-        options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
+            if not compiling:  # compiled code enters the mode in a recomputation too
+                self.check_call()
+        except Exception as error:
+            problem = tell_of_call(source, error)
+            if not compiling:
+                raise
+        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale, "sink_H": sink}
         if self._joint is not None:
-            share = partial(attend, self.scoped, **options)
-            given = [x for x in tensors if isinstance(x, torch.Tensor)]
-            trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
+            trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)  # equal on all ranks
             self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
-            options = {"refuse": refuse, "look": number & (number - 1) == 0}  # a power of 2
-            return attend_jointly(self._joint, self._name, self.unscoped.group, tensors, share, **options)
-        out, *_ = attend(self._in_graph if compiling else self.scoped, tensors, **options, refuse=refuse)
-        return out
+            where, look = (self._name, self.unscoped.group), number & (number - 1) == 0  # a power of 2
+            with self.unscoped.telling():
+                return attend_jointly(self._joint, *where, tensors, partial(attend, source, **options), look=look)
+        return attend(source, tensors, **options, problem=problem)[0]
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def attend_flex(self, tensors: tuple[Any, Any, Any], options: Mapping[str, Any], *, compiled: bool) -> Any:
@@ -253,17 +258,17 @@ class AttentionCalls(TorchFunctionMode):
             return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
-        return call.result(*flex_attend(self._begin_call(self._refuse_sinks), tensors, call))
+        return call.result(*flex_attend(self._begin_call(takes_sinks=False), tensors, call))
 
     @property
     def unscoped(self) -> Binding:
         """The binding of a call where no scope is open."""
-        return self.scoped.unscoped
+        return self.source.unscoped
 
     @property
     def binding(self) -> Binding:
         """The binding of a call at this moment."""
-        return self.scoped.resolve()[0]
+        return self.source.now()[0]
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -284,25 +289,25 @@ class AttentionCalls(TorchFunctionMode):
         scale: float | None = None,
         sink_H: torch.Tensor | None = None,
         score_mod: ScoreMod | None = None,
-        refuse: Callable[[], None] | None = None,
         latents: LatentCall | None = None,
     ) -> torch.Tensor:
         """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
-        as flex_attention; with a PerRow mask, one row of the batch after the other. ``refuse`` raises for errors that
-        only this rank may see. ``latents`` travel in place of the key and value in ``tensors``. Communication and
-        errors: see :func:`~cp_styles.functions.attention.context_attention`.
+        as flex_attention; with a PerRow mask, one row of the batch after the other. ``latents`` travel in place of the
+        key and value in ``tensors``. Communication and errors: see
+        :func:`~cp_styles.functions.attention.context_attention`.
         """
-        binding = self._begin_call(refuse)
+        binding = self._begin_call()
         if score_mod is None:
             binding = binding.with_mask(mask)
             learned = None
-            if latents is not None:
-                with binding.telling():
+            with binding.telling():
+                if latents is not None:
                     latents.check(binding.name)
-                binding = binding.with_kernel(latents.make_kernel(binding.kernel))
-                tensors, learned = latents.arguments()
+                    binding = binding.with_kernel(latents.make_kernel(binding.kernel))
+                    tensors, learned = latents.arguments()
+                check_local(binding.name, tensors, sink_H=sink_H, attn_mask=attn_mask)
             options = {"attn_mask": attn_mask, "scale": scale, "sink_H": sink_H, "learned": learned}
             return attend(binding, tensors, **options)[0]
         binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
@@ -331,7 +336,7 @@ class AttentionCalls(TorchFunctionMode):
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and checks are the module's.
         """
         self.forward_state.calls += 1
-        binding = self.scoped.resolve()[0]
+        binding = self.source.now()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
@@ -343,34 +348,26 @@ class AttentionCalls(TorchFunctionMode):
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
-        return varlen_operator(self._begin_call(self._refuse_sinks), *args, **kwargs)
+        return varlen_operator(self._begin_call(takes_sinks=False), *args, **kwargs)
 
-    def _refuse_sinks(self) -> None:
-        if self._sink is not None:
-            raise NotImplementedError(
-                f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
-                "logsumexp, or leave sink= out"
-            )
-
-    def _begin_call(self, refuse: Callable[[], None] | None = None) -> Binding:
-        """The binding of a call of another function than torch's attention. ``refuse`` raises for wrong arguments."""
+    def _begin_call(self, *, takes_sinks: bool = True) -> Binding:
+        """The binding of a call of another function than torch's attention."""
         self.forward_state.calls += 1
-        binding = self.scoped.resolve()[0]
+        binding = self.source.now()[0]
         with binding.telling():
-            if refuse is not None:
-                refuse()
-            self.check_call()
+            if self._sink is not None and not takes_sinks:
+                raise NotImplementedError(
+                    f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
+                    "logsumexp, or leave sink= out"
+                )
+            if not torch.compiler.is_dynamo_compiling():
+                self.check_call()
             if self._joint is not None:
                 raise NotImplementedError(
                     f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one "
                     "of them, or cut all tokens"
                 )
         return binding
-
-    def check_call(self) -> None:
-        """Raise for an attention call that this rank refuses. Prepare checkpoints around the call."""
-        if not torch.compiler.is_dynamo_compiling():  # compiled code enters the mode in a recomputation too
-            self.wrap_checkpoints()
 
     def enter_again(self) -> contextlib.AbstractContextManager[Any]:
         """The context that a recomputation enters."""
@@ -407,20 +404,23 @@ class AttentionCalls(TorchFunctionMode):
                 modes = sorted([*wrapper.modes, (entry.depth, self)], key=lambda each: each[0])
                 setattr(owner, attribute, _Recomputed(wrapper.fn, tuple(modes)))
 
+    # Called before each call outside of compiled code. Raises for a call that this rank refuses.
+    check_call = wrap_checkpoints
+
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a forward of the module. Raises on every rank if its inputs were cut with another layout."""
         self.forward_state.calls, self.forward_state.layer_mask = 0, None
         self.forward_state.functions = False
         if not torch.compiler.is_dynamo_compiling():
             self.forward_state.running = True
-            self.unscoped.group_state.turn.begin()
+            self.source.unscoped.group_state.turn.begin()
             if (tracer := graph_tracer()) is not None:
                 self.refuse_tracer(tracer)
             self.forward_state.module_call, self.forward_state.inputs = (module, args, kwargs), None
             # Only tensors that a layout has returned show their layout. Computed inputs of attention do not.
             self.forward_state.cuts = find_cuts((*args, *kwargs.values()))
             if self.forward_state.cuts and graph_task_id() < 0 and self._joint is None:
-                binding = self.scoped.resolve()[0]
+                binding = self.source.now()[0]
                 with binding.telling():
                     binding.refuse_other_cut(self.forward_state.cuts)
 

@@ -34,8 +34,7 @@ from cp_styles._compat import (
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
-from cp_styles.engine.custom_ops import Source, attend, check_local, resolved_call
-from cp_styles.engine.scope import ScopedBinding
+from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_call, tell_of_call
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, find_cuts
@@ -184,8 +183,7 @@ class CoreState:
         self.style = style
         self.module = module
         self._boundary, self._binding = boundary, binding
-        self._scoped = ScopedBinding(binding, style.layout)
-        self.calls = CoreCalls(self._scoped, binding.name)
+        self.calls = CoreCalls(binding, binding.name)
         # While a forward runs: the form of its inputs on other axes, the number of queries that was declared to
         # DTensor, and the private mesh.
         self.running: tuple[InputForm | None, int, DeviceMesh] | None = None
@@ -258,7 +256,7 @@ class CoreState:
             self.calls.refuse_tracer(tracer)
         install_handlers()
         self.running, self.calls.forward_state.calls = None, 0
-        binding = self._scoped.resolve()[0]  # outside of the try block: resolve() reports its errors to other ranks
+        binding = self._binding.now()[0]  # outside of the try block: now() reports its errors to other ranks
         binding.group_state.turn.begin()
         only_inputs = len(args) == 3 and not kwargs and self._inputs_come_first
         try:
@@ -271,7 +269,7 @@ class CoreState:
             if not only_inputs:
                 self._refuse_other_tensors(args, kwargs)
             cut = find_cuts(inputs)
-            self.calls.forward_state.sequences = {layout.length for _, layout in cut}
+            self.calls.forward_state.sequences = {layout.length for _, layout in cut} if cut else ()
             if cut:
                 binding.refuse_other_cut(cut, inputs[0].shape[self.style.seq_dim])
             self.calls.form = form if form is not None and form.cut_axes else None
@@ -281,7 +279,7 @@ class CoreState:
             tensors = self._boundary.enter(inputs, binding.group, binding.layout)
         except Exception as error:
             refuse_destroyed(binding.group)  # torch says of such a mesh that it has no value
-            self._scoped.unscoped.tell_peers(error)
+            self._binding.unscoped.tell_peers(error)
             raise
         self.running = form, tensors[0].shape[self.style.seq_dim], tensors[0].device_mesh
         return (tuple(tensors), kwargs) if only_inputs else self._replace_inputs(args, kwargs, tensors)
@@ -314,7 +312,7 @@ class CoreState:
             leave = partial(self._boundary.leave, self._binding.name, private, form, scale)
             return leave(output) if isinstance(output, DTensor) else tree_map_only(DTensor, leave, output)
         except Exception as error:  # the outputs of one rank may be another module's
-            self._scoped.unscoped.tell_peers(error)
+            self._binding.unscoped.tell_peers(error)
             raise
 
     def _declarable_length(self) -> int:
@@ -334,7 +332,7 @@ class CoreState:
         running, self.running = self.running, None
         if running is not None and not getattr(failure, "__notes__", None) and (note := self._explain(failure)):
             failure.add_note(f"{self._binding.name}: {note}")
-        self._scoped.unscoped.tell_peers(failure)
+        self._binding.unscoped.tell_peers(failure)
 
     def _explain(self, failure: BaseException) -> str:
         """A note for an error raised by DTensor or torch.compile; empty for other errors."""
@@ -515,29 +513,31 @@ class CoreCalls(AttentionCalls):
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
         heads, kv_heads = query.shape[_HEAD_DIM:_SEQ_DIM], key.shape[_HEAD_DIM:_SEQ_DIM]  # empty without this dim
-
-        def refuse() -> None:
-            refuse_dropout(self._name, dropout_p)
-            refuse_unknown(self._name, "scaled_dot_product_attention", others)
-            if heads != kv_heads:
-                refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
-
-        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        options["refuse"] = refuse if dropout_p or heads != kv_heads or others else None
-        if torch.compiler.is_dynamo_compiling():
-            self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            out, *_ = attend(self._in_graph, tuple([tensor.to_local() for tensor in tensors]), **options)
-            return placed_in_graph(out, query.device_mesh, query.placements)
-        binding: Source = self.scoped if self.form is None else self.scoped.resolve()[0]
+        compiling, problem, shards = torch.compiler.is_dynamo_compiling(), "", None
+        source = self._in_graph if compiling else self.source if self.form is None else self.source.now()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            self.wrap_checkpoints()
-            if self.form is not None and isinstance(binding, Binding):
-                binding = self._select_own_heads(binding, self.form, query, attn_mask)
+            shards = tuple([tensor.to_local() for tensor in tensors]) if compiling else local_tensors(*tensors)
+            (check_plain if compiling else check_local)(self._name, shards, attn_mask=attn_mask)
+            if dropout_p:
+                refuse_dropout(self._name, dropout_p)
+            if others:
+                refuse_unknown(self._name, "scaled_dot_product_attention", others)
+            if heads != kv_heads:
+                refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
+            if not compiling:
+                self.wrap_checkpoints()
+            if isinstance(source, Binding) and self.form is not None:
+                source = self._select_own_heads(source, self.form, query, attn_mask)
         except Exception as error:
-            self.unscoped.tell_peers(error)
-            raise
-        out, _, self._latest = attend(binding, local_tensors(*tensors), **options)
+            problem = tell_of_call(source, error)
+            if not compiling or shards is None:
+                raise
+        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale, "problem": problem}
+        out, _, call = attend(source, shards, **options)
+        if compiling:
+            return placed_in_graph(out, query.device_mesh, query.placements)
+        self._latest = call
         spec = spec_of(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
         return placed_as((spec,), out)[0]
 

@@ -18,7 +18,6 @@ from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, matches
 from cp_styles.joint_layout import JointLayout
@@ -132,7 +131,7 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
-        calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
+        calls = AttentionCalls(binding, binding.name, joint=self.joint)
         if self.sink_name is not None and all(
             getattr(child, self.sink_name, None) is None for child in module.modules()
         ):

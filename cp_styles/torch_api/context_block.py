@@ -31,8 +31,8 @@ from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, tell_pe
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding, ForwardState
-from cp_styles.engine.scope import Opening, ScopedBinding, binding_of_call, innermost
+from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
+from cp_styles.engine.scope import Opening, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import input_names, is_model
 from cp_styles.kernels import Kernel
@@ -253,7 +253,7 @@ class _BlockEntry(Opening):
         self.check_inputs = binding.checks.inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
-        self.scoped = ScopedBinding(binding, fixed_layout)
+        self.source = binding.with_scopes(has_layout=fixed_layout is not None)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
         self.observers = binding.group_state.get_or_create(_Observers)
 
@@ -272,7 +272,7 @@ class _BlockEntry(Opening):
             if restores:
                 stack.enter_context(Aliases())
             # The binding may belong to an earlier entry, or to a block around this one.
-            forward_state = vars(self.scoped.unscoped.forward_state)
+            forward_state = vars(self.source.unscoped.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
             forward_state.update(vars(ForwardState(sequences={part.layout.length for part in self.parts.values()})))
             stack.enter_context(_BlockCalls(self, again=again))
@@ -287,7 +287,7 @@ class _BlockCalls(AttentionCalls):
     """The attention calls of a block."""
 
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
-        super().__init__(entry.scoped, entry.name)
+        super().__init__(entry.source, entry.name)
         self._entry, self._again = entry, again
         self._checked: set[nn.Module] = set()  # models whose arguments were checked in this entry
         self._trained: set[Proof] = set()

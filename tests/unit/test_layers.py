@@ -145,6 +145,14 @@ def test_imports_point_down():
         assert imported != "testing" or module in ("testing", "verify"), f"{module} imports testing, which is for users"
 
 
+def test_a_door_raises_its_errors():
+    """No function takes another one that raises in its place: a door tells the other ranks where it raises."""
+    for path, node in [(each, node) for each in package_files() for node in nodes_of(each)]:
+        if isinstance(node, ast.FunctionDef):
+            names = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+            assert names.isdisjoint({"refuse", "bind"}), f"{path.name}: {node.name} takes {names}"
+
+
 def test_no_folder_imports_private_names_of_another():
     """Neither a private file nor a private name. Names of ``_compat`` are for all."""
     for path, node in [(each, node) for each in package_files() for node in nodes_of(each)]:

@@ -67,3 +67,17 @@ def test_nothing_holds_all_objects_of_the_process():
     looks = re.compile(r"^[^#]*\bgc\.get_(objects|refer)", re.MULTILINE)
     found = {path.name for path in package.rglob("*.py") if looks.search(path.read_text())}
     assert found <= {"testing.py"}
+
+
+def test_a_rank_may_end_between_two_looks():
+    class Ends(threading.Thread):
+        looks = 0
+
+        def is_alive(self) -> bool:
+            self.looks += 1
+            return self.looks == 1
+
+    ends = Ends(target=lambda: None)
+    ends.start()
+    cp_styles.testing._wait_for_threads([ends], 1.0)
+    assert ends.looks == 2

@@ -109,7 +109,7 @@ def test_copies(s: Scene) -> None:
     assert [state.module for state in states] == [plain.core, after.core]
     s.run(after.core)
     s.run(plain.core)
-    assert states[0]._scoped is not states[1]._scoped  # each leases a bound mesh of its own
+    assert states[0]._binding is not states[1]._binding  # each leases a bound mesh of its own
     with pytest.raises(ValueError, match="context parallel already"):
         parallel(after.core, s.mesh)
 
