@@ -11,7 +11,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.config import config_in_graph
-from cp_styles.engine.custom_ops import attend, check_plain
+from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
@@ -94,7 +94,8 @@ def context_latent_attention(
         binding = binding_of_call(name, mesh, strategy, layout, mask, kernel, checks=checks)
         with binding.telling():
             call.check(name)
-        tensors, learned = call.arguments()
+            tensors, learned = call.arguments()
+            check_local(name, tensors)
         return attend(binding.with_kernel(call.make_kernel(kernel)), tensors, scale=scale, learned=learned)[0]
     axis, group = axis_and_group(name, mesh)
     tensors, learned, problem, how = (q_BHLD,) * 3, None, "", (strategy, head_tail if layout is None else layout, mask)

@@ -592,6 +592,7 @@ MISTAKES: dict[str, tuple[Wrong, str]] = {
     "tokens of the rotary key": (lambda x: [*x[:2], x[2][:, 1:], x[3]], "latent and rot are of different tokens"),
     "dims of the latent": (lambda x: [x[0], x[1][:, None], *x[2:]], r"pass q \[B, H, L, D\], latent \[B, M, R\]"),
     "a dtype": (lambda x: [*x[:3], x[3].float()], r"pass weight.to\(latent.dtype\)"),
+    "a dtype of queries": (lambda x: [x[0].float(), *x[1:]], "must share one floating-point dtype"),
     "a DTensor": (
         lambda x: [*x[:3], DTensor.from_local(x[3], cp_mesh(2), [Replicate()], run_check=False)],
         "weight is a DTensor",
