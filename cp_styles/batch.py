@@ -54,8 +54,9 @@ from cp_styles._compat import meshes_of_fsdp, replaces_mean_of_fsdp
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import device_checksum, on_host
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, is_of_this_world, start_status
-from cp_styles.comm.group_state import GroupState, state_of, states
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, shares_ranks, world_group
+from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import state_of, states
+from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_now, shares_ranks, world_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
@@ -64,7 +65,6 @@ from cp_styles.replicas import (
     Replica,
     UnreducedGradientsError,
     find_differences,
-    local_ids,
     named_parameters,
     replica_number,
     replicas_of,
@@ -429,9 +429,18 @@ def global_loss(
 def note_loss(group: dist.ProcessGroup, token_count: torch.Tensor | float | None = None) -> None:
     """Count a loss over ``group``; without ``token_count`` what a user may compute a loss from, as a gather."""
     state_of(group).get_or_create(Losses).number += 1
-    if (notes := state_of(world_group()).notes) is not None:
+    notes: StepNotes | None = state_of(world_group()).objects.get(StepNotes)
+    if notes is not None:
         count = None if token_count is None else float(token_count)
         notes.losses.append((dist.get_process_group_ranks(group), count))
+
+
+class StepNotes:
+    """Notes for :func:`cp_styles.verify.verify` on this rank's part of the step with all ranks."""
+
+    def __init__(self) -> None:
+        self.labels: list[int] = []  # of each batch that is cut, how many of this rank's tokens have a label
+        self.losses: list[tuple[list[int], float | None]] = []  # the ranks and the token_count of each note_loss()
 
 
 @dataclass(eq=False)
@@ -489,53 +498,57 @@ def _and(parties: list[list[int]]) -> str:
 
 
 def end_forwards(caller: dist.ProcessGroup) -> None:
-    """Meet the ranks of every group over which attention has run since the last such meeting: see :func:`states_here`.
+    """Meet the ranks of every group over which attention has run since the last meeting: see :func:`forwards_here`.
 
     For functions that communicate over ``caller``: all its ranks must call them. Ranks at their next attention raise
     then, instead of waiting. Communication: one all-gather of a row over each such group.
     """
     callers = set(dist.get_process_group_ranks(caller))
-    attends = bool(state_of(caller).lengths)
-    for group, state in states_here(caller):
-        if not state.lengths or state.stand_in is not None:
+    attends = bool(state_of(caller).get_or_create(Forwards).lengths)
+    for group, forwards in forwards_here(caller):
+        if not forwards.lengths or group_now(group) is not group:
             continue
         # Ranks may have attended over other groups since. So they always meet over ``caller`` if they have ever
         # attended over it, else over the groups inside of it: these facts are equal on all ranks of a group. But not
         # over groups whose losses are over others, as of a training that was in this thread before.
         always = group is caller if attends else callers.issuperset(dist.get_process_group_ranks(group))
-        always = always and (group is caller or not state.losses or caller.group_name in state.losses)
-        if state.forward_open or always:
-            state.forward_open = False
-            state.losses.add(caller.group_name)
-            start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
+        always = always and (group is caller or not forwards.loss_groups or caller.group_name in forwards.loss_groups)
+        if forwards.open or always:
+            forwards.open = False
+            forwards.loss_groups.add(caller.group_name)
+            operations = state_of(group).operations
+            start_status(StatusRow, Meeting.FORWARDS, operations.user, operations.axis, group)()
 
 
-def states_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
-    """The groups of this rank whose forwards a function over ``caller`` may end, and their states: without groups that
-    are the business of another thread, which may communicate over them now.
+def forwards_here(caller: dist.ProcessGroup) -> Iterator[tuple[dist.ProcessGroup, Forwards]]:
+    """The groups of this rank whose forwards a function over ``caller`` may end, and these: without groups that are the
+    business of another thread, which may communicate over them now.
 
     A group is this thread's business if its latest forward was, or if losses of its sequence are over ``caller``. If no
     group inside of ``caller`` is, the only one there is: then the forward has run in another thread than this function.
     """
-    mine, others = list[tuple[dist.ProcessGroup, GroupState]](), list[tuple[dist.ProcessGroup, GroupState]]()
-    callers, known = set(dist.get_process_group_ranks(caller)), _has_sequence(state_of(caller))
-    for group, state in states():
+    mine, others = list[tuple[dist.ProcessGroup, Forwards]](), list[tuple[dist.ProcessGroup, Forwards]]()
+    callers, of_caller = set(dist.get_process_group_ranks(caller)), state_of(caller).get_or_create(Forwards)
+    known = bool(of_caller.lengths or of_caller.modules)  # a sequence is split over the caller's ranks
+    for group, forwards in all_forwards():
         # A group without a forward may get its first one, of another thread, while the caller meets the ranks of a
         # group before it. So it is no business of this thread now.
-        if not is_of_this_world(group) or (state.thread == 0 and group is not caller):
+        if forwards.thread == 0 and group is not caller:
             continue
-        if group is caller or state.thread == threading.get_ident() or caller.group_name in state.losses:
-            mine.append((group, state))
-            inside = callers.issuperset(dist.get_process_group_ranks(group))
-            known = known or (inside and (state.thread != 0 if not state.losses else caller.group_name in state.losses))
-        elif not state.losses and state.stand_in is None and callers.issuperset(dist.get_process_group_ranks(group)):
-            others.append((group, state))
+        inside, losses = callers.issuperset(dist.get_process_group_ranks(group)), forwards.loss_groups
+        if group is caller or forwards.thread == threading.get_ident() or caller.group_name in losses:
+            mine.append((group, forwards))
+            known = known or (inside and (caller.group_name in losses if losses else forwards.thread != 0))
+        elif inside and not losses and group_now(group) is group:
+            others.append((group, forwards))
     yield from mine if known or len(others) != 1 else [*mine, *others]
 
 
-def _has_sequence(state: GroupState) -> bool:
-    """Whether a sequence is split over the group: attention has run over it, or a style was applied."""
-    return bool(state.lengths or state.modules)
+def all_forwards() -> Iterator[tuple[dist.ProcessGroup, Forwards]]:
+    """The groups of this rank that were not destroyed, and the forwards over them."""
+    for group, state in states():
+        if is_of_this_world(group):
+            yield group, state.get_or_create(Forwards)
 
 
 class MeanByHand(NamedTuple):
@@ -553,9 +566,9 @@ def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -
     averaging: list[Average] = []
     compared, models = _ComparedModels(), []
     divided = False  # by a number of the user
-    for other, state in states_here(group):
-        if state.training and ranks.issuperset(dist.get_process_group_ranks(other)):
-            for proof in state.training:
+    for other, forwards in forwards_here(group):
+        if forwards.training and ranks.issuperset(dist.get_process_group_ranks(other)):
+            for proof in forwards.training:
                 proof.losses += 1
                 if proof.by_hand is not None and proof.by_hand.averaged_over != averaged_over:
                     proof.by_hand = None
@@ -563,13 +576,13 @@ def _refuse_other_average(group: dist.ProcessGroup, averaged_over: int | None) -
                 if model is None or proof.losses & (proof.losses - 1):  # not a power of 2
                     continue
                 if len(ranks) > other.size() and not captures_graph():
-                    compared.models.append((proof, replicas_of(model, ranks, local_ids(state))))
+                    compared.models.append((proof, replicas_of(model, ranks, other)))
                 models.append(proof)
                 if averaged_over != 1:
                     averaging.append(find_average(model, proof.reducer and proof.reducer(), ranks))
                     sharded = [x for x in model.modules() if isinstance(x, FSDPModule)]
                     divided |= any(map(replaces_mean_of_fsdp, sharded))
-            state.training.clear()
+            forwards.training.clear()
     reducer, over, _ = max(averaging, key=attrgetter("ranks"), default=Average("", 0, set()))
     fits = over <= 1 or averaged_over in (1, *(each.ranks for each in averaging))
     # A program may average over the remaining ranks by itself. If it does nothing, its parameters diverge.
@@ -746,7 +759,7 @@ def sum_gradients(
 
 
 def _refuse_other_reducers(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    proofs = [proof for other, state in states() if is_of_this_world(other) for proof in state.trained]
+    proofs = [proof for _, forwards in all_forwards() for proof in forwards.trained]
     reducers = [proof.reducer() for proof in proofs if proof.reducer is not None and proof.reduces]
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for proof in proofs:

@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from cp_styles.batch import (
     IGNORE_INDEX,
     Losses,
+    StepNotes,
     document_positions,
     global_loss,
     global_token_count,
@@ -31,8 +32,9 @@ from cp_styles.batch import (
 from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
+from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, world_group
+from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents
@@ -313,7 +315,7 @@ class BatchSharder:
             )
         # Known to all threads of this rank, one of which may run the forward, and another the loss.
         of_loss = axis_and_group(self._name, self.loss_mesh, ordered=False)[1]
-        state_of(self._group).losses.add(of_loss.group_name)
+        state_of(self._group).get_or_create(Forwards).loss_groups.add(of_loss.group_name)
         parts: list[ShardedBatch] = []  # the result of describe(), whose return value is compared
 
         def describe() -> tuple[dict[str, Any], StatusRow]:
@@ -349,7 +351,8 @@ class BatchSharder:
         self._packed_at = parts[0]._packed_at
         self._all_packed &= self._packed_at is not None
         self._first_at = forwards if self._first_at is None else self._first_at
-        notes, labels = state_of(world_group()).notes, parts[0].get("shift_labels")
+        notes: StepNotes | None = state_of(world_group()).objects.get(StepNotes)
+        labels = parts[0].get("shift_labels")
         if notes is not None and labels is not None:
             notes.labels.append(int((labels != IGNORE_INDEX).sum()))
         return parts[0]
@@ -374,7 +377,7 @@ class BatchSharder:
         """Raise if a batch has several documents, and all attention since it was cut has joined them. ``before``: the
         number of forwards before it was cut; None for other batches."""
         state = state_of(self._group)
-        if before is not None and state.operations.forwards > before >= state.separated:
+        if before is not None and state.operations.forwards > before >= state.get_or_create(Forwards).separated:
             raise ValueError(
                 f"{self._name}: the batch has document_ids, and no attention that has run since kept documents apart: "
                 "write `with batch.scope():` around the model. If documents are meant to see each other, give the "
@@ -410,9 +413,10 @@ class BatchSharder:
         state = state_of(self._group)
         losses = state_of(axis_and_group(self._name, self.loss_mesh, ordered=False)[1]).get_or_create(Losses).number
         before, self._losses = self._losses, losses
-        unproved = not all(proof.verified and not proof.unseen for proof in state.trained)
-        state.trained.clear()
-        if self._warned or state_of(world_group()).notes is not None or self._group.size() == 1:
+        trained = state.get_or_create(Forwards).trained
+        unproved = not all(proof.verified and not proof.unseen for proof in trained)
+        trained.clear()
+        if self._warned or StepNotes in state_of(world_group()).objects or self._group.size() == 1:
             return
         if not state.operations.forwards and not state.operations.collectives:
             self._warn(
@@ -566,7 +570,8 @@ class BatchSharder:
                     "give layout=head_tail, or a layout that is long enough for every batch"
                 )
             # verify also runs the step on one rank, for which the layout of the user was not made.
-            return contiguous(self._layout.length, 1) if state_of(self._group).alone else self._layout
+            alone = state_of(self._group).get_or_create(Role).alone
+            return contiguous(self._layout.length, 1) if alone else self._layout
         return layout_made_by(self._layout, length, self._group.size())
 
     def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -30,7 +30,7 @@ from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, tell_peers
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import DeviceTables, Later, tensor_on
 from cp_styles.engine.custom_ops import modes_entered
@@ -416,7 +416,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
             tile = kernel_for_tiles((q, k, v), named=kernel)
             with without_dispatch_modes():
-                planted, mask = state_of(cache.group).planted, call.mask
+                planted, mask = state_of(cache.group).get_or_create(Role).planted, call.mask
                 mask = mask if planted is None else planted.mask(mask, cache.length, cache.length)
                 columns, bias = _find_visible_keys(name, cache, mask, call.attn_mask, q)
             out, lse = _compute_part(tile, q, k, v, cache, columns, bias, scale)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cp_styles._compat import sharded_parameters, without_dispatch_modes
 from cp_styles.checksum import device_checksum, fingerprint, on_host
-from cp_styles.comm.group_state import GroupState
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import gather_numbers
 
 _MOST_ELEMENTS = 2**16  # elements of a parameter that are compared, spread over it
@@ -38,10 +39,8 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def local_ids(state: GroupState) -> set[int]:
-    """The ids of parameters that users have named as meant to differ: see ``local`` of Checks."""
-    alive = [item for reference in state.local.values() if (item := reference()) is not None]
-    return {id(x) for item in alive for x in (item.parameters() if isinstance(item, nn.Module) else [item])}
+class LocalItems(WeakIdKeyDictionary):
+    """The modules and parameters that are meant to differ between the ranks of a group: ``local`` of its Checks."""
 
 
 def sample(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
@@ -58,11 +57,13 @@ class Replica(NamedTuple):
 
 
 @torch.no_grad()
-def replicas_of(model: nn.Module, ranks: set[int], excluded: set[int]) -> dict[str, Replica]:
+def replicas_of(model: nn.Module, ranks: set[int], group: dist.ProcessGroup) -> dict[str, Replica]:
     """The trained parameters of ``model`` of which several of ``ranks`` may hold the same part, once each, without the
-    ids in ``excluded``. No communication."""
+    :class:`LocalItems` of ``group``. No communication."""
     found: dict[str, Replica] = {}
-    left_out = excluded | _cut_by_fsdp1(model, ranks)
+    local = [*state_of(group).get_or_create(LocalItems)]
+    left_out = {id(x) for item in local for x in (item.parameters() if isinstance(item, nn.Module) else [item])}
+    left_out |= _cut_by_fsdp1(model, ranks)
     with without_dispatch_modes():
         for name, parameter in dict(named_parameters(model)).items():
             if not parameter.requires_grad or id(parameter) in left_out:

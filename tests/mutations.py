@@ -243,10 +243,10 @@ verify: an attention is not cut | ranks/verify/test_planted.py -k "causal or thi
     Resolved._attention | mask = planted.mask(mask, q_length, kv_length)
     becomes | pass
 verify: an attention that ran before is not cut | ranks/verify/test_planted.py -k again
-    Resolved.attention | or self.binding.group_state.planted is not None
+    Resolved.attention | or self.binding.role.planted is not None
     becomes nothing
 verify: a mixer is not cut | ranks/verify/test_planted.py -k "roll or convolution or recurrence"
-    CutSequence._agree | sizes if state.planted is None else state.planted.documents(sizes)
+    CutSequence._agree | sizes if planted is None else planted.documents(sizes)
     becomes | sizes
 verify: a new token attends across the cut | ranks/verify/test_planted.py -k decode
     decode | mask if planted is None else planted.mask(mask, cache.length, cache.length)
@@ -255,8 +255,8 @@ verify: a sequence is not cut where the parts end | ranks/verify/test_planted.py
     PlantedCut._lengths | edges or {length // 3 or 1}
     becomes | {length // 3 or 1}
 verify: the planted mistake stays | ranks/verify/test_planted.py -k gone
-    as_one_rank | state_of(one).planted = None
-    becomes | pass
+    _replace_group | role.stand_in = role.mesh = replacing.planted = None
+    becomes | role.stand_in = role.mesh = None
 verify: what is in a dict stays | ranks/verify/test_verify.py -k left_behind
     ModelState.restore | container.clear()
     becomes | pass
@@ -341,7 +341,7 @@ mixers: one rank runs what replaces a layer | clients/test_own_code.py -k "notic
     _runs_own_code | binding.group.size() == 1
     becomes | False
 mixers: a planted mistake is not put into what replaces a layer | clients/test_own_code.py -k shift
-    _runs_own_code | and binding.group_state.planted is None
+    _runs_own_code | and binding.role.planted is None
     becomes nothing
 mixers: one rank does not know the documents of a scope | clients/test_own_code.py -k documents_on_one_rank
     _runs_own_code | find_documents(calls.binding.mask) is None
@@ -470,7 +470,7 @@ recurrence: arguments of the outputs are columns of a map | ranks/mixers/test_re
     _KernelCall.affine_map | **self._left_out(both.shape[-1]),
     becomes nothing
 batch: documents without a scope pass | ranks/doors/test_batch_sharder.py -k without_a_scope
-    BatchSharder._refuse_joined_documents | > before >= state.separated
+    BatchSharder._refuse_joined_documents | > before >= state.get_or_create(Forwards).separated
     becomes | < before
 batch: documents of several batches pass | ranks/doors/test_batch_sharder.py -k without_a_scope
     BatchSharder.sum_gradients | self._first_at if self._all_packed else
@@ -510,7 +510,7 @@ watch: the first change of a parameter is no news | ranks/engine/test_unreduced.
     becomes | news |=
 watch: one model a turn is looked at | ranks/engine/test_unreduced.py -k two_models
     ParameterWatch.number | if count.step != self._step:
-    becomes | if state is not None and not state.forward_open:
+    becomes | if not self._forwards.open:
 watch: forwards of reentrant checkpoints do not count | ranks/engine/test_unreduced.py -k reentrant
     ParameterWatch.number | self._recomputes = trains
     becomes | pass
@@ -518,8 +518,8 @@ watch: ranks with other parameters compare nothing | ranks/engine/test_unreduced
     shared_replicas | if key in shared
     becomes | if False
 watch: parts of FSDP1 are compared | ranks/engine/test_unreduced.py -k fsdp1
-    replicas_of | excluded | _cut_by_fsdp1(model, ranks)
-    becomes | set(excluded)
+    replicas_of | left_out |= _cut_by_fsdp1(model, ranks)
+    becomes | pass
 watch: an error is told once | ranks/engine/test_unreduced.py -k told_again
     ParameterWatch.judge | count.attentions = 0
     becomes | pass
@@ -530,8 +530,8 @@ batch: a sum is refused after an earlier loss for a mean | ranks/doors/test_loss
     _refuse_other_average | proof.by_hand.averaged_over != averaged_over
     becomes | False
 batch: ranks have models of a loss in other orders | ranks/doors/test_loss_over_dp.py -k one_class
-    _refuse_other_average | for proof in state.training:
-    becomes | for proof in list(state.training)[:: 1 - 2 * (dist.get_rank() % 2)]:
+    _refuse_other_average | for proof in forwards.training:
+    becomes | for proof in list(forwards.training)[:: 1 - 2 * (dist.get_rank() % 2)]:
 batch: losses are no notes of verify | ranks/doors/test_loss_over_dp.py -k axis
     note_loss | notes.losses.append((dist.get_process_group_ranks(group), count))
     becomes | pass
@@ -638,13 +638,13 @@ backbone: a checkpoint recomputes with the latest length | ranks/doors/test_back
     _Region._cut | self._wrap_checkpoints()
     becomes | pass
 threads: the forwards of another thread are ended too | process/test_threads_of_a_rank.py
-    states_here | or state.thread == threading.get_ident() or
+    forwards_here | or forwards.thread == threading.get_ident() or
     becomes | or True or
 threads: the only forward is not met in another thread | process/test_threads_of_a_rank.py
-    states_here | or len(others) != 1 else
+    forwards_here | or len(others) != 1 else
     becomes | or True else
 threads: a forward of another thread than its loss is not met | process/test_threads_of_a_rank.py
-    states_here | or caller.group_name in state.losses:
+    forwards_here | or caller.group_name in losses:
     becomes | :
 keys: joined pieces are taken for one sequence | ranks/doors/test_joined_keys.py
     Call._refuse_joined_keys | if not any(map(any, marks)):

@@ -27,14 +27,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cp_styles._compat import graph_task_id, running_modules
 from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import state_of
 from cp_styles.engine.observers import CheckedCall, RankCheck
 from cp_styles.replicas import (
     Difference,
     Replica,
     UnreducedGradientsError,
     find_differences,
-    local_ids,
     named_parameters,
     replica_number,
     replicas_of,
@@ -78,7 +78,7 @@ class ParameterWatch(RankCheck):
         self._attentions = self._step = 0
         self._counts: WeakKeyDictionary[Any, _Count] = WeakKeyDictionary()
         self._count: _Count | None = None  # of the model that calls, if the call counts
-        self._state: ref[GroupState] | None = None
+        self._forwards: Forwards | None = None
         self._warned = self._warned_of_rounding = self._recomputes = False
         self._replicas: Mapping[str, Replica] = {}
 
@@ -94,8 +94,8 @@ class ParameterWatch(RankCheck):
         key = _running_model() if call.model is None else call.model
         if key is None or not trains:
             return 0
-        self._state = self._state or ref(state_of(group))  # weak: the state holds this object
-        if (state := self._state()) is not None and not state.forward_open:
+        self._forwards = self._forwards or state_of(group).get_or_create(Forwards)
+        if not self._forwards.open:
             self._step += 1
         count = self._counts.get(key)
         if count is None:  # styles on several parts of a model share its count
@@ -113,7 +113,7 @@ class ParameterWatch(RankCheck):
             return 0
         count.follow(model)
         ranks = set(dist.get_process_group_ranks(group))
-        self._replicas = replicas_of(model, ranks, local_ids(state_of(group)))
+        self._replicas = replicas_of(model, ranks, group)
         return replica_number([self._replicas])
 
     def judge(self, numbers: Sequence[int], call: CheckedCall) -> None:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_styles._compat import calling_frames, graph_task_id, tensors_in
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import version_of
-from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import world_group
 from cp_styles.engine.observers import CheckedCall, Place
 from cp_styles.introspect import input_names
@@ -122,10 +123,10 @@ class Proof:
             self.proved_in.lengths |= situations.lengths
             self.proved_in.keys.clear()
 
-    def forward_begins(self, state: GroupState) -> None:
-        """A forward with gradients has begun over the group of ``state``: note which DDP module reduces them."""
-        state.training[self] = None
-        state.trained.add(self)
+    def forward_begins(self, forwards: Forwards) -> None:
+        """A forward with gradients has begun, one of ``forwards``: note which DDP module reduces them."""
+        forwards.training[self] = None
+        forwards.trained.add(self)
         self._begun += 1
         if self.proved_in is not None and not self._begun & (self._begun - 1):  # 1, 2, 4, 8, ...
             self.proved_in.keys.clear()
@@ -177,8 +178,8 @@ class Proof:
     @property
     def _situations(self) -> Situations | None:
         """The situations to which facts are added now: of a run of verify, or of the steps that were proved."""
-        notes: StepNotes | None = state_of(world_group()).notes
-        return self.proved_in if notes is None else notes.proofs.setdefault(self, Situations())
+        in_step: StepProofs | None = state_of(world_group()).objects.get(StepProofs)
+        return self.proved_in if in_step is None else in_step.setdefault(self, Situations())
 
     def _note(self, facts: Iterable[Fact]) -> None:
         """Add facts to the situations; warn of new ones, on rank 0, outside of a run of verify."""
@@ -197,9 +198,9 @@ class Proof:
                 stacklevel=2,
             )
 
-    def backward_begins(self, state: GroupState) -> None:
-        """A backward of the model begins over the group of ``state``. Warn once if it was not proved, on rank 0."""
-        state.training.pop(self, None)  # so that the next forward is noted, also without a loss of this package
+    def backward_begins(self, forwards: Forwards) -> None:
+        """A backward of ``forwards`` of the model begins. Warn once if it was not proved, on rank 0."""
+        forwards.training.pop(self, None)  # so that the next forward is noted, also without a loss of this package
         self.warn_if_unverified()
         if self._first is not None:
             self._note([_FORWARDS] if self.forwards > 1 else [])
@@ -209,9 +210,9 @@ class Proof:
 
     def warn_if_unverified(self) -> None:
         """Warn once, on rank 0, that the model trains without a proof. In a run of verify, register the model there."""
-        notes: StepNotes | None = state_of(world_group()).notes
-        if notes is not None:
-            notes.proofs.setdefault(self, Situations())
+        in_step: StepProofs | None = state_of(world_group()).objects.get(StepProofs)
+        if in_step is not None:
+            in_step.setdefault(self, Situations())
         elif not (self.verified or self.missed):
             self.missed = True
             if dist.get_rank() == 0:
@@ -226,20 +227,8 @@ class Proof:
                 )
 
 
-@dataclass(eq=False)
-class StepNotes:
-    """Notes for :func:`cp_styles.verify.verify` on this rank's part of the step with all ranks.
-
-    Attributes:
-        proofs: of the models whose attention runs, with the situations in which it does.
-        labels: of each batch that is cut, how many of this rank's tokens have a label.
-        losses: the ranks and the token count of each global loss, and None for the count of a function from which a
-            user may compute a loss: see :func:`~cp_styles.batch.note_loss`.
-    """
-
-    proofs: dict[Proof, Situations] = field(default_factory=dict)
-    labels: list[int] = field(default_factory=list)
-    losses: list[tuple[list[int], float | None]] = field(default_factory=list)
+class StepProofs(dict[Proof, Situations]):
+    """The proofs of the models whose attention runs in the step of verify with all ranks, and in which situations."""
 
 
 def _facts_of(model: nn.Module, module_call: tuple[Any, ...]) -> Iterator[Fact]:

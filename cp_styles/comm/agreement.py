@@ -363,7 +363,6 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
         return
     state = check_not_aborted(group)
     if agrees:
-        state.forward_open = False
         row, where = (
             StatusRow(place=pack_call_number(forward, 0)),
             (state.operations.user, state.operations.axis, group),

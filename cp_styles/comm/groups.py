@@ -1,9 +1,9 @@
-"""The process group of a user's argument, which may be a group or a mesh, and the name of its axis."""
+"""The process group of a user's argument, which may be a group or a mesh, and the group that replaces it in verify."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-from weakref import ref
+from typing import Any, TypeAlias
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,14 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
         if is_traced():  # torch.compile cannot read the contents of a mesh
             return axis, mesh.get_group()
         group = _group_on(mesh, name)
-        state = state_of(group)
+        state = state_of(now := group_now(group))
         state.operations.axis = axis
-        if ordered and mesh not in state.in_order:
+        if ordered and mesh not in state.objects.get(_InOrder, ()):
             refuse_other_order(mesh, group)
-            state.in_order.add(mesh)  # once, because reading the ranks takes as long as a small tile
-        return axis, resolve_stand_in(group)
+            state.get_or_create(_InOrder).add(mesh)  # once, because reading the ranks takes as long as a small tile
+        return axis, now
     if isinstance(mesh, dist.ProcessGroup):
-        return "group", resolve_stand_in(mesh)
+        return "group", group_now(mesh)
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # dist.new_group returns it on ranks outside of the group
         raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
     composed, axis = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (None, None)
@@ -57,6 +57,10 @@ def axis_and_group(name: str, mesh: MeshOrGroup, *, ordered: bool = True) -> tup
     if is_traced():  # torch.compile cannot slice a mesh
         return axis, composed.get_group(axis)
     return axis_and_group(name, composed[axis], ordered=ordered)
+
+
+class _InOrder(WeakSet[DeviceMesh]):
+    """Meshes whose ranks were found to be in the order of the group."""
 
 
 def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
@@ -71,20 +75,30 @@ def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
         ) from None
 
 
-def resolve_stand_in(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """``group``, or the group that takes its place while :func:`cp_styles.verify.verify` runs a step."""
-    stand_in = state_of(group).stand_in
-    if stand_in is None:
-        return group
-    state_of(stand_in.group).operations.axis = state_of(group).operations.axis
-    return stand_in.group
+class Role:
+    """The role of a group in a step that :func:`cp_styles.verify.verify` runs: it is replaced, or replaces another."""
+
+    # In the state of the group and not in a context variable, because a backward on a device has its own thread.
+
+    def __init__(self) -> None:
+        self.stand_in: dist.ProcessGroup | None = None  # replaces this group: of as many ranks, or of this rank alone
+        self.mesh: DeviceMesh | None = None  # the mesh of the step, where this rank is alone on the axis of this group
+        self.objects: dict[Any, Any] = {}  # what other layers have made over the stand-in; they end with it
+        self.alone = False  # the group is this rank alone, and replaces the ranks of a sequence
+        self.planted: Any = None  # a mistake in all attentions and mixers over such a group: see verify/planted.py
+
+
+def group_now(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """``group``, or its stand-in."""
+    role: Role | None = state_of(group).objects.get(Role)
+    return group if role is None or role.stand_in is None else role.stand_in
 
 
 def group_if_simple(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
     """The group of a 1-D mesh or group, without a check of its order. None: :func:`axis_and_group` finds the group."""
     if isinstance(mesh, DeviceMesh):
-        return resolve_stand_in(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
-    return resolve_stand_in(mesh) if isinstance(mesh, dist.ProcessGroup) else None
+        return group_now(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
+    return group_now(mesh) if isinstance(mesh, dist.ProcessGroup) else None
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

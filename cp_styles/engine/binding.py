@@ -20,8 +20,9 @@ from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import GroupState, state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_if_simple
+from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, group_if_simple
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph
 from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
@@ -39,6 +40,7 @@ from cp_styles.layout import (
     refuse_other_cut,
 )
 from cp_styles.mask import Causal, Dense, Mask
+from cp_styles.replicas import LocalItems
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 from cp_styles.troubleshooting import see
 
@@ -139,13 +141,13 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
-        if self.group_state.alone:  # strategy and layout were made for the ranks that this rank replaces
+        if self.role.alone:  # strategy and layout were made for the ranks that this rank replaces
             object.__setattr__(self, "strategy", Ring())
             object.__setattr__(self, "layout", layout_of_one(self.layout))
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
-        self.group_state.learn(self.checks)
+        self.group_state.get_or_create(LocalItems).update(dict.fromkeys(self.checks.local))
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -192,10 +194,10 @@ class Binding:
     @property
     def unscoped(self) -> Binding:
         """This binding, over the stand-in for its group if there is one."""
-        stand_in = self.group_state.stand_in
-        if stand_in is None:
+        role = self.role
+        if role.stand_in is None:
             return self
-        return stand_in.objects.get(self) or stand_in.objects.setdefault(self, replace(self, group=stand_in.group))
+        return role.objects.get(self) or role.objects.setdefault(self, replace(self, group=role.stand_in))
 
     def now(self) -> tuple[Binding, SequenceScope | None]:
         """The binding for a call at this moment, and the scope that applies.
@@ -206,7 +208,7 @@ class Binding:
         """
         if self.history is None:
             return self, None
-        unscoped = self if self.group_state.stand_in is None else self.unscoped
+        unscoped = self if self.role.stand_in is None else self.unscoped
         if not (open_entries.get() or all_open_entries or self.history.was_scoped):
             return unscoped, None
         with unscoped.telling():
@@ -334,6 +336,14 @@ class Binding:
         return state_of(self.group)
 
     @cached_property
+    def forwards(self) -> Forwards:
+        return self.group_state.get_or_create(Forwards)
+
+    @cached_property
+    def role(self) -> Role:
+        return self.group_state.get_or_create(Role)
+
+    @cached_property
     def rank_checks(self) -> RankChecks:
         return self.group_state.get_or_create(RankChecks)
 
@@ -387,7 +397,7 @@ class Resolved:
         ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions. Errors do not depend
         on the rank, so every rank raises them.
         """
-        if attn_mask is not None or self.binding.group_state.planted is not None:
+        if attn_mask is not None or self.binding.role.planted is not None:
             return self._attention(tensors, attn_mask, is_causal, scale)
         q, k, v = tensors
         key = q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
@@ -419,7 +429,7 @@ class Resolved:
             mask.check((*(binding.mask_shape or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{binding.name}: {error}") from None
-        if (planted := binding.group_state.planted) is not None:
+        if (planted := binding.role.planted) is not None:
             mask = planted.mask(mask, q_length, kv_length)
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])

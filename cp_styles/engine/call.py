@@ -140,19 +140,19 @@ class Call(CheckedCall):
         has_lengths = resolved is not None and resolved.lengths_by_rank == (columns.q_length, columns.kv_length)
         if resolved is None or not (has_lengths and rows.equal and self.attn_mask is None):
             resolved = self._compare_rows(rows, lengths)
-        local, state = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.group_state
-        if state.lengths.get(local) != lengths:
-            state.lengths.put(local, lengths)
+        local, forwards = (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM]), binding.forwards
+        if forwards.lengths.get(local) != lengths:
+            forwards.lengths.put(local, lengths)
         if binding.checks.agreement:
             for check, numbers in zip(binding.rank_checks, columns.numbers, strict=True):
                 check.judge(numbers, self)
         if graph_task_id() < 0:
-            state.thread, state.forward_open = threading.get_ident(), True  # in this order for other threads
-        state.operations.forwards += binding.group.size() > 1
+            forwards.thread, forwards.open = threading.get_ident(), True  # in this order for other threads
+        binding.group_state.operations.forwards += binding.group.size() > 1
         if self.attn_mask is not None or binding.separates:
-            state.separated = state.operations.forwards
-        if self.trains and binding.model is not None and binding.model not in state.training:
-            binding.model.forward_begins(state)
+            forwards.separated = binding.group_state.operations.forwards
+        if self.trains and binding.model is not None and binding.model not in forwards.training:
+            binding.model.forward_begins(forwards)
         self.resolved = resolved
 
     def _compare_rows(self, rows: StatusRows, lengths: tuple[int, int]) -> Resolved:

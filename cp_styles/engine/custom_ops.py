@@ -450,9 +450,10 @@ def run_backward(
     attention = attention if kernel is attention.kernel else replace(attention, kernel=kernel)
     strategy, state, agrees = binding.strategy, binding.group_state, binding.checks.agreement
     if binding.model is not None and binding.group.size() > 1:
-        binding.model.backward_begins(state)
+        binding.model.backward_begins(binding.forwards)
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward, meets=agrees):
         begin_backward(binding.group, forward, agrees)
+        binding.forwards.open &= not agrees
         if grad_lse_BHL is not None:
             attention = replace(attention, kernel=LseGradient(attention.kernel))
             grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)

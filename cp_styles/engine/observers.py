@@ -17,7 +17,7 @@ from torch import nn
 
 from cp_styles.comm.agreement import Caller
 from cp_styles.comm.checks import Checks
-from cp_styles.comm.group_state import GroupState
+from cp_styles.comm.forwards import Forwards
 
 Place: TypeAlias = tuple[int, str, int]
 """The number of a module with a style, the path of a module in it, and the number of the call, 0 in a graph."""
@@ -35,10 +35,10 @@ class ModelObserver(Protocol):
         """Called before an attention over several ranks, not in a recomputation. All ranks raise an error of one.
         ``masks``: classes of the mask's parts. ``module_call``: a module with the style and its arguments, or ()."""
 
-    def forward_begins(self, state: GroupState) -> None:
+    def forward_begins(self, forwards: Forwards) -> None:
         """Called at the first attention since the last loss whose backward may follow, after the agreement."""
 
-    def backward_begins(self, state: GroupState) -> None:
+    def backward_begins(self, forwards: Forwards) -> None:
         """Called before the backward of an attention."""
 
 

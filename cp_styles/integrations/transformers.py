@@ -32,7 +32,6 @@ from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.checks import Checks
-from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.latents import note_latent, take_latents
@@ -973,7 +972,7 @@ def _infer_length(binding: Binding, length: int) -> tuple[int, SequenceLayout | 
     if isinstance(binding.layout, SequenceLayout):
         whole = binding.layout.length
     else:
-        lengths = {q: whole for (q, _), (whole, _) in state_of(binding.group).lengths.items()}
+        lengths = {q: whole for (q, _), (whole, _) in binding.forwards.lengths.items()}
         whole = lengths.get(length, length * binding.group.size())
     try:
         layout = binding.layout_for(whole)

@@ -111,7 +111,7 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
 def _runs_own_code(calls: AttentionCalls) -> bool:
     """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake."""
     binding = calls.unscoped  # in verify's step with one rank: what replaces a layer is compared with the layer
-    alone = binding.group.size() == 1 and binding.group_state.planted is None
+    alone = binding.group.size() == 1 and binding.role.planted is None
     return alone and find_documents(calls.binding.mask) is None and find_cache(calls.inputs) is None
 
 

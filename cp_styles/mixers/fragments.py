@@ -17,8 +17,9 @@ from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import MeshOrGroup, axis_and_group
+from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.call import agree_on_layouts
@@ -37,6 +38,7 @@ from cp_styles.layout import (
     refuse_other_cut,
 )
 from cp_styles.mask import Documents, Mask, PerRow
+from cp_styles.replicas import LocalItems
 from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
@@ -232,8 +234,8 @@ class CutSequence:
             mode.note_function(group.group_name)
         default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
-        layout = layout_of_one(layout) if state.alone else layout
-        state.learn(checks)
+        layout = layout_of_one(layout) if state.get_or_create(Role).alone else layout
+        state.get_or_create(LocalItems).update(dict.fromkeys(checks.local))
         return cls(name, axis, group, layout, masked, checks)
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
@@ -328,7 +330,7 @@ class CutSequence:
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         cut, _ = agree_on_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
-        state.lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
+        state.get_or_create(Forwards).lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
         if cut.lengths != lengths:
             raise ValueError(
                 f"{name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout gives "
@@ -341,7 +343,8 @@ class CutSequence:
                 f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the "
                 "documents of the whole sequence, the same on all ranks"
             )
-        return Cut(peers, cut, sizes if state.planted is None else state.planted.documents(sizes))
+        planted = state.get_or_create(Role).planted
+        return Cut(peers, cut, sizes if planted is None else planted.documents(sizes))
 
 
 def requires_grad_by_name(arguments: Iterable[Any]) -> dict[str, bool]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_styles._compat import module_of_plan
 from cp_styles.checks import proof_of
 from cp_styles.comm.checks import CHECKS, Checks
+from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
@@ -59,7 +60,7 @@ class ContextParallelStyle(ParallelStyle):
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
         # The count is in the state of the group and not in the style: ranks that are threads may share the style.
-        numbers = state_of(group).modules
+        numbers = state_of(group).get_or_create(Forwards).modules
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
         scopes = {"has_layout": self.layout is not None, "history": ScopeHistory()}

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from cp_styles._compat import constant_under_compile
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import Role, group_now
 from cp_styles.engine.config import LiveObject
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.dtensors import (
@@ -113,7 +114,7 @@ class SequenceBoundary:
     def __init__(
         self, group: dist.ProcessGroup, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool
     ) -> None:
-        self._given_ranks = group, axis, composed
+        self._given_ranks, self._role = (group, axis, composed), state_of(group).get_or_create(Role)
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
         self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)  # of inputs, by shapes, strides and dtypes
@@ -122,13 +123,11 @@ class SequenceBoundary:
 
     def _ranks(self) -> tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh]:
         """Group, axis and composed mesh; meshes of one rank while verify runs the step on this rank alone."""
-        group, axis, composed = self._given_ranks
-        stand_in = state_of(group).stand_in
-        if stand_in is None or stand_in.mesh is None:
+        (group, axis, composed), mesh = self._given_ranks, self._role.mesh
+        if mesh is None:
             return self._given_ranks
-        mesh = stand_in.mesh
         axis = mesh if mesh.ndim == 1 else mesh[axis.mesh_dim_names or ()]
-        return stand_in.group, axis, axis if composed.ndim == 1 else mesh
+        return group_now(group), axis, axis if composed.ndim == 1 else mesh
 
     def local(
         self, name: str, labels: Sequence[str], inputs: Sequence[Any]

@@ -38,8 +38,7 @@ NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-paral
 # operator that reaches DTensor's dispatcher would attend to this rank's shard only. So our handlers there raise.
 def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The private 1-D mesh over a group. No communication."""
-    # One mesh for each group and device type, because DTensor's caches keep every mesh forever.
-    meshes = state_of(group).meshes
+    meshes = state_of(group).get_or_create(_PrivateMeshes)
     if device_type not in meshes:
         refuse_destroyed(group)
         mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"{_PREFIX}{group.group_name}",))
@@ -47,6 +46,10 @@ def private_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
         # for ops other than attention (dropout, a matmul of q and k), and assume equal parts.
         meshes[device_type] = without_communication(mesh, NO_COMMUNICATION)
     return meshes[device_type]
+
+
+class _PrivateMeshes(dict[str, DeviceMesh]):
+    """The private meshes over a group, one for each device type, because DTensor's caches keep every mesh forever."""
 
 
 def is_private(tensor: Any) -> bool:

@@ -302,7 +302,7 @@ class _BlockCalls(AttentionCalls):
             self._entry.parts
             and not self._again
             and not self.forward_state.calls
-            and not self.unscoped.group_state.lengths
+            and not self.unscoped.forwards.lengths
         ):
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -326,9 +326,9 @@ class _BlockCalls(AttentionCalls):
             proofs = [proof for proof in called if (model := proof.model()) is not None and model.training]
             for proof in proofs[-1:]:
                 # A loss or a backward ends the training state of a model, and its next forward begins it again.
-                if proof not in self._trained or proof not in self.unscoped.group_state.training:
+                if proof not in self._trained or proof not in self.unscoped.forwards.training:
                     self._trained.add(proof)
-                    proof.forward_begins(self.unscoped.group_state)
+                    proof.forward_begins(self.unscoped.forwards)
             if proofs and not any(proof.verified for proof in proofs):
                 proofs[-1].warn_if_unverified()
         for module, args, kwargs in running if self._entry.check_inputs else ():

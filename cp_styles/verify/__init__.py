@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles.checks.proof import StepNotes, proof_of
+from cp_styles.batch import StepNotes
+from cp_styles.checks.proof import StepProofs, proof_of
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
@@ -190,7 +191,6 @@ class _Verification:
         self._tolerance, self._title = tolerance, title
         self._gather_all = gather_over(mesh)
         self._gather_axis = gather_over(axis)  # the ranks that share this rank's sequence
-        self._notes = StepNotes()  # of the step with all ranks
         self._outside: dict[nn.Parameter, str] = {}  # parameters of the step that the model does not have
         self._others = set[int]()  # all of these in the step with all ranks, by id
         self._progress = _Progress(title if dist.get_rank() == int(mesh.mesh.flatten()[0]) else "")
@@ -206,11 +206,11 @@ class _Verification:
             finally:
                 self._state.restore()
                 self._progress.end()
-        for proof in {*self._notes.proofs, proof_of(self._model)}:
+        for proof in {*self._proofs, proof_of(self._model)}:
             # Another model of the step may lack a proof. The whole model of a pipeline may be gone.
             model = proof.model()
             if model is None or self._others.isdisjoint(map(id, model.parameters())):
-                proof.proved(frozenset(report.unseen), self._notes.proofs.get(proof))
+                proof.proved(frozenset(report.unseen), self._proofs.get(proof))
         self._progress.print(report.line)
         return report
 
@@ -220,7 +220,7 @@ class _Verification:
         layouts = tuple(dict.fromkeys(x for ran in parallel.attentions if ran is not None for x in ran.layouts))
         rank = self._axis.get_local_rank()
         lookup = ShardLookup(layouts, rank)
-        for situations in self._notes.proofs.values():  # one rank runs the whole sequence
+        for situations in self._proofs.values():  # one rank runs the whole sequence
             situations.lengths.update([x.length for x in layouts if x.lengths[rank] in situations.lengths])
 
         replicated: set[tuple[Key, int]] = set()
@@ -360,7 +360,7 @@ class _Verification:
 
     def _name_outside(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, str]:
         """Names for parameters that the model does not have."""
-        models = [model for proof in self._notes.proofs if (model := proof.model()) is not None]
+        models = [model for proof in self._proofs if (model := proof.model()) is not None]
         names = {x: f"{type(model).__name__}.{name}" for model in models for name, x in model.named_parameters()}
         named, found = dict[nn.Parameter, str](), set[str]()
         for at, x in enumerate(parameters):
@@ -474,12 +474,12 @@ class _Verification:
         self._state.restore()
         failures: list[StepFailure | None] = []
         run = partial(run_step, self._model, self._batch, self._mesh, self._steps[0], recording)
-        with over_temporary_groups(self._mesh, self._gather_all) as groups:
+        self._notes, self._proofs = StepNotes(), StepProofs()
+        with over_temporary_groups(self._mesh, self._gather_all, self._notes, self._proofs) as groups:
             result = run_or_failure(run, recovery_note(self._model))
             groups.leave()
             if not isinstance(result, StepFailure):
                 failures = self._gather_all(None)  # after it, no message of the step is in flight
-            self._notes = groups.notes
         self._progress.step()
         if isinstance(result, StepFailure):
             if communicates(self._model, self._mesh) and not groups.all_have_left():

@@ -18,7 +18,7 @@ from cp_styles.mask.algebra import UNBOUNDED
 
 @dataclass(eq=False)
 class PlantedCut:
-    """The cut of all attentions and mixers over a group of one rank, whose state has it (``GroupState.planted``).
+    """The cut of all attentions and mixers over a group of one rank, which has it in its :class:`Role`.
 
     A sequence is cut where a part of a rank ends by one of the ``layouts``; at a third, if none has its length.
 

@@ -33,10 +33,9 @@ from cp_styles._compat import (
     without_groups,
 )
 from cp_styles.bounded_cache import facts_about
-from cp_styles.checks.proof import StepNotes
 from cp_styles.checksum import checksum, fingerprint
-from cp_styles.comm.group_state import StandIn, state_of
-from cp_styles.comm.groups import shares_ranks, world_group
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import Role, shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.joint_layout import JointLayout
@@ -119,7 +118,6 @@ class _GroupOfOne:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)  # this rank is in it
         self.group = group
-        state_of(group).alone = True
 
 
 class _MeshOfOne(DeviceMesh):
@@ -168,24 +166,17 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None =
         ranks = mesh.mesh.select(dim, axis.get_local_rank()).unsqueeze(dim)
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
         alone = _MeshOfOne.of(alone)
-    state_of(one).planted = planted
     try:
-        with _replace_group(axis.get_group(), StandIn(one, alone)):
+        with _replace_group(axis.get_group(), one, alone, planted):
             yield alone
     finally:
-        state_of(one).planted = None
         without_groups(alone)
 
 
 class TemporaryGroups:
-    """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages.
-
-    Attributes:
-        notes: of the step that runs over these groups.
-    """
+    """State of the ranks in :func:`over_temporary_groups`, shared through a store instead of messages."""
 
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
-        self.notes = StepNotes()
         self._store, self._name = store_of(world_group()), f"cp_styles.verify/{name}"
         self._ranks = mesh.mesh.flatten().tolist()
 
@@ -203,29 +194,31 @@ class TemporaryGroups:
 
 
 @contextlib.contextmanager
-def over_temporary_groups(mesh: DeviceMesh, gather: Gather) -> Iterator[TemporaryGroups]:
+def over_temporary_groups(mesh: DeviceMesh, gather: Gather, *notes: object) -> Iterator[TemporaryGroups]:
     """Replace the groups of ``mesh`` by new groups of the same ranks, which are destroyed after the ``with``.
 
     If a rank fails in the middle of a step, other ranks may wait for it in any communication of the step. Aborting the
     new groups gives these ranks an error. The groups of the user continue to work, and their state does not change.
+    ``notes`` are in the state of the group of all ranks, by their classes.
     """
     name, groups = gather(uuid.uuid4().hex)[0], list[dist.ProcessGroup]()
-    temporary = TemporaryGroups(mesh, name)
+    temporary, objects = TemporaryGroups(mesh, name), state_of(world_group()).objects
     try:
         with contextlib.ExitStack() as stack:
             # Axes of one rank may share a group.
             for original in dict.fromkeys(mesh.get_group(at) for at in range(mesh.ndim)):
                 ranks = dist.get_process_group_ranks(original)
                 groups.append(make_part_of_group(original, ranks, f"{original.group_name}/{name}"))
-                stack.enter_context(_replace_group(original, StandIn(groups[-1])))
-            state_of(world_group()).notes = temporary.notes
+                stack.enter_context(_replace_group(original, groups[-1]))
+            objects.update((type(each), each) for each in notes)
             yield temporary
     except BaseException as error:
         for group in groups:
             abort_group(group, error)
         raise
     finally:
-        state_of(world_group()).notes = None
+        for each in notes:
+            objects.pop(type(each), None)
         for group in groups:
             dist.destroy_process_group(group)
             del group
@@ -249,15 +242,19 @@ def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 @contextlib.contextmanager
-def _replace_group(group: dist.ProcessGroup, stand_in: StandIn) -> Iterator[None]:
-    state = state_of(group)
-    if state.stand_in is not None:
+def _replace_group(
+    group: dist.ProcessGroup, by: dist.ProcessGroup, mesh: DeviceMesh | None = None, planted: PlantedCut | None = None
+) -> Iterator[None]:
+    role, replacing = (state_of(each).get_or_create(Role) for each in (group, by))
+    if role.stand_in is not None:
         raise RuntimeError("verify: the step calls verify itself: let it run the model once, with its backward")
-    state.stand_in = stand_in
+    state_of(by).operations.axis = state_of(group).operations.axis
+    role.stand_in, role.mesh, replacing.alone, replacing.planted = by, mesh, mesh is not None, planted
     try:
         yield
     finally:
-        state.stand_in = None
+        role.stand_in = role.mesh = replacing.planted = None
+        role.objects.clear()
 
 
 @dataclass(frozen=True)

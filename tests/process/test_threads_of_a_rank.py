@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, global_token_count, parallelize_module
+from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from tests.oracle import error, filled
 from tests.process.several import Program, in_a_world
@@ -73,9 +74,9 @@ def run_threads(folder: Path) -> None:
         for act in (lambda: None, lambda: forward(1)):
             second.submit(act).result()
             second.submit(global_token_count, TOKENS[0], meshes[1]).result()
-            found.setdefault("is open", []).append(state_of(groups[0]).forward_open)
+            found.setdefault("is open", []).append(state_of(groups[0]).get_or_create(Forwards).open)
         first.submit(global_token_count, TOKENS[0], meshes[0]).result()
-        found["is open"].append(state_of(groups[0]).forward_open)
+        found["is open"].append(state_of(groups[0]).get_or_create(Forwards).open)
         trained = first.submit(train, 0), second.submit(train, 1)
         found["errors"] = [each.result(100) for each in trained]
     (folder / f"threads {dist.get_rank()}.json").write_text(json.dumps(found))

@@ -28,6 +28,7 @@ from cp_styles import (
     striped,
 )
 from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import Role
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mask import Dense, Mask
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
@@ -123,7 +124,7 @@ def on_one_rank(call: Callable[[Any], Any], planted: PlantedCut | None) -> Any:
         with as_one_rank(mesh, mesh, planted) as alone:
             result = call(alone)
             group = alone.get_group()
-        assert state_of(group).planted is None
+        assert state_of(group).get_or_create(Role).planted is None
         return result
 
     return run_ranks(on, 2)[0]
@@ -200,8 +201,8 @@ def test_it_is_gone_after_an_error():
         groups = []
         with contextlib.suppress(KeyError), as_one_rank(mesh, mesh, PlantedCut(())) as alone:
             groups.append(alone.get_group())
-            assert state_of(groups[0]).planted is not None
+            assert state_of(groups[0]).get_or_create(Role).planted is not None
             raise KeyError
-        assert state_of(groups[0]).planted is None
+        assert state_of(groups[0]).get_or_create(Role).planted is None
 
     run_ranks(on, 2)
