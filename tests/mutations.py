@@ -491,8 +491,8 @@ batch: parameters that differ from the beginning count | ranks/doors/test_loss_o
     _ComparedModels.refuse_diverged | if each.equal_before
     becomes nothing
 batch: named parameters are compared over a loss | ranks/doors/test_loss_over_dp.py -k experts
-    replicas_of | excluded | _cut_by_fsdp1(model, ranks)
-    becomes | _cut_by_fsdp1(model, ranks)
+    replicas_of | for item in local for x in
+    becomes | for item in () for x in
 watch: functions in a module have no model | ranks/engine/test_unreduced.py -k nobody_reduces
     ParameterWatch.number | _running_model() if call.model is None else call.model
     becomes | call.model
