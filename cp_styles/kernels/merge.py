@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -18,9 +20,8 @@ import torch
 EMPTY_LSE = -1e30
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64; float32 for all other dtypes."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+# float64 for float64; float32 for all other floating-point dtypes.
+accumulation_dtype: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.float32)
 
 
 class Merge(ABC):
@@ -151,14 +152,12 @@ class OnlineSoftmax:
 
         The tensors may be kept and changed in place.
         """
-        fresh = not any(
-            _overlaps(edges, rows)
-            for (start, stop), edges in self._filled.items()
-            if start < heads[1] and heads[0] < stop
-        )
+        fresh = True
+        for (start, stop), edges in self._filled.items():
+            fresh = fresh and not (start < heads[1] and heads[0] < stop and _overlaps(edges, rows))
         edges = self._filled.setdefault(heads, [])
         first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
-        edges[first:last] = [row for row, place in zip(rows, (first, last), strict=True) if place % 2 == 0]
+        edges[first:last] = compress(rows, (first % 2 == 0, last % 2 == 0))
         covers_all = (heads, rows) == ((0, self._shape[1]), (0, self._shape[2]))
         if self._out is None and index is None and covers_all:
             self._out, self._lse = out_BHLD, lse_BHL
@@ -250,7 +249,8 @@ class RowSum:
                 return
         if index is None and (heads, rows) == all_rows:
             self._sum = tile.to(self._dtype)
-            self._add_waiting()
+            if self._waiting:
+                self._add_waiting()
         elif 2 * sum(map(torch.Tensor.numel, (*self._waiting.values(), tile))) <= prod(self._shape):
             self._waiting[heads, rows, index] = tile.to(self._dtype)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd
@@ -47,6 +47,7 @@ class Names(NamedTuple):
     returns: tuple[str, ...]
 
 
+@cache
 def _get_op(name: str) -> torch._ops.OpOverload:
     """The op of this name in aten."""
     # Kernels have the name and not the op, because kernels are pickled, and ops cannot be.
@@ -129,11 +130,8 @@ class SdpaKernel(Kernel):
         assert bias is None or self.takes_bias  # otherwise the op would be called without the bias
         if scale <= 0:
             q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
-        dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         arguments = {
-            "query": self._align(q_BHLD, dim),
-            "key": self._align(k_BGMD, dim),
-            "value": self._align(v_BGME, padded_v),
+            **dict(zip(_BY_ROWS, self._align((q_BHLD, k_BGMD), (v_BGME,)), strict=False)),
             "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
             "is_causal": causal,
             "scale": scale,
@@ -142,7 +140,7 @@ class SdpaKernel(Kernel):
         op = _get_op(_PACKED[0] if packed else self.name)
         results = dict(zip(names_of(op).returns, self._run(op, arguments, q_BHLD, k_BGMD, window, pack), strict=True))
         del arguments  # free copies of keys and values
-        out, lse = results["out"][..., :dim_v], results["logsumexp"]
+        out, lse = results["out"][..., : v_BGME.shape[-1]], results["logsumexp"]
         if packed:
             out = _rows_to_heads(out, q_BHLD, pack)
         if pack is not None:
@@ -158,8 +156,7 @@ class SdpaKernel(Kernel):
     def backward(
         self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None, pack=None
     ):
-        dims, (dim, padded_v) = (q_BHLD.shape[-1], v_BGME.shape[-1]), self._dims(q_BHLD, v_BGME)
-        sign = 1.0
+        sign, dims = 1.0, (q_BHLD.shape[-1], v_BGME.shape[-1])
         if scale <= 0:
             q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         if bias is not None:
@@ -170,41 +167,40 @@ class SdpaKernel(Kernel):
             lse_BHL = F.pad(lse_BHL, (0, -q_BHLD.shape[2] % self.lse_multiple), value=float("inf"))
         lse = lse_BHL if pack is None else lse_BHL.transpose(0, 1).flatten(1)
         lse = lse.contiguous()  # CUDA kernels read it as contiguous and do not check it
-        query, grad, out = self._align(q_BHLD, dim), self._align(grad_BHLE, padded_v), self._align(out_BHLE, padded_v)
-        if self.out_by_rows:
-            out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        if self.out_like_query:  # dense, and with the memory order of the query
-            order = sorted(range(4), key=lambda dim: (-query.stride(dim), dim))
-            grad, out = (x.permute(order).contiguous().permute(tuple(map(order.index, range(4)))) for x in (grad, out))
         arguments = {
-            "grad_out": grad,
-            "query": query,
-            "key": self._align(k_BGMD, dim),
-            "value": self._align(v_BGME, padded_v),
+            **dict(zip(_BY_ROWS, self._align((q_BHLD, k_BGMD), (v_BGME, out_BHLE, grad_BHLE)), strict=True)),
             "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
-            "out": out,
             "logsumexp": lse.unsqueeze(-1) if self.lse_column else lse,
             "is_causal": causal,
             "grad_input_mask": [True, True, True, False],
             "scale": scale,
         }
+        if self.out_by_rows:
+            arguments["out"] = arguments["out"].transpose(1, 2).contiguous().transpose(1, 2)
+        if self.out_like_query:  # dense, and with the memory order of the query
+            strides = arguments["query"].stride()
+            order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
+            for name in ("grad_out", "out"):
+                arguments[name] = arguments[name].permute(order).contiguous().permute(tuple(map(order.index, range(4))))
         packed = window is not None or pack is not None
         op = _get_op(_PACKED[1] if packed else f"{self.name}_backward")
         # The state of random numbers, which is not read without dropout.
         names = names_of(op).arguments.values()
         if "philox_seed" in names:
-            seed = torch.empty(2, dtype=torch.int64, device=query.device)
+            seed = torch.empty(2, dtype=torch.int64, device=q_BHLD.device)
             arguments |= {"philox_seed": seed, "philox_offset": seed}
         if "rng_state" in names:
-            state = torch.empty(2, dtype=torch.uint64, device=query.device)
+            state = torch.empty(2, dtype=torch.uint64, device=q_BHLD.device)
             arguments |= {"rng_state": state, "unused": state}
         dq, dk, dv, *_ = self._run(op, arguments, q_BHLD, k_BGMD, window, pack)
         del arguments  # free copies of keys and values
         if packed:
             dq, dk, dv = (_rows_to_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
-        if dims != (dim, padded_v):
+        if dims != (dq.shape[-1], dv.shape[-1]):
             dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
-        return dq if sign == 1.0 else dq * sign, self._sum_groups(dk, k_BGMD), self._sum_groups(dv, v_BGME)
+        if dk.shape[1] != k_BGMD.shape[1]:  # the sum over the query heads of each key head
+            dk, dv = (x.unflatten(1, (k_BGMD.shape[1], -1)).sum(2) for x in (dk, dv))
+        return dq if sign == 1.0 else dq * sign, dk, dv
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         if (refusal := self._explain_refusal(q_BHLD, v_BGME, biased=biased)) is not None:
@@ -252,20 +248,27 @@ class SdpaKernel(Kernel):
         dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
-    def _align(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Pad ``tensor`` with columns of zeros to a head dim, and copy it if its rows are not aligned."""
-        if tensor.shape[-1] != dim:
-            tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
-        # The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes, without a
-        # check: scaled_dot_product_attention checks it before it chooses an op.
-        step, (*strides, last) = max(self.row_bytes // tensor.element_size(), 1), tensor.stride()
-        # One call of gcd for all strides, because this runs several times for each tile.
-        aligned = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
-        # Out has the memory order of the query, which is not defined along expanded dims: torch before its pull request
-        # 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull request 191085), but
-        # need an additional plan. The copy is as large as the gradients of these keys.
-        dense = not self.out_like_query or tensor.numel() == 0 or 0 not in strides
-        return tensor if aligned and dense else tensor.clone(memory_format=torch.contiguous_format)
+    def _align(self, of_keys: Sequence[torch.Tensor], of_values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pad tensors with columns of zeros to the head dims of the op, and copy those whose rows are not aligned.
+
+        ``of_keys`` have the head dim of query and key, ``of_values`` of the value. The first of each decide.
+        """
+        aligned = []
+        for tensors, dim in zip((of_keys, of_values), self._dims(of_keys[0], of_values[0]), strict=True):
+            for tensor in tensors:
+                if tensor.shape[-1] != dim:
+                    tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
+                # The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes,
+                # without a check: scaled_dot_product_attention checks it before it chooses an op.
+                step, (*strides, last) = max(self.row_bytes // tensor.element_size(), 1), tensor.stride()
+                # One call of gcd for all strides, because this runs several times for each tile.
+                in_pieces = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
+                # Out has the memory order of the query, which is not defined along expanded dims: torch before its
+                # pull request 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull
+                # request 191085), but need an additional plan. The copy is as large as the gradients of these keys.
+                dense = not self.out_like_query or tensor.numel() == 0 or 0 not in strides
+                aligned.append(tensor if in_pieces and dense else tensor.clone(memory_format=torch.contiguous_format))
+        return aligned
 
     def _expand_bias(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
         """The bias expanded to [B, H, L, M]. Expanded dims need no memory."""
@@ -299,14 +302,8 @@ class SdpaKernel(Kernel):
                 # uses a path for decoding, which permutes heads.
                 arguments |= {"max_q": max(2, *pack.lengths[0]), "max_k": max(pack.lengths[1])}
                 arguments |= dict(zip(_BOUNDS, pack.bounds, strict=True))
-        return self._call(op, **arguments)
-
-    def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-        return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
-
-    @staticmethod
-    def _sum_groups(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
+        names = names_of(op).arguments
+        return op(**dict(zip(names, map(arguments.__getitem__, names.values()), strict=True)))
 
 
 # Arguments of the ops, some of them in some versions of torch, for calls without a pack, a window and dropout.
