@@ -557,7 +557,7 @@ def leave_function_mode(mode: Any) -> None:
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     """A context without the TorchFunctionModes that were entered before it. Seen: 2.11 to 2.15."""
     entered = overrides._len_torch_function_stack()  # pyright: ignore
-    return _without_function_modes(entered) if entered else _NOTHING
+    return _without_function_modes(entered) if entered else NOTHING
 
 
 @contextlib.contextmanager
@@ -573,10 +573,10 @@ def _without_function_modes(entered: int) -> Iterator[None]:
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15."""
     # A selective checkpoint requires equal ops in a forward and its recomputation. Cached results have no ops.
-    return _disable_current_modes() if dispatch_modes_entered() else _NOTHING
+    return _disable_current_modes() if dispatch_modes_entered() else NOTHING
 
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
@@ -650,4 +650,4 @@ def stops_recomputation(error: BaseException) -> bool:
 
 def named_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """A range with this name in the trace of the running profiler. Without a profiler, a context without effect."""
-    return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else _NOTHING
+    return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else NOTHING

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, named_range, resolve_group, stops_recomputation, without_dispatch_modes
+from cp_styles._compat import (
+    NOTHING,
+    dispatch_modes_entered,
+    graph_task_id,
+    is_profiling,
+    named_range,
+    resolve_group,
+    stops_recomputation,
+    without_dispatch_modes,
+)
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import (
@@ -165,7 +174,7 @@ def start_status(
     problem: Exception | None = None
     row = StatusRow(good=0)
     try:
-        with without_dispatch_modes():
+        with without_dispatch_modes() if dispatch_modes_entered() else NOTHING:
             row = build()
     except Exception as error:
         problem = error
@@ -222,7 +231,7 @@ class _StartedMeeting:
     def __call__(self) -> StatusRows:
         self.turn.begin()
         try:
-            with named_range("agreement:", self.name):
+            with named_range("agreement:", self.name) if is_profiling() else NOTHING:
                 rows = StatusRows((self.gathered or start_numbers(self.row, self.group))())
         except BaseException as error:  # peers may have this rank's row, and wait for its messages
             abort_group(self.group, error)
@@ -361,13 +370,13 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agrees: bool) 
     """
     if group is None or group.size() == 1:
         return
-    state = check_not_aborted(group)
-    if agrees:
-        row, where = (
-            StatusRow(place=pack_call_number(forward, 0)),
-            (state.operations.user, state.operations.axis, group),
-        )
-        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where, state=state)
+    if not agrees:
+        check_not_aborted(group)
+        return
+    state = state_of(group)
+    where = state.operations.user, state.operations.axis, group
+    row = partial(StatusRow, place=pack_call_number(forward, 0))
+    state.operations.check = start_status(row, Meeting.BACKWARD, *where, state=state)
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:

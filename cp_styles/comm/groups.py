@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakSet, ref
 
@@ -130,11 +132,8 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
     )
 
 
-def world_group() -> dist.ProcessGroup:
-    """The group of all ranks."""
-    group = dist.group.WORLD
-    assert group is not None  # the caller has a mesh
-    return group
+# The group of all ranks. The caller has a mesh, so there is one.
+world_group: Callable[[], dist.ProcessGroup] = partial(getattr, dist.group, "WORLD")
 
 
 def world() -> ref[dist.ProcessGroup] | None:

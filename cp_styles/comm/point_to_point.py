@@ -341,19 +341,37 @@ class Mailbox:
 
         It never fails: :meth:`wait` returns the rank that cannot be reached.
         """
-        number = self._started
-        previous = self._gathers.get(number - 1)
-        current = self._gathers.get(number) or self._new_gather(number)
-        current.parts[self._rank].copy_(row)
+        number, gathers = self._started, self._gathers
+        for each in (number, number + 1):
+            if each not in gathers:
+                with torch.inference_mode(False):  # a checkpoint may keep the rows, and needs their version
+                    rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
+                gathers[each] = _Gather(rows, rows.unbind(), [], {})
+        gathers[number].parts[self._rank].copy_(row)
         self._started = number + 1
         let_profilers_record(False)  # receives of the next row may outlive a profiler
         try:
-            if previous is not None and len(previous.sends) < len(self._peers):
-                self._post(number - 1, previous)  # an interrupt has left messages out, for which peers wait
-            self._post(number, current)
+            # Of the previous row too: an interrupt may have left messages out, for which peers wait.
+            for of_row in (number - 1, number):
+                if (current := gathers.get(of_row)) is None:
+                    continue
+                # The message, and the request for the next row, go to a peer together and wake it once.
+                for peer in self._peers[len(current.sends) :]:
+                    for received in (of_row, of_row + 1):
+                        gather, tag = gathers[received], _FIRST_TAG + received % _TAGS
+                        if peer not in gather.receives:
+                            try:
+                                gather.receives[peer] = self._gloo.recv([gather.parts[peer]], peer, tag)
+                            except RuntimeError as error:
+                                gather.receives[peer] = error.with_traceback(None)
+                    try:
+                        sent = self._gloo.send([current.parts[self._rank]], peer, _FIRST_TAG + of_row % _TAGS)
+                        current.sends.append(sent)
+                    except RuntimeError as error:
+                        current.sends.append(error.with_traceback(None))
         finally:
             let_profilers_record(True)
-        return number, current.rows
+        return number, gathers[number].rows
 
     def wait(self, number: int) -> tuple[int, RuntimeError] | None:
         """Wait until all rows of the gather have arrived. Returns the rank of a row that cannot arrive, and the error.
@@ -390,29 +408,6 @@ class Mailbox:
         message = torch.empty(_REASON_BYTES, dtype=torch.uint8, device="cpu")
         self._gloo.recv([message], peer, _REASON_TAG).wait()
         return bytes(message.tolist()).decode(errors="replace").rstrip()
-
-    def _new_gather(self, number: int) -> _Gather:
-        with torch.inference_mode(False):  # a checkpoint may keep the rows, and needs their version
-            rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
-        gather = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
-        return gather
-
-    def _post(self, number: int, current: _Gather) -> None:
-        """Post the remaining messages of a gather that has started, and the receives of the next one."""
-        row, gloo = current.parts[self._rank], self._gloo
-        following = self._gathers.get(number + 1) or self._new_gather(number + 1)
-        # The message, and the request for the next row, go to a peer together and wake it once.
-        for peer in self._peers[len(current.sends) :]:
-            for gather, its_number in ((current, number), (following, number + 1)):
-                if peer not in gather.receives:
-                    try:
-                        gather.receives[peer] = gloo.recv([gather.parts[peer]], peer, _FIRST_TAG + its_number % _TAGS)
-                    except RuntimeError as error:
-                        gather.receives[peer] = error.with_traceback(None)
-            try:
-                current.sends.append(gloo.send([row], peer, _FIRST_TAG + number % _TAGS))
-            except RuntimeError as error:
-                current.sends.append(error.with_traceback(None))
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence[Sequence[int]]:

@@ -16,11 +16,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import named_range
+from cp_styles._compat import NOTHING, is_profiling, named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.contents import REMEDY, raise_later
@@ -102,8 +103,9 @@ class MovingKV(Strategy):
         q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
         shape = *q.shape[:3], setup.out_dim
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
+        forward = tile_function(attention.kernel, "forward")
         for step in steps:
-            run.attend(step, q, merged)
+            run.attend(step, forward, q, merged)
         if sink_H is not None:
             merged.add_sink(sink_H, setup.levels and setup.levels.level)
         out, lse = merged.result()
@@ -120,7 +122,10 @@ class MovingKV(Strategy):
             kernel, q = SplitQueries(kernel), levels.split_queries(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
-        queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
+        queries, function = (
+            _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse)),
+            tile_function(kernel, "backward"),
+        )
         for step in steps:
             tensors = run.wait_for_keys(step)
             # Source by source, so that the gradients of at most one source wait to be sent.
@@ -128,7 +133,7 @@ class MovingKV(Strategy):
                 gradients, keys = [], messages.keys
                 if keys is not None:
                     q_and_out = queries.select(keys.q_heads)
-                    gradients = run.compute_gradients(kernel, keys, tensors.pop(0), *q_and_out, dq_sum)
+                    gradients = run.compute_gradients(function, keys, tensors.pop(0), *q_and_out, dq_sum)
                 returns.send(messages, gradients)
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
@@ -265,7 +270,7 @@ class _PlanRun:
         if step.travels:
             assert self._pending is not None
             received, pending = self._pending
-            with named_range("step", step.number, "wait for keys of", *step.sources):
+            with named_range("step", step.number, "wait for keys of", *step.sources) if is_profiling() else NOTHING:
                 pending.wait()  # before the next messages are packed, so that sent messages can be freed
             self._start_next()
         pairs = []
@@ -285,10 +290,12 @@ class _PlanRun:
             tensors.append((k[:, heads], v[:, heads]))
         return tensors
 
-    def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
-        """Attend to the keys of a step and add the results to ``merged``."""
-        tensors, forward = self.wait_for_keys(step), tile_function(self.attention.kernel, "forward")
-        with named_range("step", step.number, "attend to keys of", *step.sources):
+    def attend(
+        self, step: Step, forward: Callable[..., tuple[torch.Tensor, ...]], q: torch.Tensor, merged: OnlineSoftmax
+    ) -> None:
+        """Attend to the keys of a step by the kernel's ``forward``, and add the results to ``merged``."""
+        tensors = self.wait_for_keys(step)
+        with named_range("step", step.number, "attend to keys of", *step.sources) if is_profiling() else NOTHING:
             for keys, (k, v) in zip(step.keys, tensors, strict=True):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
@@ -299,20 +306,20 @@ class _PlanRun:
 
     def compute_gradients(
         self,
-        kernel: Kernel,
+        backward: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
         tensors: tuple[torch.Tensor, torch.Tensor],
         q_args: tuple[torch.Tensor, ...],
         out_args: tuple[torch.Tensor, ...],
         dq: RowSum,
     ) -> list[torch.Tensor]:
-        """dk and dv for the keys in ``tensors``. Gradients of queries are added to ``dq``.
+        """dk and dv for the keys in ``tensors`` by the kernel's ``backward``. Gradients of queries are added to ``dq``.
 
         ``q_args`` and ``out_args`` are the kernel's arguments before and after k and v, with the query heads of keys.
         """
-        (k, v), backward = tensors, tile_function(kernel, "backward")
+        k, v = tensors
         dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
-        with named_range("step", self.number, "gradients with keys of", keys.source):
+        with named_range("step", self.number, "gradients with keys of", keys.source) if is_profiling() else NOTHING:
             for heads in self._split_heads(keys):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
@@ -342,7 +349,7 @@ class _PlanRun:
         else:
             self._packed = {}
             return
-        with named_range("step", step.number, "start keys of", *step.sources):
+        with named_range("step", step.number, "start keys of", *step.sources) if is_profiling() else NOTHING:
             buffers = list(map(self._receive_buffer, step.arrivals))
             # A block is packed once for all ranks of a step, and for the next step if it sends the same block.
             for block in self._packed.keys() - dict(step.sends).values():
@@ -397,7 +404,9 @@ class _PlanRun:
         if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
             k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
         narrow, wide = self.q.dtype, self.setup.dtype
-        tensors = [x.to(wide) if x.dtype == narrow != wide else x for x in (*q_args, k, v, *out_args)]
+        tensors = *q_args, k, v, *out_args
+        if narrow != wide:
+            tensors = [x.to(wide) if x.dtype == narrow else x for x in tensors]
         bias = self._make_bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
         options = {"causal": call.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
         if self.attention.kernel.windows:
@@ -487,7 +496,8 @@ class _GradientReturn:
 
     def __init__(self, run: _PlanRun) -> None:
         self._run = run
-        self._sums = [RowSum(x.shape, run.setup.wide, x.device) for x in (run.k, run.v)]
+        wide, device = run.setup.wide, run.k.device
+        self._sums = RowSum(run.k.shape, wide, device), RowSum(run.v.shape, wide, device)
         self._pending: tuple[GradientMessages, list[torch.Tensor], PendingTransfers] | None = None
 
     def send(self, messages: GradientMessages, gradients: list[torch.Tensor]) -> None:
@@ -501,28 +511,30 @@ class _GradientReturn:
             gradients.clear()
             return
         self._finish_transfer()
-        with named_range("step", run.number, "start gradients to", messages.source):
+        with named_range("step", run.number, "start gradients to", messages.source) if is_profiling() else NOTHING:
             # No copy if the gradients have the memory order [B, rows, g, D] of fused kernels.
             sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
             gradients.clear()
             received = []
             if messages.block is not None:
-                shapes = [(*messages.block.shape[:3], dim) for dim in messages.block.dims]
-                received = [run.k.new_empty(shape, dtype=run.setup.wide) for shape in shapes]
-            pending = exchange(sends, [(messages.peer, x) for x in received], run.attention.group)
+                shape, dtype = messages.block.shape[:3], run.setup.wide
+                received = [run.k.new_empty((*shape, dim), dtype=dtype) for dim in messages.block.dims]
+            pending = exchange(sends, [*zip(repeat(messages.peer), received)], run.attention.group)
         self._pending = messages, received, pending
 
     def result(self) -> list[torch.Tensor]:
         """``[dk, dv]`` of this rank's rows, summed over all ranks."""
         self._finish_transfer()
-        return [total.result() for total in self._sums]
+        return list(map(RowSum.result, self._sums))
 
     def _finish_transfer(self) -> None:
         if self._pending is None:
             return
         messages, gradients, pending = self._pending
         self._pending = None
-        with named_range("step", self._run.number, "wait for gradients of", messages.peer):
+        with (
+            named_range("step", self._run.number, "wait for gradients of", messages.peer) if is_profiling() else NOTHING
+        ):
             pending.wait()
         if messages.block is not None:
             self._add_to_sums(messages.block, [x.transpose(1, 2) for x in gradients])

@@ -62,6 +62,11 @@ class Block:
         """The number of elements of the message."""
         return prod(self.shape)
 
+    @cached_property
+    def place(self) -> tuple[slice, ...]:
+        """The index in k and v [B, G, M, D] of the heads, and of the rows if these are one range."""
+        return (slice(None), slice(*self.heads), *(slice(*rows) for rows in self.rows if len(self.rows) == 1))
+
     def views_of(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [B, g, rows, D] of k and v in a message."""
         k, v = message.view(self.shape).split(self.dims, 3)
@@ -74,21 +79,23 @@ class Block:
         """
         message = k_BGMD.new_empty(self.size)
         for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
-            part = tensor[:, slice(*self.heads)].transpose(1, 2)
-            if index is None:
-                target.copy_(rows_in(part, 1, self.rows))  # not cat(out=), which does not write to a view of one row
-            else:
+            part = tensor[self.place].transpose(1, 2)
+            if index is not None:
                 torch.index_select(part, 1, index, out=target)
+            elif len(self.rows) == 1:
+                target.copy_(part)
+            else:
+                target.copy_(rows_in(part, 1, self.rows))  # not cat(out=), which does not write to a view of one row
         return message
 
     def copy_or_view(
         self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the block, on the rank that holds it: views if the rows are one range, otherwise one copy."""
-        k, v = k_BGMD[:, slice(*self.heads)], v_BGME[:, slice(*self.heads)]
-        if index is None:
-            return rows_in(k, 2, self.rows), rows_in(v, 2, self.rows)
-        return k.index_select(2, index), v.index_select(2, index)
+        k, v = k_BGMD[self.place], v_BGME[self.place]
+        if index is not None:
+            return k.index_select(2, index), v.index_select(2, index)
+        return (k, v) if len(self.rows) == 1 else (rows_in(k, 2, self.rows), rows_in(v, 2, self.rows))
 
 
 class Arrival(NamedTuple):
