@@ -320,10 +320,11 @@ def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
     """The modules whose calls run in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
-    modules = []
-    for frame in calling_frames():
+    frame, modules = sys._getframe(1), []
+    while frame is not None:
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
+        frame = frame.f_back
     return modules
 
 
@@ -576,6 +577,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if dispatch_modes_entered() else NOTHING
 
 
+# A context without effect. What every attention enters asks first whether another one is needed.
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 

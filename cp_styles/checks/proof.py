@@ -135,10 +135,8 @@ class Proof:
         if graph_task_id() >= 0:  # a checkpoint recomputes, outside of the DDP module
             return
         ddp = running_ddp()
-        self.reducer, self.reduces = (
-            None if ddp is None else ref(ddp),
-            ddp is not None and ddp.require_backward_grad_sync,
-        )
+        self.reducer = None if ddp is None else ref(ddp)
+        self.reduces = ddp is not None and ddp.require_backward_grad_sync
 
     def attends(self, call: CheckedCall, place: Place, masks: frozenset[type], module_call: tuple[Any, ...]) -> None:
         """Warn once, on rank 0, of each fact that was not proved. In a run of verify, note the facts."""

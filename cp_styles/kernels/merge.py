@@ -254,8 +254,7 @@ class RowSum:
         elif 2 * sum(map(torch.Tensor.numel, (*self._waiting.values(), tile))) <= prod(self._shape):
             self._waiting[heads, rows, index] = tile.to(self._dtype)
         else:
-            self._sum = _zeros(self._shape, self._dtype, self._device)
-            self._add_waiting()
+            self.result()
             self.add(heads, rows, tile, index)
 
     def result(self) -> torch.Tensor:

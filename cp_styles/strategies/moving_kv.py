@@ -122,10 +122,8 @@ class MovingKV(Strategy):
             kernel, q = SplitQueries(kernel), levels.split_queries(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
-        queries, function = (
-            _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse)),
-            tile_function(kernel, "backward"),
-        )
+        queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
+        function = tile_function(kernel, "backward")
         for step in steps:
             tensors = run.wait_for_keys(step)
             # Source by source, so that the gradients of at most one source wait to be sent.
@@ -219,6 +217,7 @@ def _read_on_host(flags: torch.Tensor) -> list[bool]:
     return flags.tolist()
 
 
+_TileFunction: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -290,9 +289,7 @@ class _PlanRun:
             tensors.append((k[:, heads], v[:, heads]))
         return tensors
 
-    def attend(
-        self, step: Step, forward: Callable[..., tuple[torch.Tensor, ...]], q: torch.Tensor, merged: OnlineSoftmax
-    ) -> None:
+    def attend(self, step: Step, forward: _TileFunction, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step by the kernel's ``forward``, and add the results to ``merged``."""
         tensors = self.wait_for_keys(step)
         with named_range("step", step.number, "attend to keys of", *step.sources) if is_profiling() else NOTHING:
@@ -306,7 +303,7 @@ class _PlanRun:
 
     def compute_gradients(
         self,
-        backward: Callable[..., tuple[torch.Tensor, ...]],
+        backward: _TileFunction,
         keys: Keys,
         tensors: tuple[torch.Tensor, torch.Tensor],
         q_args: tuple[torch.Tensor, ...],
@@ -380,7 +377,7 @@ class _PlanRun:
 
     def _call_kernel(
         self,
-        kernel_function: Callable[..., tuple[torch.Tensor, ...]],
+        kernel_function: _TileFunction,
         keys: Keys,
         call: Call,
         packed: _PackedRows,
@@ -530,11 +527,9 @@ class _GradientReturn:
     def _finish_transfer(self) -> None:
         if self._pending is None:
             return
-        messages, gradients, pending = self._pending
+        (messages, gradients, pending), number = self._pending, self._run.number
         self._pending = None
-        with (
-            named_range("step", self._run.number, "wait for gradients of", messages.peer) if is_profiling() else NOTHING
-        ):
+        with named_range("step", number, "wait for gradients of", messages.peer) if is_profiling() else NOTHING:
             pending.wait()
         if messages.block is not None:
             self._add_to_sums(messages.block, [x.transpose(1, 2) for x in gradients])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise, starmap, zip_longest
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -65,7 +65,7 @@ class Block:
     @cached_property
     def place(self) -> tuple[slice, ...]:
         """The index in k and v [B, G, M, D] of the heads, and of the rows if these are one range."""
-        return (slice(None), slice(*self.heads), *(slice(*rows) for rows in self.rows if len(self.rows) == 1))
+        return slice(None), *starmap(slice, (self.heads, *self.rows) if len(self.rows) == 1 else (self.heads,))
 
     def views_of(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [B, g, rows, D] of k and v in a message."""
@@ -82,10 +82,8 @@ class Block:
             part = tensor[self.place].transpose(1, 2)
             if index is not None:
                 torch.index_select(part, 1, index, out=target)
-            elif len(self.rows) == 1:
-                target.copy_(part)
-            else:
-                target.copy_(rows_in(part, 1, self.rows))  # not cat(out=), which does not write to a view of one row
+            else:  # not cat(out=), which does not write to a view of one row
+                target.copy_(part if len(self.rows) == 1 else rows_in(part, 1, self.rows))
         return message
 
     def copy_or_view(

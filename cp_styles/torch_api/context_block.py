@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import compress
+from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,7 @@ from cp_styles._compat import (
     without_dispatch_modes,
 )
 from cp_styles.checks import Proof, observers_of, proof_of
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, tell_peers, telling
+from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, tell_peers
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
@@ -133,7 +135,12 @@ class context_parallel(contextlib.ContextDecorator):
         with torch.no_grad():
             if isinstance(self._buffers, Sequence) and not self._buffers:
                 # Nothing is cut, and each attention compares the remaining arguments.
-                entry = self._make_entry_alone()
+                try:
+                    with without_dispatch_modes():
+                        entry = self._make_entry()
+                except Exception as error:
+                    tell_peers("context_parallel", self._group, error)
+                    raise
             else:
                 entry = check_on_ranks(
                     "context_parallel", self._axis, self._group, self._make_entry, self._describe_buffers
@@ -152,14 +159,14 @@ class context_parallel(contextlib.ContextDecorator):
         stack.__exit__(*exception)
         if exception[1] is not None:
             tell_peers(entry.name, self._group, exception[1])
-        parts = entry.parts.values()
-        computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
-        if computed and exception[0] is None:
-            raise RuntimeError(
-                f"a buffer of shape {tuple(computed[0].shape)}, a view, was changed in place by a computation with "
-                "gradient inside the block. Its values are restored, but its autograd graph cannot be: compute out of "
-                "place, pass a clone of the view, or put it in no_restore_buffers"
-            )
+            return
+        for part in entry.parts.values():
+            if part.restored and part.buffer.grad_fn is not None:
+                raise RuntimeError(
+                    f"a buffer of shape {tuple(part.buffer.shape)}, a view, was changed in place by a computation with "
+                    "gradient inside the block. Its values are restored, but its autograd graph cannot be: compute out "
+                    "of place, pass a clone of the view, or put it in no_restore_buffers"
+                )
 
     @property
     def layout(self) -> SequenceLayout | Balancer:
@@ -176,10 +183,6 @@ class context_parallel(contextlib.ContextDecorator):
         if not self._entered:
             raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
-
-    def _make_entry_alone(self) -> _BlockEntry:
-        with telling("context_parallel", self._group), without_dispatch_modes():
-            return self._make_entry()
 
     def _make_entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
@@ -255,15 +258,16 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.source = binding.with_scopes(has_layout=fixed_layout is not None)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.observers = binding.group_state.get_or_create(_Observers)
+        self.forwards = binding.forwards
 
     @contextlib.contextmanager
     def enter(self, *, again: bool = False) -> Iterator[None]:
         """Cut the buffers, and intercept attention calls. ``again``: in a recomputation, after which all buffers get
         back the data that they have now."""
         with contextlib.ExitStack() as stack:
-            restores = False
+            restores, sequences = False, set[int]()
             for part in self.parts.values():
+                sequences.add(part.layout.length)
                 undo = part.replace_data()
                 if again or part.restored:
                     restores = True
@@ -272,10 +276,11 @@ class _BlockEntry(Opening):
             if restores:
                 stack.enter_context(Aliases())
             # The binding may belong to an earlier entry, or to a block around this one.
-            forward_state = vars(self.source.unscoped.forward_state)
+            calls = _BlockCalls(self, again=again)
+            forward_state = vars(calls.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
-            forward_state.update(vars(ForwardState(sequences={part.layout.length for part in self.parts.values()})))
-            stack.enter_context(_BlockCalls(self, again=again))
+            forward_state.update(vars(ForwardState(sequences=sequences)))
+            stack.enter_context(calls)
             yield
 
 
@@ -298,12 +303,7 @@ class _BlockCalls(AttentionCalls):
         self._trained.clear()
         if exception[0] is not None:
             return
-        if (
-            self._entry.parts
-            and not self._again
-            and not self.forward_state.calls
-            and not self.unscoped.forwards.lengths
-        ):
+        if self._entry.parts and not (self._again or self.forward_state.calls or self._entry.forwards.lengths):
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
                 "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
@@ -317,24 +317,24 @@ class _BlockCalls(AttentionCalls):
         super().check_call()
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
-        running = running_modules()
-        called = [proof_of(module) for module, _, _ in running]
+        running, forwards = running_modules(), self._entry.forwards
+        modules = [*map(itemgetter(0), running)]  # innermost first
+        called = [*map(proof_of, modules)]
         for proof in called[-1:]:
             proof.verified = proof.verified or self._entry.verified
-            self.forward_state.model = next((each for each in called if each.verified), proof)
-        if torch.is_grad_enabled():
-            proofs = [proof for proof in called if (model := proof.model()) is not None and model.training]
-            for proof in proofs[-1:]:
-                # A loss or a backward ends the training state of a model, and its next forward begins it again.
-                if proof not in self._trained or proof not in self.unscoped.forwards.training:
-                    self._trained.add(proof)
-                    proof.forward_begins(self.unscoped.forwards)
-            if proofs and not any(proof.verified for proof in proofs):
-                proofs[-1].warn_if_unverified()
+            self.forward_state.model = next(filter(attrgetter("verified"), called), proof)
+        trained = [*compress(called, map(attrgetter("training"), modules))] if torch.is_grad_enabled() else []
+        for proof in trained[-1:]:
+            # A loss or a backward ends the training state of a model, and its next forward begins it again.
+            if proof not in self._trained or proof not in forwards.training:
+                self._trained.add(proof)
+                proof.forward_begins(forwards)
+            if not any(map(attrgetter("verified"), trained)):
+                proof.warn_if_unverified()
         for module, args, kwargs in running if self._entry.check_inputs else ():
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
-                table = self._entry.observers
+                table = state.get_or_create(_Observers)
                 for observer in table[module] if module in table else table.setdefault(module, observers_of(module)):
                     observer.forward_begins(self, module, args, kwargs)
 
