@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -68,6 +68,7 @@ class PendingTransfers:
         self.works, self.tensors = (), ()
 
 
+@dataclass(eq=False)
 class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
@@ -76,22 +77,17 @@ class Operation:
     agree inside of the context, by a deferred check.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        state: GroupState | None = None,
-        backward_of: int = 0,
-        common: tuple[type[Exception], ...] = (),
-        *,
-        meets: bool = False,
-    ) -> None:
-        self._group, self._state = group, state or check_not_aborted(group)
-        self._backward_of, self._common, self._meets = backward_of, common, meets
+    group: dist.ProcessGroup
+    state: GroupState | None = None
+    backward_of: int = 0
+    common: tuple[type[Exception], ...] = ()
+    meets: bool = field(default=False, kw_only=True)
 
     def __enter__(self) -> None:
+        self._state = self.state or check_not_aborted(self.group)
         operations = self._state.operations
         self._outer = operations.agreed
-        operations.backward_of, operations.agreed = self._backward_of, not self._meets
+        operations.backward_of, operations.agreed = self.backward_of, not self.meets
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         operations = self._state.operations
@@ -103,8 +99,8 @@ class Operation:
                 operations.check = None  # the check holds the group, whose connections must end
             operations.run_deferred_check()  # raises if the ranks disagree, which may be the cause
             if error is not None and (interrupted or (operations.agreed and self._state.turn.must_tell(error))):
-                if not isinstance(error, self._common):
-                    abort_group(self._group, error)
+                if not isinstance(error, self.common):
+                    abort_group(self.group, error)
                 self._state.turn.note_known(error)
         finally:
             operations.agreed = self._outer
@@ -194,12 +190,11 @@ def exchange(
         if operations.check is not None:
             operations.run_deferred_check()
         tag = operations.tag
-    pairs = [*sends, *receives]
+    pairs, works, peers, tensors = [*sends, *receives], [], [], []
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # CPU backends do not batch, and a list of P2POps would cost more than the sending of small messages. Sends come
         # first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this thread
         # would move the data, and hold a lock for which gloo's thread polls.
-        works, peers, tensors = [], [], []
         for index, (peer, tensor) in enumerate(pairs):
             if tensor.numel():
                 call = group.send if index < len(sends) else group.recv
@@ -210,7 +205,6 @@ def exchange(
                 peers.append(peer)
                 tensors.append(tensor)
         return PendingTransfers(works, tensors, peers, group)
-    works, peers, tensors = [], [], []
     for batch in batches_of(sends, receives, dist.get_rank(group), dist.get_world_size(group)):
         ops = [
             dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, group=group, group_peer=peer, tag=tag)
@@ -489,10 +483,6 @@ def offer_numbers(
             started.wait(patience)
 
 
-def _current_gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class _StartedGather(NamedTuple):
     """A started gather of a mailbox; other gathers have a ``dist.Work``."""
 
@@ -518,7 +508,7 @@ def _start_gather(
         return rows, _StartedGather(number, ref(group), ref(state.mailbox))
     host = group if has_cpu_backend(group) else state.host
     if not host:
-        row = row.to(_current_gpu(), non_blocking=True)
+        row = row.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
     rows = row.new_empty(group.size(), row.numel())
     parts = list(rows.unbind())
     if not host:

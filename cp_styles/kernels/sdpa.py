@@ -138,7 +138,7 @@ class SdpaKernel(Kernel):
         }
         packed = window is not None or pack is not None
         op = _get_op(_PACKED[0] if packed else self.name)
-        results = dict(zip(names_of(op).returns, self._run(op, arguments, q_BHLD, k_BGMD, window, pack), strict=True))
+        results = dict(zip(names_of(op).returns, self._run(op, arguments, window, pack), strict=True))
         del arguments  # free copies of keys and values
         out, lse = results["out"][..., : v_BGME.shape[-1]], results["logsumexp"]
         if packed:
@@ -192,7 +192,7 @@ class SdpaKernel(Kernel):
         if "rng_state" in names:
             state = torch.empty(2, dtype=torch.uint64, device=q_BHLD.device)
             arguments |= {"rng_state": state, "unused": state}
-        dq, dk, dv, *_ = self._run(op, arguments, q_BHLD, k_BGMD, window, pack)
+        dq, dk, dv, *_ = self._run(op, arguments, window, pack)
         del arguments  # free copies of keys and values
         if packed:
             dq, dk, dv = (_rows_to_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
@@ -279,20 +279,14 @@ class SdpaKernel(Kernel):
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
     def _run(
-        self,
-        op: torch._ops.OpOverload,
-        arguments: dict[str, Any],
-        q_BHLD: torch.Tensor,
-        k_BGMD: torch.Tensor,
-        window: tuple[int, int] | None,
-        pack: Pack | None,
+        self, op: torch._ops.OpOverload, arguments: dict[str, Any], window: tuple[int, int] | None, pack: Pack | None
     ) -> tuple[Any, ...]:
-        """Call ``op``. ``arguments`` has at least the arguments of its schema, by their common names."""
+        """Call ``op``. ``arguments`` has its tensors [B, H, L, D], and what calls differ in, by their common names."""
+        (_, heads, length, _), (_, groups, keys, _) = arguments["query"].shape, arguments["key"].shape
         if not self.grouped:  # repeat keys and values for the query heads
             for name in ("key", "value"):
-                tensor = arguments[name]
-                arguments[name] = tensor.repeat_interleave(q_BHLD.shape[1] // tensor.shape[1], dim=1)
-        arguments |= {"max_q": q_BHLD.shape[2], "max_k": k_BGMD.shape[2], **_UNUSED}
+                arguments[name] = arguments[name].repeat_interleave(heads // groups, dim=1)
+        arguments |= {"max_q": length, "max_k": keys, **_UNUSED}
         if window is not None or pack is not None:  # one of _PACKED, which takes [B, L, H, D], of a pack [B T, H, D]
             rows = {name: arguments[name].transpose(1, 2) for name in _BY_ROWS if name in arguments}
             arguments |= {**rows, **dict(zip(_WINDOW, window or (None, None), strict=True))}

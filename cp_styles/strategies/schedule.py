@@ -79,7 +79,7 @@ class Block:
         """
         message = k_BGMD.new_empty(self.size)
         for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
-            part = tensor[self.place].transpose(1, 2)
+            part = tensor[self.place if index is None else self.place[:2]].transpose(1, 2)
             if index is not None:
                 torch.index_select(part, 1, index, out=target)
             else:  # not cat(out=), which does not write to a view of one row
@@ -90,9 +90,10 @@ class Block:
         self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the block, on the rank that holds it: views if the rows are one range, otherwise one copy."""
-        k, v = k_BGMD[self.place], v_BGME[self.place]
         if index is not None:
+            k, v = k_BGMD[self.place[:2]], v_BGME[self.place[:2]]
             return k.index_select(2, index), v.index_select(2, index)
+        k, v = k_BGMD[self.place], v_BGME[self.place]
         return (k, v) if len(self.rows) == 1 else (rows_in(k, 2, self.rows), rows_in(v, 2, self.rows))
 
 
