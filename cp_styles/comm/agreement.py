@@ -15,10 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from cp_styles._compat import (
-    NOTHING,
-    dispatch_modes_entered,
     graph_task_id,
-    is_profiling,
     named_range,
     resolve_group,
     stops_recomputation,
@@ -174,7 +171,7 @@ def start_status(
     problem: Exception | None = None
     row = StatusRow(good=0)
     try:
-        with without_dispatch_modes() if dispatch_modes_entered() else NOTHING:
+        with without_dispatch_modes():
             row = build()
     except Exception as error:
         problem = error
@@ -231,7 +228,7 @@ class _StartedMeeting:
     def __call__(self) -> StatusRows:
         self.turn.begin()
         try:
-            with named_range("agreement:", self.name) if is_profiling() else NOTHING:
+            with named_range("agreement:", self.name):
                 rows = StatusRows((self.gathered or start_numbers(self.row, self.group))())
         except BaseException as error:  # peers may have this rank's row, and wait for its messages
             abort_group(self.group, error)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import NOTHING, is_profiling, named_range
+from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.contents import REMEDY, raise_later
@@ -269,7 +269,7 @@ class _PlanRun:
         if step.travels:
             assert self._pending is not None
             received, pending = self._pending
-            with named_range("step", step.number, "wait for keys of", *step.sources) if is_profiling() else NOTHING:
+            with named_range("step", step.number, "wait for keys of", *step.sources):
                 pending.wait()  # before the next messages are packed, so that sent messages can be freed
             self._start_next()
         pairs = []
@@ -292,7 +292,7 @@ class _PlanRun:
     def attend(self, step: Step, forward: _TileFunction, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step by the kernel's ``forward``, and add the results to ``merged``."""
         tensors = self.wait_for_keys(step)
-        with named_range("step", step.number, "attend to keys of", *step.sources) if is_profiling() else NOTHING:
+        with named_range("step", step.number, "attend to keys of", *step.sources):
             for keys, (k, v) in zip(step.keys, tensors, strict=True):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
@@ -316,7 +316,7 @@ class _PlanRun:
         """
         k, v = tensors
         dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
-        with named_range("step", self.number, "gradients with keys of", keys.source) if is_profiling() else NOTHING:
+        with named_range("step", self.number, "gradients with keys of", keys.source):
             for heads in self._split_heads(keys):
                 for call in keys.calls:
                     packed = self._packed_rows(call)
@@ -346,7 +346,7 @@ class _PlanRun:
         else:
             self._packed = {}
             return
-        with named_range("step", step.number, "start keys of", *step.sources) if is_profiling() else NOTHING:
+        with named_range("step", step.number, "start keys of", *step.sources):
             buffers = list(map(self._receive_buffer, step.arrivals))
             # A block is packed once for all ranks of a step, and for the next step if it sends the same block.
             for block in self._packed.keys() - dict(step.sends).values():
@@ -508,7 +508,7 @@ class _GradientReturn:
             gradients.clear()
             return
         self._finish_transfer()
-        with named_range("step", run.number, "start gradients to", messages.source) if is_profiling() else NOTHING:
+        with named_range("step", run.number, "start gradients to", messages.source):
             # No copy if the gradients have the memory order [B, rows, g, D] of fused kernels.
             sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
             gradients.clear()
@@ -529,7 +529,7 @@ class _GradientReturn:
             return
         (messages, gradients, pending), number = self._pending, self._run.number
         self._pending = None
-        with named_range("step", number, "wait for gradients of", messages.peer) if is_profiling() else NOTHING:
+        with named_range("step", number, "wait for gradients of", messages.peer):
             pending.wait()
         if messages.block is not None:
             self._add_to_sums(messages.block, [x.transpose(1, 2) for x in gradients])

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import NOTHING, is_profiling, named_range
+from cp_styles._compat import named_range
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.exchange import Blocks, Exchange
 from cp_styles.collectives.heads import head_exchange
@@ -79,7 +79,7 @@ class Ulysses(Strategy):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         buffers, kept_out, inner_residual = levels.split_residual(residual)
         q, k, v = levels.exchange_heads(buffers, q_BHLD, k_BGMD, v_BGME)
-        with named_range("attend") if is_profiling() else NOTHING:
+        with named_range("attend"):
             k, v = levels.pair_keys(k, v)
             out = self.inner.forward(levels.inner, q, k, v, levels.select_heads(sink_H), inner_residual)
         del q, k, v
@@ -99,7 +99,7 @@ class Ulysses(Strategy):
         to_heads, _ = levels.exchange_like_queries(grad_BHLE.shape[3])
         (grad,) = levels.exchange("gradient of output", to_heads, [grad_BHLE])
         q, k, v = levels.received_heads(buffers)
-        with named_range("gradients") if is_profiling() else NOTHING:
+        with named_range("gradients"):
             k, v = levels.pair_keys(k, v)
             local_sink = levels.select_heads(sink_H)
             *grads, local_dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, local_sink)
@@ -273,19 +273,19 @@ class _Levels:
         """
         # Loops and not comprehensions: an error's traceback would keep captured objects, and with them the groups.
         started, results = [], []
-        with named_range("start heads") if is_profiling() else NOTHING:
+        with named_range("start heads"):
             for way, buffer, members in zip(self.ways, buffers or [None] * len(self.ways), self._messages, strict=True):
                 started.append(way.post(list(tensors[members]), self._live_group(), buffer))
-        with named_range("wait for heads") if is_profiling() else NOTHING:
+        with named_range("wait for heads"):
             for way in self.ways:
                 results += way.finish(started.pop(0))
         return results
 
     def exchange(self, name: str, way: Blocks, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exchange the tensors. The list is emptied. ``name`` is for traces."""
-        with named_range("start", name) if is_profiling() else NOTHING:
+        with named_range("start", name):
             started = way.post(tensors, self._live_group())
-        with named_range("wait for", name) if is_profiling() else NOTHING:
+        with named_range("wait for", name):
             return way.finish(started)
 
     def _live_group(self) -> dist.ProcessGroup:

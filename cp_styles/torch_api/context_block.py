@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from itertools import compress
-from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -318,23 +316,23 @@ class _BlockCalls(AttentionCalls):
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
         running, forwards = running_modules(), self._entry.forwards
-        modules = [*map(itemgetter(0), running)]  # innermost first
-        called = [*map(proof_of, modules)]
+        called = [proof_of(module) for module, _, _ in running]  # innermost first
         for proof in called[-1:]:
             proof.verified = proof.verified or self._entry.verified
-            self.forward_state.model = next(filter(attrgetter("verified"), called), proof)
-        trained = [*compress(called, map(attrgetter("training"), modules))] if torch.is_grad_enabled() else []
+            self.forward_state.model = next((each for each in called if each.verified), proof)
+        trains = torch.is_grad_enabled()
+        trained = [proof for (module, _, _), proof in zip(running, called, strict=True) if trains and module.training]
         for proof in trained[-1:]:
             # A loss or a backward ends the training state of a model, and its next forward begins it again.
             if proof not in self._trained or proof not in forwards.training:
                 self._trained.add(proof)
                 proof.forward_begins(forwards)
-            if not any(map(attrgetter("verified"), trained)):
+            if not any(each.verified for each in trained):
                 proof.warn_if_unverified()
         for module, args, kwargs in running if self._entry.check_inputs else ():
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
-                table = state.get_or_create(_Observers)
+                table = self.unscoped.group_state.get_or_create(_Observers)
                 for observer in table[module] if module in table else table.setdefault(module, observers_of(module)):
                     observer.forward_begins(self, module, args, kwargs)
 
