@@ -320,11 +320,10 @@ def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
     """The modules whose calls run in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
-    frame, modules = sys._getframe(1), []
-    while frame is not None:
+    modules = []
+    for frame in calling_frames():
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
-        frame = frame.f_back
     return modules
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import graph_task_id, tensors_in
+from cp_styles._compat import calling_frames, graph_task_id, tensors_in
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import version_of
 from cp_styles.comm.forwards import Forwards
@@ -261,10 +259,10 @@ def _describe(facts: Iterable[Fact]) -> Iterator[str]:
 
 def running_ddp() -> DistributedDataParallel | None:
     """The DDP module whose forward runs."""
-    frame: FrameType | None = sys._getframe()  # the module that DDP wraps has no reference to it
-    while frame is not None and frame.f_code is not DistributedDataParallel.forward.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    for frame in calling_frames():  # the module that DDP wraps has no reference to it
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            return frame.f_locals["self"]
+    return None
 
 
 def proof_of(model: nn.Module) -> Proof:
