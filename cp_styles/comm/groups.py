@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.troubleshooting import see
 
 MeshOrGroup: TypeAlias = DeviceMesh | tuple[DeviceMesh, str] | dist.ProcessGroup
@@ -96,11 +96,16 @@ def group_now(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group if role is None or role.stand_in is None else role.stand_in
 
 
-def group_if_simple(mesh: MeshOrGroup) -> dist.ProcessGroup | None:
-    """The group of a 1-D mesh or group, without a check of its order. None: :func:`axis_and_group` finds the group."""
-    if isinstance(mesh, DeviceMesh):
-        return group_now(_group_on(mesh, "attention")) if mesh.ndim == 1 else None
-    return group_now(mesh) if isinstance(mesh, dist.ProcessGroup) else None
+def state_if_simple(mesh: MeshOrGroup) -> GroupState | None:
+    """The state of the group now of a 1-D mesh or group, without a check of its order. None for other arguments."""
+    group = mesh
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        group = _group_on(mesh, "attention")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    state = state_of(group)
+    role: Role | None = state.objects.get(Role)
+    return state if role is None or role.stand_in is None else state_of(role.stand_in)
 
 
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

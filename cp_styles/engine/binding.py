@@ -22,7 +22,7 @@ from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import GroupState, state_of
-from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, group_if_simple
+from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, state_if_simple
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph
 from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
@@ -477,8 +477,7 @@ def binding_of_call(
     Without a ``layout``, layout and mask of the scope around the call apply; without a scope, head_tail. Errors are
     the errors of :func:`~cp_styles.comm.groups.axis_and_group`, of a Binding and of a scope.
     """
-    simple = group_if_simple(mesh)
-    known = None if simple is None else state_of(simple)
+    known = state_if_simple(mesh)
     if known is not None:
         known.turn.begin()
     if layout is None:

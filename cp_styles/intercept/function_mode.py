@@ -108,8 +108,8 @@ class AttentionCalls(TorchFunctionMode):
         self._joint, self.source = joint, source
         self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
-        self.forward_state = source.unscoped.forward_state
-        self._in_graph, _ = source.unscoped.in_graph
+        unscoped = source.unscoped
+        self.forward_state, (self._in_graph, _) = unscoped.forward_state, unscoped.in_graph
         self._entries: list[_ModeEntry] = []
         # The path of the module whose forward enters this mode next. The ranks compare which module calls.
         self.next_path: str | None = None

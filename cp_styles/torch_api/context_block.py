@@ -256,7 +256,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.source = binding.with_scopes(has_layout=fixed_layout is not None)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
-        self.forwards = binding.forwards
+        self.forwards, self.observers = binding.forwards, binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
     def enter(self, *, again: bool = False) -> Iterator[None]:
@@ -316,23 +316,27 @@ class _BlockCalls(AttentionCalls):
         if torch.compiler.is_dynamo_compiling() or self._again:
             return
         running, forwards = running_modules(), self._entry.forwards
-        called = [proof_of(module) for module, _, _ in running]  # innermost first
-        for proof in called[-1:]:
-            proof.verified = proof.verified or self._entry.verified
-            self.forward_state.model = next((each for each in called if each.verified), proof)
-        trains = torch.is_grad_enabled()
-        trained = [proof for (module, _, _), proof in zip(running, called, strict=True) if trains and module.training]
-        for proof in trained[-1:]:
+        proof, first_verified, outermost, proved = None, None, None, False
+        for module, _, _ in running:  # innermost first
+            proof = proof_of(module)
+            proof.verified |= self._entry.verified and module is running[-1][0]
+            if proof.verified and first_verified is None:
+                first_verified = proof
+            if module.training and torch.is_grad_enabled():
+                outermost, proved = proof, proved or proof.verified
+        if proof is not None:
+            self.forward_state.model = first_verified or proof
+        if outermost is not None:
             # A loss or a backward ends the training state of a model, and its next forward begins it again.
-            if proof not in self._trained or proof not in forwards.training:
-                self._trained.add(proof)
-                proof.forward_begins(forwards)
-            if not any(each.verified for each in trained):
-                proof.warn_if_unverified()
+            if outermost not in self._trained or outermost not in forwards.training:
+                self._trained.add(outermost)
+                outermost.forward_begins(forwards)
+            if not proved:
+                outermost.warn_if_unverified()
         for module, args, kwargs in running if self._entry.check_inputs else ():
             if module not in self._checked and (module is running[-1][0] or is_model(module)):
                 self._checked.add(module)
-                table = self.unscoped.group_state.get_or_create(_Observers)
+                table = self._entry.observers
                 for observer in table[module] if module in table else table.setdefault(module, observers_of(module)):
                     observer.forward_begins(self, module, args, kwargs)
 
@@ -349,17 +353,16 @@ class _BlockCalls(AttentionCalls):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The order matters: a graph gets guards on all attributes that its trace reads.
         if not torch.compiler.is_dynamo_compiling():
-            if not self.encloses_call():
+            if _open.get() != (self._entry,) and not self.encloses_call():
                 return func(*args, **(kwargs or {}))
             if not self._entry.parts.keys().isdisjoint(map(id, args)):
                 self.wrap_checkpoints()
         return super().__torch_function__(func, types, args, kwargs)
 
     def encloses_call(self) -> bool:
-        open_here = _open.get()
-        if self._again or open_here == (self._entry,):
+        if self._again:
             return True
-        entry = innermost(open_here)
+        entry = innermost(_open.get())
         while entry is not None and entry is not self._entry:
             entry = entry.outer
         return entry is not None
