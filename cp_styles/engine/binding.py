@@ -353,6 +353,11 @@ class Binding:
         return frozenset(map(type, self.mask.parts))
 
     @cached_property
+    def mask_may_change(self) -> bool:
+        """Whether a part of the mask has a check of tensors that may be changed in place."""
+        return any(type(part).check_unchanged is not Mask.check_unchanged for part in self.mask.parts)
+
+    @cached_property
     def separates(self) -> bool:
         """Whether the mask, or a score_mod, may keep the documents of a pack apart."""
         return self.mask.separates or (self.kernel is not None and self.kernel.positional)

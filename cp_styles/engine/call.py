@@ -95,7 +95,8 @@ class Call(CheckedCall):
         forward_state = binding.forward_state
         if running_comparisons.get():
             raise_what_was_found()
-        binding.mask.check_unchanged()
+        if binding.mask_may_change:
+            binding.mask.check_unchanged()
         if cut_tensors := find_cuts(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if forward_state.cuts:

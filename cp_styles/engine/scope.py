@@ -130,12 +130,14 @@ class Opening:
 
     def end(self) -> None:
         """Remove this opening from the context variable. Earlier and later openings stay."""
-        remaining = tuple(opening for opening in self._variable.get() if opening is not self)
+        remaining = list(self._variable.get())
+        if self in remaining:
+            remaining.remove(self)
         try:
             self._variable.reset(self._token)
         except ValueError:  # it began in another context, whose variable cannot be set here
             self.ended = True
-        self._variable.set(remaining)
+        self._variable.set(tuple(remaining))
         self._generator, self._suspended = None, []
 
     _variable: ContextVar[tuple[Any, ...]]
