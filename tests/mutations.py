@@ -536,8 +536,8 @@ batch: losses are no notes of verify | ranks/doors/test_loss_over_dp.py -k axis
     note_loss | notes.losses.append((dist.get_process_group_ranks(group), count))
     becomes | pass
 batch: a verified block hides its model | ranks/doors/test_loss_over_dp.py -k block
-    _BlockCalls.check_call | if torch.is_grad_enabled() else
-    becomes | if not self._entry.verified and torch.is_grad_enabled() else
+    _BlockCalls.check_call | module.training and torch.is_grad_enabled()
+    becomes | module.training and not self._entry.verified and torch.is_grad_enabled()
 verify: gradients of other axes are not looked at | ranks/doors/test_loss_over_dp.py -k Verify
     _judge | if not max(sums) - min(sums) <= _TOLERANCE * max(norms[key], floor):
     becomes | if False:
