@@ -106,12 +106,8 @@ def check_local(
     # A fast test of the usual case. check_plain finds the reason for an error.
     plain = type(q) is type(k) is type(v) is torch.Tensor and q.layout is k.layout is v.layout is _DENSE
     plain = plain and not (q.is_nested or k.is_nested or v.is_nested)
-    if (
-        not plain
-        or forward_mode_level() >= 0
-        or torch_func_transform() is not None
-        or not (sink_H is attn_mask is None)
-    ):
+    plain = plain and sink_H is None and attn_mask is None
+    if not plain or forward_mode_level() >= 0 or torch_func_transform() is not None:
         check_plain(name, tensors, sink_H=sink_H, attn_mask=attn_mask)
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if tensor.ndim != 4:
