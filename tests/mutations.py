@@ -673,6 +673,9 @@ joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
 joint: a layout of a known length is not believed | ranks/doors/test_joint.py -k pattern
     _compare_tokens | and not isinstance(joint.rest, SequenceLayout)
     becomes nothing
+scopes: a block's recomputation forgets its scope | ranks/doors/test_scope.py -k block_without
+    _BlockEntry.enter | self._was_scoped = calls.forward_state.was_scoped
+    becomes | pass
 copies: the state of forwards is the model's | ranks/doors/test_copies.py
     AttentionCalls.__deepcopy__ | copy.deepcopy(self.source, memo)
     becomes | self.source

@@ -49,8 +49,8 @@ Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 
 
 @dataclass
-class ForwardState:
-    """State of one module forward.
+class ForwardState(ScopeHistory):
+    """State of one module forward, and the history of the scopes of the module or block.
 
     Attributes:
         calls: number of attention ops that have run.
@@ -64,6 +64,7 @@ class ForwardState:
         sequences: the lengths of more sequences that a layout has cut.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
         model: observes the model that calls attention in a block.
+        was_scoped: see :class:`~cp_styles.engine.scope.ScopeHistory`.
     """
 
     calls: int = 0
@@ -77,6 +78,7 @@ class ForwardState:
     sequences: Collection[int] = ()
     mixing: bool = False
     model: ModelObserver | None = None
+    was_scoped: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,14 +183,14 @@ class Binding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         """The binding of a copied module. Its state, its model and the parameters that may differ are of the copy."""
         checks = replace(self.checks, local=copy.deepcopy(self.checks.local, memo))
-        own = {"forward_state": ForwardState(), "model": copy.deepcopy(self.model, memo)}
-        own["history"] = self.history and ScopeHistory()
+        own: dict[str, Any] = {"forward_state": ForwardState(), "model": copy.deepcopy(self.model, memo)}
+        own["history"] = self.history and own["forward_state"]
         copied = memo[id(self)] = replace(self, checks=checks, **own)
         return copied
 
     def with_scopes(self, *, has_layout: bool) -> Binding:
         """This binding with the scopes around its calls. Cached."""
-        key, options = ("scopes", has_layout), {"has_layout": has_layout, "history": ScopeHistory()}
+        key, options = ("scopes", has_layout), {"has_layout": has_layout, "history": self.forward_state}
         return self._variants.get(key) or self._variants.put(key, replace(self, **options))
 
     @property

@@ -14,8 +14,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding
-from cp_styles.engine.scope import ScopeHistory
+from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -63,7 +62,8 @@ class ContextParallelStyle(ParallelStyle):
         numbers = state_of(group).get_or_create(Forwards).modules
         numbers[self] = site = numbers.get(self, 0) + 1
         options = self.strategy, layout, self.mask, self.kernel
-        scopes = {"has_layout": self.layout is not None, "history": ScopeHistory()}
+        state = ForwardState()
+        scopes = {"has_layout": self.layout is not None, "forward_state": state, "history": state}
         binding = Binding(who, name, group, *options, checks=self.checks, site=site, **scopes)
         # Last, because module_of_plan reads the locals of frames. After an error these locals would keep the group.
         root = module_of_plan()

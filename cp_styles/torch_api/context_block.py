@@ -256,6 +256,7 @@ class _BlockEntry(Opening):
         self.layout, self.strategy = binding.layout, binding.strategy
         self.source = binding.with_scopes(has_layout=fixed_layout is not None)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
+        self._was_scoped = False  # a recomputation then needs a scope too
         self.forwards, self.observers = binding.forwards, binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
@@ -277,9 +278,12 @@ class _BlockEntry(Opening):
             calls = _BlockCalls(self, again=again)
             forward_state = vars(calls.forward_state)
             stack.callback(forward_state.update, dict(forward_state))
-            forward_state.update(vars(ForwardState(sequences=sequences)))
+            forward_state.update(vars(ForwardState(sequences=sequences, was_scoped=self._was_scoped)))
             stack.enter_context(calls)
-            yield
+            try:
+                yield
+            finally:
+                self._was_scoped = calls.forward_state.was_scoped
 
 
 class _Observers(WeakKeyDictionary[nn.Module, list[ForwardObserver]]):

@@ -23,6 +23,7 @@ from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.doors import by_varlen
 from tests.oracle import allowed, dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
@@ -246,6 +247,23 @@ def test_a_function_with_a_layout_ignores_scopes(mesh, rank: int):
         out = attend(*leaves)
     out.backward(cotangent)
     FIRST.check(rank, out, leaves)
+
+
+@on_every_rank(RANKS)
+def test_a_block_without_a_scope_after_an_equal_one_in_a_scope(mesh, rank: int):
+    """The recomputation of the first block needs its scope, and the second one none."""
+    problem = Problem(length=15, kv_heads=2, mask=allowed(lambda p, j: j <= p, 15, 15), seed=5)
+    core, cut = Core(causal=True), contiguous(15, RANKS)
+    for scope in (SequenceScope(cut), nullcontext()):
+        leaves, cotangent = problem.shard(cut, rank, RANKS)
+        with scope, context_parallel(mesh, layout=cut):
+            out = checkpoint(core, *leaves, use_reentrant=False)
+        if isinstance(scope, SequenceScope):
+            with pytest.raises(RuntimeError, match="context_fn=scope.for_checkpoint"):
+                out.backward(cotangent)
+    out.backward(cotangent)
+    errors = problem.errors([out.detach(), *(leaf.grad for leaf in leaves)], cut, rank, RANKS)
+    assert max(errors) < EXACT, errors
 
 
 FUNCTIONS = {
