@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -429,12 +429,20 @@ def perform(cell: Cell, rank: int) -> str:
 
 def run_cell(cell: Cell) -> list[str]:
     """The error of each rank. Raises if a rank was not told, or cannot go on."""
+    if HOW[cell.how].compiles:
+        _load_compiler()
     results = run_ranks(partial(_on_rank, cell), RANKS, timeout_seconds=TIMEOUT, return_errors=True)
     words = [f"{type(x).__name__}: {x}" if isinstance(x, BaseException) else x for x in results]
     wrong = [x for x in results if isinstance(x, AssertionError) or (cell.caught and isinstance(x, BaseException))]
     assert not wrong, words
     assert all("Error" in each or "Planted" in each for each in words), words
     return words
+
+
+@cache
+def _load_compiler() -> None:
+    """Load torch's compiler, which takes tens of seconds on a busy machine: two ranks would be that far apart."""
+    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.zeros(1))
 
 
 def _on_rank(cell: Cell, rank: int) -> str:
