@@ -629,8 +629,14 @@ checks: a projection by signs | unit/test_replicas.py
     project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
     becomes | torch.ones(values.numel(), dtype=torch.float64, device="cpu")
 mask: a key that a mask's own answer leaves out | unit/test_gaps.py -k leaves_out
-    needed_tiles | _refuse_missing(mask, q, kv)
+    _make_plan | refuse_contradictions(mask, q, kv)
     becomes | pass
+mask: a pair that is allowed outside of the bounds | unit/test_gaps.py -k outside_of_its_bounds
+    refuse_contradictions | pairs & ~Mask.allowed(part, some, columns)
+    becomes | pairs & False
+mask: a few queries of a short plan are looked at | unit/test_gaps.py -k short_plan
+    refuse_contradictions | rows[::step]
+    becomes | rows[::16]
 backbone: an error in a recomputation is not told | ranks/engine/test_turns.py -k 'backbone and recomputed'
     _WithLength.__call__ | with binding.telling():
     becomes | with contextlib.nullcontext():

@@ -68,7 +68,10 @@ class Mask:
     only_for: tuple[Any, int] | None = None  # (layout, rank) of the queries for which alone it is known, at one call
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
+        """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``.
+
+        They may lie outside of the sequence. ``UNBOUNDED`` is a bound without effect.
+        """
         raise NotImplementedError
 
     def __init_subclass__(cls, **options) -> None:
@@ -101,7 +104,7 @@ class Mask:
 
         Plans ask a mask with gaps for the queries of a rank and the keys of a rank, ascending, on the host. Each rank
         asks for the queries of all ranks: the answer depends on positions alone. A key too many costs its bytes. A key
-        too few is an error, if :meth:`allowed` tells.
+        too few is an error if the mask defines :meth:`allowed`, for the queries at which a plan looks: see there.
         This default compares pairs. Override it where a rule says it sooner; ``a & b`` asks all parts, and compares.
         """
         q, kv, none, by_pairs = q_positions_L, kv_positions_M, q_positions_L[:0], False
@@ -202,7 +205,9 @@ class Mask:
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """The mask but for a bias, as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``.
 
-        The default is the band. A mask with gaps overrides it.
+        The default is the band. A mask with gaps overrides it, within :meth:`bounds`: begin with
+        ``super().allowed(...) &``. A plan with at most 2**20 pairs raises ValueError for a pair that the bounds or
+        :meth:`needed` leave out; a longer one looks at every n-th query, at no more pairs than that but 16 queries.
         """
         lo, hi = self.bounds(q_positions_L)
         kv = kv_positions_M[None, :]

@@ -37,7 +37,7 @@ from cp_styles.plan.linear import (
     make_holders,
     number_sent_rows,
 )
-from cp_styles.plan.rows import find_ranges, needed_tiles
+from cp_styles.plan.rows import find_ranges, needed_tiles, refuse_contradictions
 from cp_styles.plan.tiles import Tile, make_tiles
 from cp_styles.troubleshooting import see
 
@@ -116,6 +116,7 @@ def _make_plan(
         assert known == rank, "no rank knows which keys another rank has selected"
     if mask.has_gaps:
         q, kv = ([cut.positions(each, "cpu") for each in range(cut.ranks)] for cut in (q_layout, kv_layout))
+        refuse_contradictions(mask, q, kv)
         parts = [SourcePart(source, *needed_tiles(mask, q[rank], keys)) for source, keys in enumerate(kv)]
         sends = {peer: find_ranges(mask.needed(rows, kv[rank])) for peer, rows in enumerate(q) if peer != rank}
     else:

@@ -6,8 +6,8 @@ source), joined to large rectangles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 
 import torch
 
@@ -20,8 +20,37 @@ from cp_styles.plan.tiles import Cover, Tile
 CELL = 128
 # Largest rectangle with an explicit mask, in pairs, because the mask is materialized.
 PAIRS = 2**20
-# Queries of a rank for which a mask's own answer is compared with its pairs.
-_SAMPLE = 16
+# Pairs at which a plan looks to compare the methods of a mask. But it looks at no fewer queries than this.
+_LOOKED_AT, _FEWEST = 2**20, 16
+
+
+def refuse_contradictions(mask: Mask, q: Sequence[torch.Tensor], kv: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if ``allowed`` of a mask has a pair that its ``bounds`` or its ``needed`` leave out.
+
+    ``q`` and ``kv`` are the positions of the queries and of the keys of each rank. All ranks look at the same queries,
+    so that all raise: at all if there are 2**20 pairs at most, else at every n-th query, as many as have so many pairs,
+    and at 16 at least.
+    """
+    parts = [part for part in mask.parts if type(part).allowed is not Mask.allowed]
+    queries, keys = (sum(map(len, positions)) for positions in (q, kv))
+    # An odd step, so that the queries are not all even.
+    step = min(-(-queries * keys // _LOOKED_AT), queries // _FEWEST) | 1
+    for part, rows, columns in product(parts, q, kv):
+        some = rows[::step]
+        pairs = part.allowed(some, columns)
+        left_out = {"bounds": pairs & ~Mask.allowed(part, some, columns)}
+        if type(part).needed is not Mask.needed:
+            left_out["needed"] = pairs & ~part.needed(rows, columns)
+        for method, wrong in left_out.items():
+            if wrong.any():
+                *_, query, key = torch.nonzero(wrong)[0].tolist()
+                name, remedy = type(part).__name__, "return True for it, or leave out the method needed"
+                if method == "bounds":
+                    remedy = "widen the bounds, or begin allowed with super().allowed(...) &"
+                raise ValueError(
+                    f"{name}.{method} leaves out the key at position {int(columns[key])}, to which the query at "
+                    f"position {int(some[query])} attends by {name}.allowed. It would not be sent: {remedy}"
+                )
 
 
 def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRanges, tuple[Tile, ...]]:
@@ -30,23 +59,8 @@ def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRang
     ``q`` and ``kv`` are the positions of the rank's queries and of the source's keys.
     """
     needed = mask.needed(q, kv)
-    _refuse_missing(mask, q, kv)
     tiles = _tiles_of_cells(mask, q, kv, needed) if mask.grids else _tiles_of_rows(mask, q, kv[needed])
     return find_ranges(needed), tuple(tiles)
-
-
-def _refuse_missing(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Raise ValueError if a mask's own answer leaves out a key to which one of some queries attends."""
-    some = q[:: len(q) // _SAMPLE + 1]
-    for part in mask.parts:
-        if type(part).needed is not Mask.needed and type(part).allowed is not Mask.allowed:
-            missing = part.allowed(some, kv).any(0) & ~part.needed(q, kv)
-            if missing.any():
-                raise ValueError(
-                    f"{type(part).__name__}.needed leaves out the key at position {int(kv[missing][0])}, to which a "
-                    "query attends by its method allowed. It would not be sent: return True for it, or leave out "
-                    "the method needed"
-                )
 
 
 def _tiles_of_rows(mask: Mask, q: torch.Tensor, keys: torch.Tensor) -> Iterator[Tile]:

@@ -157,18 +157,52 @@ class EvenKeys(Mask):
 
 @dataclass(frozen=True)
 class Forgetful(Dilated):
-    """Its own answer leaves out the key at position 4."""
+    """Its own answer leaves out one key, for the queries of one rank."""
+
+    key: int = 4
+    least: int = 6
 
     def needed(self, q_positions_L, kv_positions_M):
-        return super().needed(q_positions_L, kv_positions_M) & (kv_positions_M != 4)
+        forgets = (kv_positions_M == self.key) & bool(q_positions_L[0] >= self.least)
+        return super().needed(q_positions_L, kv_positions_M) & ~forgets
 
 
-def test_a_mask_whose_own_answer_leaves_out_a_key():
-    layout, message = contiguous(12, 2), "Forgetful.needed leaves out the key at position 4, to which a query attends"
+@dataclass(frozen=True)
+class Wide(Dilated):
+    """Allows pairs of a query with keys after it, which are outside of its bounds."""
+
+    def allowed(self, q_positions_L, kv_positions_M):
+        return (q_positions_L[:, None] - kv_positions_M) % self.step == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mask_whose_own_answer_leaves_out_a_key(rank: int):
+    """All ranks say so, though the messages of one alone would lack a row."""
+    layout = contiguous(12, 2)
+    message = "Forgetful.needed leaves out the key at position 4, to which the query at position 6 attends by Forgetful"
     for mask in (Forgetful(6, 2), Forgetful(6, 2) & Causal()):
         with pytest.raises(ValueError, match=message):
-            make_plan(layout, layout, mask, 1)
+            make_plan(layout, layout, mask, rank)
     assert make_plan(layout, layout, Dilated(6, 2), 1).received_rows == 6  # the remedy
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mask_that_allows_pairs_outside_of_its_bounds(rank: int):
+    layout, message = contiguous(12, 2), "Wide.bounds leaves out the key at position 2, to which the query at position 0"
+    for mask in (Wide(6, 2), Wide(6, 2) & Causal()):
+        with pytest.raises(ValueError, match=message + r" attends .* begin allowed with super\(\).allowed"):
+            make_plan(layout, layout, mask, rank)
+
+
+@pytest.mark.parametrize("query", [0, 251, 700])
+def test_every_query_of_a_short_plan_is_looked_at(query: int):
+    class Once(Dilated):
+        def allowed(self, q_positions_L, kv_positions_M):
+            once = (q_positions_L[:, None] == query) & (kv_positions_M == 1000)
+            return super().allowed(q_positions_L, kv_positions_M) | once
+
+    with pytest.raises(ValueError, match=f"key at position 1000, to which the query at position {query} attends"):
+        make_plan(contiguous(1024, 3), contiguous(1024, 3), Once(6, 2), 1)
 
 
 def test_a_conjunction_asks_every_part():
