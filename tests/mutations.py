@@ -551,8 +551,17 @@ batch: weights stay where they are | ranks/doors/test_batch_sharder.py -k belong
     BatchSharder._add_entries | torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
     becomes | x
 kernel: any result of a kernel from outside is taken | ranks/engine/test_contributing.py -k outside_returns
-    check_first_result | if not fits:
+    check_result | if not fits:
     becomes | if False:
+kernel: the logsumexp of float64 tiles in float32 | ranks/engine/test_contributing.py -k outside_returns
+    check_result | sums if name == "lse"
+    becomes | x.dtype if name == "lse"
+strategy: any rounds are taken | ranks/engine/test_contributing.py -k each_distance_once
+    MovingKV.on | if sorted(named, key=str) != sorted(range(1, ranks), key=str):
+    becomes | if False:
+kernel: a kernel's own takes is not asked | ranks/engine/test_contributing.py -k leaves_tiles
+    Kernel.takes_all | type(self).takes is Kernel.takes
+    becomes | True
 engine: attention along another dim is taken | ranks/doors/test_unseen.py -k another_dim
     _refuse_other_dims | and q.shape[0] % tokens == 0
     becomes | and False

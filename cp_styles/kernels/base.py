@@ -15,9 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from cp_styles.bounded_cache import facts_about
 from cp_styles.kernels.merge import FUSED_MERGE, Merge
-from cp_styles.kernels.outside import check_first_result
+from cp_styles.kernels.outside import check_result
 
 
 class TensorSpec(NamedTuple):
@@ -64,10 +63,13 @@ class Kernel(ABC):
     dense_rows: bool = False
     # Whether the kernel takes long tiles only. Plans are then made for the kernel that gets short tiles.
     long_tiles: bool = False
-    # Whether the kernel takes all tiles of an attention for which check() passes: see takes().
-    takes_all: ClassVar[bool] = True
     # Merges the tiles. Ranks do not compare it, because merges differ in rounding only.
     merge: Merge = FUSED_MERGE
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the kernel takes all tiles of an attention for which :meth:`check` passes: see :meth:`takes`."""
+        return type(self).takes is Kernel.takes
 
     @property
     def content(self) -> int:
@@ -85,7 +87,8 @@ class Kernel(ABC):
         bias: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out_BHLE, lse_BHL)``: the tile's softmax(q k^T scale + bias) v and its logsumexp (float32 or float64).
+        """``(out_BHLE, lse_BHL)``: the tile's softmax(q k^T scale + bias) v, in its dtype or wider, and its logsumexp,
+        in float32, or in float64 for a tile in float64.
 
         Args:
             q_BHLD: the queries of the tile.
@@ -110,7 +113,7 @@ class Kernel(ABC):
         bias: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``(dq, dk, dv)`` of the tile.
+        """``(dq, dk, dv)`` of the tile, in the dtype of its tensors or wider.
 
         Args:
             grad_BHLE: gradient of the output of the *whole* attention (all tiles merged), for the rows of the tile.
@@ -161,15 +164,10 @@ class Kernel(ABC):
 
 
 def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
-    """The ``forward`` or ``backward`` of a kernel. Results of a kernel from outside of this package are checked once.
-
-    Raises:
-        TypeError: in its first call, if that is not what :class:`Kernel` asks for.
-    """
-    function = getattr(kernel, phase)
-    if type(kernel).__module__.startswith(_PACKAGE) or phase in facts_about(kernel):
-        return function
-    return partial(check_first_result, kernel, phase)
+    """The ``forward`` or ``backward`` of a kernel. With a kernel from outside of this package it raises TypeError for a
+    result that is not what :class:`Kernel` asks for."""
+    own = type(kernel).__module__.startswith(_PACKAGE)
+    return getattr(kernel, phase) if own else partial(check_result, kernel, phase)
 
 
 _PACKAGE = f"{__name__.partition('.')[0]}."
@@ -184,8 +182,8 @@ class OtherBackward(Kernel):
     positional, small_tiles, windows, streams_keys = (  # pyright: ignore[reportAssignmentType]
         property(attrgetter(f"inner.{name}")) for name in ("positional", "small_tiles", "windows", "streams_keys")
     )
-    dense_rows, takes_all, merge, content = (  # pyright: ignore[reportAssignmentType]
-        property(attrgetter(f"inner.{name}")) for name in ("dense_rows", "takes_all", "merge", "content")
+    dense_rows, merge, content = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"inner.{name}")) for name in ("dense_rows", "merge", "content")
     )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
@@ -211,4 +209,5 @@ class LseGradient(OtherBackward):
         # CUDA kernels take head dims that are multiples of 8.
         q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
         grad, out = F.pad(grad_BHLE, (0, 7)), F.pad(out_BHLE, (0, 8), value=-1.0)
-        return tuple(x[..., :-8] for x in self.inner.backward(grad, q, k, v, out, lse_BHL, **options))
+        backward = tile_function(self.inner, "backward")
+        return tuple(x[..., :-8] for x in backward(grad, q, k, v, out, lse_BHL, **options))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import OtherBackward
+from cp_styles.kernels.base import OtherBackward, tile_function
 
 # Levels closer to 0 than this are not subtracted. A bias that is lower by this has no weight (e^-128).
 _LEAST = 128.0
@@ -94,5 +94,6 @@ class SplitQueries(OtherBackward):
         # d logits times queries. Its second half is the share of drowned queries, which is added.
         # The tensors are padded at the front, because LseGradient adds its columns at the end.
         grad, v, out = (F.pad(x, (dim, 0)) for x in (grad_BHLE, v_BGME, out_BHLE))
-        dq, dk, dv = self.inner.backward(grad, q_BHLD, F.pad(k_BGMD, (0, dim)), v, out, lse_BHL, **options)
+        backward, k = tile_function(self.inner, "backward"), F.pad(k_BGMD, (0, dim))
+        dq, dk, dv = backward(grad, q_BHLD, k, v, out, lse_BHL, **options)
         return dq, dk[..., :dim] + dk[..., dim:], dv[..., dim:]

@@ -68,10 +68,7 @@ class Mask:
     only_for: tuple[Any, int] | None = None  # (layout, rank) of the queries for which alone it is known, at one call
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``.
-
-        They may lie outside of the sequence. ``UNBOUNDED`` is a bound without effect.
-        """
+        """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
         raise NotImplementedError
 
     def __init_subclass__(cls, **options) -> None:
@@ -205,9 +202,8 @@ class Mask:
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """The mask but for a bias, as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``.
 
-        The default is the band. A mask with gaps overrides it, within :meth:`bounds`: begin with
-        ``super().allowed(...) &``. A plan with at most 2**20 pairs raises ValueError for a pair that the bounds or
-        :meth:`needed` leave out; a longer one looks at every n-th query, at no more pairs than that but 16 queries.
+        The default is the band. A mask with gaps overrides it, as ``super().allowed(...) & ...``. A plan raises for a
+        pair that :meth:`bounds` or :meth:`needed` leave out; one of more than 2**20 pairs looks at some queries alone.
         """
         lo, hi = self.bounds(q_positions_L)
         kv = kv_positions_M[None, :]

@@ -68,6 +68,16 @@ class MovingKV(Strategy):
         The source of rank r at a distance is the rank r - distance.
         """
 
+    def on(self, ranks):
+        found, name = self.rounds(ranks), type(self).__name__
+        named = [distance for each in found for distance in (each if isinstance(each, Sequence) else [repr(each)])]
+        if sorted(named, key=str) != sorted(range(1, ranks), key=str):
+            raise ValueError(
+                f"{name}.rounds({ranks}) returned {found!r}. It must return groups, which name each of the distances 1 "
+                f"to {ranks - 1} once, such as {[(distance,) for distance in range(1, ranks)]}"
+            )
+        return self
+
     def without_kept_keys(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 

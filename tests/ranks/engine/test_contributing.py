@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_styles import Ring, Ulysses, context_attention, head_tail
+from cp_styles import Ring, Ulysses, context_attention, contiguous, head_tail
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import ReferenceKernel
-from cp_styles.mask import Full
+from cp_styles.kernels.base import OtherBackward
+from cp_styles.mask import Causal, Full
+from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
 from tests import cases
 from tests.cases import Case, judge, sensible
@@ -169,6 +173,40 @@ def test_a_balancer_that_loses_positions_is_noticed():
         balancer(Full())(23, 3)
 
 
+ROUNDS: dict[str, Any] = {
+    "one is missing": lambda ranks: [(distance,) for distance in range(2, ranks)],
+    "one is there twice": lambda ranks: [(1,), *((distance,) for distance in range(1, ranks))],
+    "its own": lambda ranks: [range(ranks)],
+    "around": lambda ranks: [range(1, ranks + 1)],
+    "no groups": lambda ranks: list(range(1, ranks)),
+}
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("around", [False, True])
+def test_rounds_name_each_distance_once(rounds: str, around: bool):
+    """An error of all ranks, also inside of another strategy."""
+    found_rounds = ROUNDS[rounds]
+
+    @dataclass(frozen=True)
+    class Own(MovingKV):
+        keep: int = 1
+
+        def rounds(self, ranks: int) -> Any:
+            return found_rounds(ranks)
+
+    parts = [randn(at, 1, 4, 3, 4) for at in range(3)]
+    ranks, strategy = (4, Ulysses(Own(), size=2)) if around else (3, Own())
+
+    def on(rank: int) -> None:
+        context_attention(*parts, cp_mesh(ranks), layout=contiguous(3 * ranks, ranks), strategy=strategy)
+
+    of = 2 if around else 3
+    for found in run_ranks(on, ranks, return_errors=True):
+        assert isinstance(found, ValueError)
+        assert re.search(rf"Own.rounds\({of}\) returned .* each of the distances 1 to {of - 1} once", str(found)), found
+
+
 class Wrong(ReferenceKernel):
     """Another kernel, one of whose results is changed."""
 
@@ -188,6 +226,10 @@ RESULTS: dict[str, tuple[str, Any]] = {
     "rows first": ("forward", lambda found: (found[0].transpose(1, 2), found[1])),
     "out alone": ("forward", lambda found: found[0]),
     "on another device": ("forward", lambda found: (found[0].to("meta"), found[1])),
+    "lse in 32 bits": ("forward", lambda found: (found[0], found[1].float())),
+    "out in 16 bits": ("forward", lambda found: (found[0].bfloat16(), found[1])),
+    "out of one row": ("forward", lambda found: (found[0][:, :, :1], found[1])),
+    "dq in 16 bits": ("backward", lambda found: (found[0].bfloat16(), *found[1:])),
     "no gradient of values": ("backward", lambda found: (*found[:2], None)),
     "gradients in another order": ("backward", lambda found: (found[2], found[0], found[1])),
 }
@@ -196,8 +238,24 @@ RESULTS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses()])
 @pytest.mark.parametrize("result", RESULTS)
 def test_what_a_kernel_from_outside_returns_is_checked(result: str, strategy: Any):
-    """In its first call, with its name. A rank that waits for the messages of one that has left says so."""
+    """With its name. A rank that waits for the messages of one that has left says so."""
     phase, change = RESULTS[result]
+    _expect_refusal(phase, change, strategy)
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_later_results_are_checked_too(result: str):
+    phase, change = RESULTS[result]
+    seen = Counter()
+
+    def from_the_second(found: Any) -> Any:
+        seen[get_ident()] += 1
+        return change(found) if seen[get_ident()] > 1 else found
+
+    _expect_refusal(phase, from_the_second, Ring())
+
+
+def _expect_refusal(phase: str, change: Any, strategy: Any) -> None:
     inputs, layout = [randn(at, 2, 2, 13, 4 if at < 2 else 6) for at in range(3)], head_tail(13, 2)
 
     def on(rank: int) -> None:
@@ -212,3 +270,31 @@ def test_what_a_kernel_from_outside_returns_is_checked(result: str, strategy: An
     assert all(re.match(rf"Wrong.{phase} returned .*, and must return (out|dq) \(2, \d, ", str(x)) for x in named), (
         found
     )
+    assert all(("logsumexp" in str(x)) == (phase == "forward") for x in named), found
+
+
+def test_a_kernel_that_leaves_tiles_to_the_next_one():
+    """It is asked because its class defines ``takes``, also around another kernel."""
+    computed: list[bool] = []
+
+    class Plain(ReferenceKernel):
+        def takes(self, *tensors: torch.Tensor, causal: bool, **options: Any) -> bool:
+            return not causal
+
+        def forward(self, *tensors: torch.Tensor, causal: bool, **options: Any) -> Any:
+            computed.append(causal)
+            return super().forward(*tensors, causal=causal, **options)
+
+    class Around(OtherBackward):
+        takes, forward, backward = Plain.takes, OtherBackward.forward, ReferenceKernel.backward
+
+    assert not Around(ReferenceKernel()).takes_all
+    inputs, layout = [randn(at, 1, 2, 12, 4) for at in range(3)], contiguous(12, 2)
+
+    def on(rank: int) -> torch.Tensor:
+        parts = [layout.shard(x, 2, rank) for x in inputs]
+        return context_attention(*parts, cp_mesh(2), mask=Causal(), layout=layout, kernel=Plain())
+
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert error(torch.cat(run_ranks(on, 2), 2), expected) < 1e-14
+    assert computed == [False]  # the second rank with the keys of the first
