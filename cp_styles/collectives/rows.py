@@ -9,7 +9,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from cp_styles._compat import resolve_group
 from cp_styles.collectives.peers import Peers
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import Role
 from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, ranges_of, refuse_other_cut
 
 
@@ -135,8 +138,14 @@ def make_rows(layout: Layout, peers: Peers) -> Rows | None:
         return Rows(SequenceLayout.from_chunks([chunk] for chunk in pairwise(edges)), shard)
     if isinstance(layout, SequenceLayout):
         if layout.ranks != peers.size:
+            role = state_of(resolve_group(peers.name)).objects.get(Role) if peers.name else None
+            in_verify = (
+                ". verify runs the step with one rank first: a style or hook takes the size of get_peers(mesh) of "
+                "cp_styles.collectives.peers in its call, not that of a mesh which it has kept"
+            )
             raise ValueError(
                 f"the layout is for {layout.ranks} ranks, the group has {peers.size}: build it for {peers.size} ranks"
+                f"{in_verify if role is not None and role.alone else ''}"
             )
         return Rows(layout)
     if isinstance(layout, Sequence) and not isinstance(layout, str):

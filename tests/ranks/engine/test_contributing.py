@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,14 +14,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import Ring, Ulysses, context_attention, contiguous, head_tail
+from cp_styles import BatchSharder, Ring, Ulysses, context_attention, contiguous, head_tail
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.base import OtherBackward
 from cp_styles.mask import Causal, Full
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
+from cp_styles.verify import verify
 from tests import cases
 from tests.cases import Case, judge, sensible
 from tests.covering import at_night, in_parts
@@ -150,6 +154,36 @@ def test_tiles_of_the_kernel_are_attention():
             out, lse = kernel.forward(*inputs, **options, scale=0.5)
             found = [out, *kernel.backward(cotangent, *inputs, out, lse, **options, scale=0.5)]
             assert max(error(*pair) for pair in zip(found, expected, strict=True)) < 1e-14
+
+
+class _Cumulative(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.cumsum(1))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_style_is_proved_by_verify(kept: bool):
+    """And one that asks the mesh is told why it has the wrong size."""
+    names: dict[str, Any] = {}
+    source = block("object", "style")
+    exec(source.replace("get_peers(mesh).size", "mesh.size()") if kept else source, names)
+    model = nn.Sequential(nn.Embedding(9, 8), _Cumulative(8, 9))
+
+    def step(model: Any, tokens: torch.Tensor, mesh: Any) -> torch.Tensor:
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        loss = batch.loss(model(batch.tokens))
+        loss.backward()
+        sharder.sum_gradients(model)
+        return loss
+
+    def on(rank: int) -> str:
+        mine, mesh = copy.deepcopy(model), cp_mesh(2)
+        parallelize_module(mine, mesh, {"1": names["WholeSequence"](12)})
+        return verify(mine, mesh, torch.arange(12)[None] % 9, step).line
+
+    for found in run_ranks(on, 2, return_errors=True):
+        assert ("verify runs the step with one rank" in str(found)) if kept else isinstance(found, str), found
 
 
 SABOTAGE = {
