@@ -259,7 +259,7 @@ def test_a_block_without_a_scope_after_an_equal_one_in_a_scope(mesh, rank: int):
         with scope, context_parallel(mesh, layout=cut):
             out = checkpoint(core, *leaves, use_reentrant=False)
         if isinstance(scope, SequenceScope):
-            with pytest.raises(RuntimeError, match="context_fn=scope.for_checkpoint"):
+            with pytest.raises(RuntimeError, match=r"context_fn=scope\.for_checkpoint"):
                 out.backward(cotangent)
     out.backward(cotangent)
     errors = problem.errors([out.detach(), *(leaf.grad for leaf in leaves)], cut, rank, RANKS)
