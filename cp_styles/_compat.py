@@ -557,7 +557,7 @@ def leave_function_mode(mode: Any) -> None:
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     """A context without the TorchFunctionModes that were entered before it. Seen: 2.11 to 2.15."""
     entered = overrides._len_torch_function_stack()  # pyright: ignore
-    return _without_function_modes(entered) if entered else NOTHING
+    return _without_function_modes(entered) if entered else _NOTHING
 
 
 @contextlib.contextmanager
@@ -573,11 +573,10 @@ def _without_function_modes(entered: int) -> Iterator[None]:
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15."""
     # A selective checkpoint requires equal ops in a forward and its recomputation. Cached results have no ops.
-    return _disable_current_modes() if dispatch_modes_entered() else NOTHING
+    return _disable_current_modes() if dispatch_modes_entered() else _NOTHING
 
 
-# A context without effect. What every attention enters asks first whether another one is needed.
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
@@ -651,4 +650,4 @@ def stops_recomputation(error: BaseException) -> bool:
 
 def named_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """A range with this name in the trace of the running profiler. Without a profiler, a context without effect."""
-    return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else NOTHING
+    return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else _NOTHING

@@ -13,7 +13,6 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import is_traced
 from cp_styles.bounded_cache import facts_about
 from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
@@ -113,6 +112,12 @@ class JointLayout:
         return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
 
 
+def refuse_graphs(name: str, *, traced: bool) -> None:
+    """Raise NotImplementedError if torch.compile traces the call."""
+    if traced:
+        raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
+
+
 def attend_jointly(
     joint: JointLayout,
     name: str,
@@ -126,8 +131,6 @@ def attend_jointly(
 
     ``look``: compare the tokens of the ranks. On a GPU the host waits for them.
     """
-    if is_traced():
-        raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
     rank, ranks = group.rank(), group.size()
     joint.check(name, tensors)
     q, k, v = (joint.cut(x, rank, ranks) for x in tensors)

@@ -105,7 +105,7 @@ class TransformersCheck(ForwardObserver):
         mask = inputs.get("attention_mask")
         if window is None or isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
             return
-        binding = calls.binding
+        binding = calls.source.now()[0]
         if binding.mask.local:
             return  # the style makes the window, with positions of the whole sequence
         raise NotImplementedError(

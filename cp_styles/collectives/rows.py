@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -138,10 +139,12 @@ def make_rows(layout: Layout, peers: Peers) -> Rows | None:
         return Rows(SequenceLayout.from_chunks([chunk] for chunk in pairwise(edges)), shard)
     if isinstance(layout, SequenceLayout):
         if layout.ranks != peers.size:
-            role = state_of(resolve_group(peers.name)).objects.get(Role) if peers.name else None
+            role: Role | None = None
+            with contextlib.suppress(RuntimeError):  # of a group that was destroyed
+                role = state_of(resolve_group(peers.name)).objects.get(Role) if peers.name else None
             in_verify = (
                 ". verify runs the step with one rank first: a style or hook takes the size of get_peers(mesh) of "
-                "cp_styles.collectives.peers in its call, not that of a mesh which it has kept"
+                "cp_styles.collectives.peers in its call, and not the size of a mesh that it keeps"
             )
             raise ValueError(
                 f"the layout is for {layout.ranks} ranks, the group has {peers.size}: build it for {peers.size} ranks"

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from cp_styles._compat import (
-    graph_task_id,
-    named_range,
-    resolve_group,
-    stops_recomputation,
-    without_dispatch_modes,
-)
+from cp_styles._compat import graph_task_id, named_range, resolve_group, stops_recomputation, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import (

@@ -28,7 +28,6 @@ from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
-from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import (
     Balancer,
@@ -100,8 +99,8 @@ class Binding:
         checks: what the ranks check of each other.
         model: observes the model that has the attention; None for functions.
         site: the number of the module among the modules of its style, whose names may be equal; 0 for functions.
-        has_layout: the user gave the layout. Otherwise the layout of a scope applies.
-        history: of the scopes of its calls; None if no scope applies, because the layout and the mask are of a scope.
+        has_layout: with a history: the user gave the layout, which a scope must have too. Otherwise a scope's applies.
+        history: of the scopes around its calls; None if no scope applies to it, or applies further.
         resolved: this configuration with the layouts of its latest calls, by these and by the lengths.
         hashes: of the facts of its latest calls.
     """
@@ -508,8 +507,7 @@ def binding_of_call(
     with telling(name, group):  # this rank's argument may be the only wrong one
         binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
     # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
-    inner = kernel.inner if isinstance(kernel, LatentKernel) else kernel
-    if mask.pattern == mask and isinstance(inner, SdpaKernel | None) and not checks.local:
+    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
         get_bindings(group).put(key, binding)
     return binding
 

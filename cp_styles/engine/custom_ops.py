@@ -51,9 +51,9 @@ _CONFIG = f"{AttentionConfig.__module__}.{AttentionConfig.__qualname__}"
 _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
 
-# The eager calls whose backward may follow, by the number in ``call``. A recomputation whose results a checkpoint has
-# kept finds the call by this number alone. Weak: a call lives as long as the node of autograd.
-_resolved_calls: WeakValueDictionary[int, Resolved] = WeakValueDictionary()
+# The configurations, with layouts, of eager calls whose backward may follow, by the number in ``call``. A recomputation
+# whose results a checkpoint has kept finds it by this number alone. Weak: it lives as long as a node of autograd.
+_resolved: WeakValueDictionary[int, Resolved] = WeakValueDictionary()
 
 # The function modes of styles and blocks that are entered in this context, innermost last. While compiled code runs,
 # torch's own list is empty.
@@ -183,7 +183,7 @@ def attend(
         casts: whether autocast casts the tensors.
         problem: in a graph, the error that was found while tracing: see :func:`tell_of_call`.
 
-    Returns the output, the logsumexp (empty unless ``wants_lse``), and the argument of :func:`resolved_call`.
+    Returns the output, the logsumexp (empty unless ``wants_lse``), and the argument of :func:`resolved_of`.
     """
     in_graph = isinstance(source, ConfigInGraph)
     if casts and not problem and (in_graph or any_autocast()):
@@ -279,7 +279,7 @@ def _attention(
             cut = pickle.dumps((resolved.cuts, Full()))  # the balancer may return other layouts in the backward
         data = bytearray(pickle.dumps((*resolved.lengths, cut))) if keep else data
     else:
-        _resolved_calls[resolved.serial] = resolved
+        _resolved[resolved.serial] = resolved
         data += resolved.serial.to_bytes(_NUMBER, "little")
     if data:
         data[:0] = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
@@ -306,7 +306,7 @@ def _save(ctx, inputs, output) -> None:
     reads_inputs = True
     if keep and not isinstance(config, AttentionConfig):
         ctx.call = call
-        ctx.resolved = resolved_call(call)  # keeps the call alive for as long as its backward may follow
+        ctx.resolved = resolved_of(call)  # keeps the call alive for as long as its backward may follow
         reads_inputs = ctx.resolved.binding.strategy.reads_inputs
     elif keep and not config.problem:
         with contextlib.suppress(ValueError):  # a strategy that cannot run raises on every rank when the graph runs
@@ -362,7 +362,7 @@ def _attention_backward(
     grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale, grad_lse=None, learned=None
 ):
     in_graph = isinstance(config, AttentionConfig)
-    resolved = _resolve_call_in_graph(config, dense, call) if in_graph else config
+    resolved = _resolve_in_graph(config, dense, call) if in_graph else config
     attention = resolved.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_read_bytes(call)[:_NUMBER], "little")
     after, options = (out, residual, sink), {"forward": number, "grad_lse_BHL": grad_lse, "learned": learned}
@@ -493,12 +493,12 @@ def _copy_to_strides(result: torch.Tensor, declared: torch.Tensor) -> torch.Tens
 _NUMBER = 8  # bytes of the number of the forward. The serial number of the call follows, or in a graph a pickle.
 
 
-def resolved_call(call: torch.Tensor) -> Resolved:
+def resolved_of(call: torch.Tensor) -> Resolved:
     """The eager call of the op that returned ``call``, also in a recomputation whose results were kept."""
-    return _resolved_calls[int.from_bytes(_read_bytes(call)[_NUMBER:], "little")]
+    return _resolved[int.from_bytes(_read_bytes(call)[_NUMBER:], "little")]
 
 
-def _resolve_call_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> Resolved:
+def _resolve_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> Resolved:
     """The call of a compiled graph, for its backward."""
     *lengths, pickled = pickle.loads(_read_bytes(call)[_NUMBER:])  # layout and mask of the scope, the cuts, or nothing
     binding = find_binding(config, dense).unscoped

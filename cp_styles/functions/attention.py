@@ -14,7 +14,7 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, tell_of_call
-from cp_styles.joint_layout import JointLayout, attend_jointly
+from cp_styles.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -120,6 +120,7 @@ def context_attention(
     if joint is None:
         out, lse, _ = attend(source, tensors, **options, wants_lse=return_lse)
     else:
+        refuse_graphs(name, traced=traced)
         lse = None
         with telling(name, group, agrees=checks.agreement):
             out = attend_jointly(joint, name, group, tensors, partial(attend, source, **options))

@@ -155,12 +155,14 @@ def flex_attend(
     call: FlexCall,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(out, lse)`` of a call, for a binding."""
-    with binding.telling(), without_dispatch_modes():
-        check_local(binding.name, tensors)
-        call.check(binding.name, *tensors[:2])
-        binding, read = _bind_call(binding, call, tensors)
-    options = {"scale": call.scale, "wants_lse": call.wants_lse, "casts": False}
-    out, lse, _ = attend(binding, tensors, **options, learned=flatten(read, tensors[0].device) if read else None)
+    with binding.telling():
+        with without_dispatch_modes():
+            check_local(binding.name, tensors)
+            call.check(binding.name, *tensors[:2])
+            binding, read = _bind_call(binding, call, tensors)
+        learned = flatten(read, tensors[0].device) if read else None
+    options = {"scale": call.scale, "wants_lse": call.wants_lse, "learned": learned}
+    out, lse, _ = attend(binding, tensors, **options, casts=False)
     return out, lse if call.wants_lse else None
 
 

@@ -142,7 +142,7 @@ def _attend(
     indexer has selected. Other arguments are not used.
     """
     calls = _require_active_calls("attention")
-    binding = calls.binding
+    binding = calls.begin_call()
     name = binding.name
     with binding.telling():
         biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
@@ -207,9 +207,10 @@ def _attend(
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
 
     if past is not None and past.prefilled:
-        out_BHLE = _decode(calls, past, module, (query, key, value), options)
+        out_BHLE = _decode(calls, binding, past, module, (query, key, value), options)
     else:
-        out_BHLE = calls.attend_with((query, key, value), latents=None if alone else latents, **options)
+        tensors = query, key, value
+        out_BHLE = calls.attend_with(binding, tensors, latents=None if alone else latents, **options)
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
@@ -217,6 +218,7 @@ def _attend(
 
 def _decode(
     calls: AttentionCalls,
+    binding: Binding,
     past: TransformersCache,
     module: nn.Module,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -224,7 +226,7 @@ def _decode(
 ) -> torch.Tensor:
     """The attention of new tokens, which are equal on all ranks."""
     query, key, value = tensors
-    cache, name, expanded = cache_of(key), calls.binding.name, None
+    cache, name, expanded = cache_of(key), binding.name, None
     if cache is None and hasattr(module, "expand_kv"):  # MLA: the model computes keys and values from cached latents
         number: Any = module.layer_idx
         cache, expanded = past.layers[number], (key, value)
@@ -238,13 +240,14 @@ def _decode(
     assert cache is not None
     # Ranks must draw the same tokens, so the first call compares the states of their generators.
     equal_number = 0
-    sampling_frame = frame_of("_sample") if calls.forward_state.calls == 0 else None
+    sampling_frame = frame_of("_sample") if calls.forward_state.calls == 1 else None
     if sampling_frame is not None and sampling_frame.f_locals.get("do_sample"):
         on_gpu = query.device.type == "cuda"
         equal_number = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
-    out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, equal_number=equal_number, expanded=expanded))
+    call = DecodeCall(**options, equal_number=equal_number, expanded=expanded)
+    out_BHLE = calls.decode_with(binding, query, cache, call)
     if cache in past.layers:
-        past.attended(past.layers.index(cache), calls.binding.mask & options["mask"])
+        past.attended(past.layers.index(cache), binding.mask & options["mask"])
     return out_BHLE
 
 

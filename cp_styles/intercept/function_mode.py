@@ -34,20 +34,14 @@ from cp_styles._compat import (
 )
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
-from cp_styles.engine.custom_ops import (
-    attend,
-    check_local,
-    check_plain,
-    modes_entered,
-    tell_of_call,
-)
+from cp_styles.engine.custom_ops import attend, check_local, check_plain, modes_entered, tell_of_call
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
 from cp_styles.introspect import input_names
-from cp_styles.joint_layout import JointLayout, attend_jointly
+from cp_styles.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
@@ -219,6 +213,13 @@ class AttentionCalls(TorchFunctionMode):
         tensors, source, problem = (query, key, value), self._in_graph if compiling else self.source, ""
         sink = None if self._sink is None else getattr(*self._sink)
         sink = sink.to_local() if isinstance(sink, DTensor) else sink
+        number = 0
+        if self._joint is not None:
+            refuse_graphs(self._name, traced=compiling)
+            given = [x for x in tensors if isinstance(x, torch.Tensor)]
+            trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
+            # Before the checks, so that ranks count alike: some numbers are of calls that communicate.
+            self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
         try:
             (check_plain if compiling else check_local)(self._name, tensors, sink_H=sink, attn_mask=attn_mask)
             if cache_of(key) is not None:
@@ -241,8 +242,6 @@ class AttentionCalls(TorchFunctionMode):
                 raise
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale, "sink_H": sink}
         if self._joint is not None:
-            trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)  # equal on all ranks
-            self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
             where, look = (self._name, self.unscoped.group), number & (number - 1) == 0  # a power of 2
             with self.unscoped.telling():
                 return attend_jointly(self._joint, *where, tensors, partial(attend, source, **options), look=look)
@@ -258,7 +257,7 @@ class AttentionCalls(TorchFunctionMode):
             return self._attend_flex(tensors, FlexCall(**options, compiled=compiled))
 
     def _attend_flex(self, tensors: tuple[Any, Any, Any], call: FlexCall) -> Any:
-        return call.result(*flex_attend(self._begin_call(takes_sinks=False), tensors, call))
+        return call.result(*flex_attend(self.begin_call(takes_sinks=False), tensors, call))
 
     @property
     def unscoped(self) -> Binding:
@@ -282,6 +281,7 @@ class AttentionCalls(TorchFunctionMode):
     @uncompiled
     def attend_with(
         self,
+        binding: Binding,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         *,
         mask: Mask,
@@ -293,12 +293,12 @@ class AttentionCalls(TorchFunctionMode):
     ) -> torch.Tensor:
         """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
+        ``binding`` is the result of :meth:`begin_call`.
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
         as flex_attention; with a PerRow mask, one row of the batch after the other. ``latents`` travel in place of the
         key and value in ``tensors``. Communication and errors: see
         :func:`~cp_styles.functions.attention.context_attention`.
         """
-        binding = self._begin_call()
         if score_mod is None:
             binding = binding.with_mask(mask)
             learned = None
@@ -330,28 +330,27 @@ class AttentionCalls(TorchFunctionMode):
         if group_name == self.unscoped.group_name:
             self.forward_state.functions = True
 
-    def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
+    def decode_with(self, binding: Binding, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
 
-        The mask of ``call`` holds in addition to the module's and the scope's. Kernel and checks are the module's.
+        ``binding`` is the result of :meth:`begin_call`. The mask of ``call`` holds in addition to the module's and the
+        scope's. Kernel and checks are the module's.
         """
-        self.forward_state.calls += 1
-        binding = self.source.now()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, checks=binding.checks)
         return decode(binding.name, q_BHLD, cache, call)
 
     def run_mixer(self, run: Callable[[], Any]) -> Any:
         """Call ``run()``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py."""
-        self._begin_call()
+        self.begin_call()
         return run()
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
-        return varlen_operator(self._begin_call(takes_sinks=False), *args, **kwargs)
+        return varlen_operator(self.begin_call(takes_sinks=False), *args, **kwargs)
 
-    def _begin_call(self, *, takes_sinks: bool = True) -> Binding:
-        """The binding of a call of another function than torch's attention."""
+    def begin_call(self, *, takes_sinks: bool = True) -> Binding:
+        """Count a call of another function than torch's attention, and return its binding."""
         self.forward_state.calls += 1
         binding = self.source.now()[0]
         with binding.telling():

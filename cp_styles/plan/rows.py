@@ -20,7 +20,7 @@ from cp_styles.plan.tiles import Cover, Tile
 CELL = 128
 # Largest rectangle with an explicit mask, in pairs, because the mask is materialized.
 PAIRS = 2**20
-# Pairs at which a plan looks to compare the methods of a mask. But it looks at no fewer queries than this.
+# Pairs at which a plan looks to compare the methods of a mask. But it looks at this many queries at least.
 _LOOKED_AT, _FEWEST = 2**20, 16
 
 
@@ -28,13 +28,13 @@ def refuse_contradictions(mask: Mask, q: Sequence[torch.Tensor], kv: Sequence[to
     """Raise ValueError if ``allowed`` of a mask has a pair that its ``bounds`` or its ``needed`` leave out.
 
     ``q`` and ``kv`` are the positions of the queries and of the keys of each rank. All ranks look at the same queries,
-    so that all raise: at all if there are 2**20 pairs at most, else at every n-th query, as many as have so many pairs,
-    and at 16 at least.
+    so that all raise: at all if there are 2**20 pairs at most, else at every n-th query of each rank. These have so
+    many pairs, but they are 16 queries at least, and one of each rank.
     """
     parts = [part for part in mask.parts if type(part).allowed is not Mask.allowed]
     queries, keys = (sum(map(len, positions)) for positions in (q, kv))
-    # An odd step, so that the queries are not all even.
-    step = min(-(-queries * keys // _LOOKED_AT), queries // _FEWEST) | 1
+    step = min(-(-queries * keys // _LOOKED_AT), queries // _FEWEST)
+    step = max(step - 1 + step % 2, 1)  # odd, so that the queries are not all even
     for part, rows, columns in product(parts, q, kv):
         some = rows[::step]
         pairs = part.allowed(some, columns)

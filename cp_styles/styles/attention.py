@@ -34,7 +34,7 @@ from cp_styles._compat import (
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
-from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_call, tell_of_call
+from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_of, tell_of_call
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, find_cuts
@@ -488,7 +488,7 @@ class CoreCalls(AttentionCalls):
     @property
     def latest_layout(self) -> SequenceLayout:
         """The layout of the queries of the latest call."""
-        return resolved_call(self._latest).cuts[0]
+        return resolved_of(self._latest).cuts[0]
 
     _latest: torch.Tensor
 

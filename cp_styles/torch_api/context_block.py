@@ -257,7 +257,7 @@ class _BlockEntry(Opening):
         self.source = binding.with_scopes(has_layout=fixed_layout is not None)
         self.parts, self.outer = parts, outer  # by the ids of the buffers
         self._was_scoped = False  # a recomputation then needs a scope too
-        self.forwards, self.observers = binding.forwards, binding.group_state.get_or_create(_Observers)
+        self.observers = binding.group_state.get_or_create(_Observers)
 
     @contextlib.contextmanager
     def enter(self, *, again: bool = False) -> Iterator[None]:
@@ -305,7 +305,7 @@ class _BlockCalls(AttentionCalls):
         self._trained.clear()
         if exception[0] is not None:
             return
-        if self._entry.parts and not (self._again or self.forward_state.calls or self._entry.forwards.lengths):
+        if self._entry.parts and not (self._again or self.forward_state.calls or self.unscoped.forwards.lengths):
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
                 "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
@@ -317,9 +317,10 @@ class _BlockCalls(AttentionCalls):
     def check_call(self) -> None:
         """Also check the arguments of the models that make this call, once in each entry."""
         super().check_call()
-        if torch.compiler.is_dynamo_compiling() or self._again:
+        if self._again:
             return
-        running, forwards = running_modules(), self._entry.forwards
+        running, source = running_modules(), self.source
+        forwards = (source if source.role.stand_in is None else source.unscoped).forwards
         proof, first_verified, outermost, proved = None, None, None, False
         for module, _, _ in running:  # innermost first
             proof = proof_of(module)

@@ -272,6 +272,28 @@ def test_an_image_that_nobody_cut(use: str, before: int):
     assert len({*map(str, caught.value.errors.values())}) == 1
 
 
+class Dropping(nn.Module):
+    def forward(self, x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x, dropout_p=dropout_p)
+
+
+def test_after_an_error_of_one_rank_the_ranks_look_at_the_same_calls():
+    """They compare tokens, which communicates, in the calls number 1, 2, 4 and 8, and a refused call counts on all."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        style = ModuleContextParallel(layout=JointLayout(prefix=2), verified=True)
+        module = parallelize_module(Dropping(), mesh, style)
+        x = torch.cat((randn(0, 1, HEADS, 2, DIM), randn(1 + rank, 1, HEADS, 3, DIM)), 2)
+        with pytest.raises(ValueError if rank else NotImplementedError):
+            module(x, 0.0 if rank else 0.1)
+        wanted = module(x, 0.0)
+        for _ in range(8):
+            assert torch.equal(module(x, 0.0), wanted)
+
+    run_ranks(on, 2, timeout_seconds=60.0)
+
+
 def test_an_image_that_nobody_cut_by_the_function():
     image = randn(90, BATCH, HEADS, IMAGE + 5, DIM)
 
