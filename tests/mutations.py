@@ -685,6 +685,9 @@ keys: marks of a module's own inputs are lost | ranks/doors/test_joined_keys.py 
 joint: an image that nobody cut | ranks/doors/test_joint.py -k nobody_cut
     _compare_tokens | if uncut and not differs
     becomes | if False
+joint: a call that is refused does not count | ranks/doors/test_joint.py -k after_an_error
+    AttentionCalls._attend | self._joint_calls.get(trains, 0) + 1
+    becomes | self._joint_calls.get(trains, 0) + (dropout_p == 0)
 joint: a layout of a known length is not believed | ranks/doors/test_joint.py -k pattern
     _compare_tokens | and not isinstance(joint.rest, SequenceLayout)
     becomes nothing

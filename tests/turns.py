@@ -441,7 +441,7 @@ def run_cell(cell: Cell) -> list[str]:
 
 @cache
 def _load_compiler() -> None:
-    """Load torch's compiler, which takes tens of seconds on a busy machine: two ranks would be that far apart."""
+    """Load torch's compiler, which takes tens of seconds on a busy machine. A peer would wait as long."""
     torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.zeros(1))
 
 

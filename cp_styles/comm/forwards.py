@@ -18,7 +18,7 @@ class Forwards:
         self.lengths: LatestEntries[tuple[int, int], tuple[int, int]] = LatestEntries(256)
         self.open = False  # the ranks have agreed on forwards since the last meeting for a backward
         self.thread = 0  # has run the latest forward; 0 before the first one
-        self.separated = 0  # the number of the last forward whose mask may have kept the documents of a pack apart
+        self.separated = 0  # the number of the last forward whose mask may separate the documents of a pack
         # Proofs of the models whose attention has run, for a backward, since the last loss or backward.
         self.training: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.trained: WeakSet[Any] = WeakSet()  # the same, since the last sum of a sharder

@@ -137,7 +137,7 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
     )
 
 
-# The group of all ranks. The caller has a mesh, so there is one.
+# The group of all ranks. The caller has a mesh, so there is one. A partial, because each attention asks for it.
 world_group: Callable[[], dist.ProcessGroup] = partial(getattr, dist.group, "WORLD")
 
 

@@ -345,7 +345,7 @@ class Mailbox:
         self._started = number + 1
         let_profilers_record(False)  # receives of the next row may outlive a profiler
         try:
-            # Of the previous row too: an interrupt may have left messages out, for which peers wait.
+            # Post messages of the previous row too: an interrupt may have left some out, for which peers wait.
             for of_row in (number - 1, number):
                 if (current := gathers.get(of_row)) is None:
                     continue

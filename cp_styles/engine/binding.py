@@ -237,7 +237,7 @@ class Binding:
         except TypeError as error:
             problem = f"under torch.compile {error}"
             config = AttentionConfig(*where, (), True, False, self.has_layout, True, problem)
-            in_graph = ConfigInGraph(where[0], config, None)
+            in_graph = ConfigInGraph(config, None)
         # Equal configurations, such as the layers of a model, share a binding. Graphs count no calls.
         copied = replace(self, forward_state=ForwardState(), site=0)
         bindings = self.group_state.get_or_create(BindingsInGraphs)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.contents import raise_what_was_found, running_comparisons
-from cp_styles.engine.binding import Binding, Cuts, Resolved
+from cp_styles.engine.binding import Binding, Resolved
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import Balancer, SequenceLayout, find_cuts, is_deterministic
 from cp_styles.mask import Causal, Dense
@@ -36,6 +36,7 @@ from cp_styles.mask.dense import digest
 from cp_styles.troubleshooting import see
 
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
+AnyLayouts = TypeVar("AnyLayouts", bound=tuple[SequenceLayout, ...])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -164,7 +165,7 @@ class Call(CheckedCall):
         if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
         self._refuse_joined_keys(rows)
-        cuts = agree_on_layouts(self.where, binding.layout, binding.layout_for, lengths, binding.checks.agreement)
+        cuts = agree_on_layouts(self.where, binding.layout, partial(binding.cuts, lengths), binding.checks.agreement)
         for layout, local_lengths in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
             if layout.lengths != local_lengths:
                 raise ValueError(
@@ -221,30 +222,23 @@ class Call(CheckedCall):
 
 
 def agree_on_layouts(
-    where: Caller,
-    layout: SequenceLayout | Balancer,
-    layout_for: Callable[[int], SequenceLayout],
-    lengths: tuple[int, int],
-    agreement: bool,
-) -> Cuts:
-    """The layouts of queries and keys for these global ``lengths``, equal on all ranks.
+    where: Caller, layout: SequenceLayout | Balancer, make: Callable[[], AnyLayouts], agreement: bool
+) -> AnyLayouts:
+    """The layouts that ``make`` returns by ``layout``, equal on all ranks.
 
     Communication: one all-gather of a row, if the layout comes from a balancer that is not a function of this package.
     """
-    cuts = ()
+    made: list[AnyLayouts] = []
 
     def make_layouts() -> tuple[dict[str, Any], StatusRow]:
-        nonlocal cuts
-        first = layout_for(lengths[0])
-        cuts = first, first if lengths[1] == lengths[0] else layout_for(lengths[1])
-        return {"layout": tuple(cut.chunks for cut in cuts)} if may_differ else {}, StatusRow()
+        made.append(make())
+        return {"layout": tuple(cut.chunks for cut in made[0])} if may_differ else {}, StatusRow()
 
     # Facts of the call compare a SequenceLayout and functions of this package by value. The results of a user's own
     # function may differ, also from call to call. So it is called once for a call, and the ranks compare its results.
     may_differ = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
     agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
-    assert cuts
-    return cuts
+    return made[0]
 
 
 def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:

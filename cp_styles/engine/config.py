@@ -77,7 +77,6 @@ register_opaque_value(LiveObject)
 class ConfigInGraph(NamedTuple):
     """The arguments of an attention in a graph. ``dense`` is the tensor of the ``Dense`` mask, if there is one."""
 
-    name: str  # torch.compile on 2.11 cannot read the name in the config
     config: AttentionConfig
     dense: torch.Tensor | None
 
@@ -108,7 +107,7 @@ def config_in_graph(
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
     config = _make_config(name, axis, group_name, parts, checks.agreement, checks.only_warn, has_layout, has_owner)
-    return ConfigInGraph(name, config, tensors[0] if tensors else None)
+    return ConfigInGraph(config, tensors[0] if tensors else None)
 
 
 _make_config = constant_under_compile(AttentionConfig)

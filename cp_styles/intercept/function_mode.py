@@ -89,7 +89,6 @@ class AttentionCalls(TorchFunctionMode):
     def __init__(
         self,
         source: Binding,
-        name: str,
         sink: tuple[nn.Module, str] | None = None,
         *,
         joint: JointLayout | None = None,
@@ -98,7 +97,7 @@ class AttentionCalls(TorchFunctionMode):
         ``sink`` is a module and the name of its parameter with the logit of a sink for each query head.
         """
         super().__init__()
-        self._name = name
+        self._name = source.name
         self._joint, self.source = joint, source
         self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
@@ -110,13 +109,13 @@ class AttentionCalls(TorchFunctionMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         # Not of the class of the mode: a block has modes of its own.
-        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self.source, memo), self._name, joint=self._joint)
+        copied = memo[id(self)] = AttentionCalls(copy.deepcopy(self.source, memo), joint=self._joint)
         copied._sink = copy.deepcopy(self._sink, memo)
         return copied
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self.source, self._name, (module, parameter), joint=self._joint)
+        return AttentionCalls(self.source, (module, parameter), joint=self._joint)
 
     @staticmethod
     def current() -> AttentionCalls | None:
@@ -218,7 +217,7 @@ class AttentionCalls(TorchFunctionMode):
             refuse_graphs(self._name, traced=compiling)
             given = [x for x in tensors if isinstance(x, torch.Tensor)]
             trains = torch.is_grad_enabled() and any(x.requires_grad for x in given)  # equal on all ranks
-            # Before the checks, so that ranks count alike: some numbers are of calls that communicate.
+            # Before the checks, so that all ranks have the same count: it says which calls communicate.
             self._joint_calls[trains] = number = self._joint_calls.get(trains, 0) + 1
         try:
             (check_plain if compiling else check_local)(self._name, tensors, sink_H=sink, attn_mask=attn_mask)
@@ -295,7 +294,7 @@ class AttentionCalls(TorchFunctionMode):
 
         ``binding`` is the result of :meth:`begin_call`.
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
-        as flex_attention; with a PerRow mask, one row of the batch after the other. ``latents`` travel in place of the
+        as flex_attention; with a PerRow mask, row by row of the batch. ``latents`` travel in place of the
         key and value in ``tensors``. Communication and errors: see
         :func:`~cp_styles.functions.attention.context_attention`.
         """

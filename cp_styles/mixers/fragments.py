@@ -329,7 +329,7 @@ class CutSequence:
                 check.judge(numbers, checked_call)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        cut, _ = agree_on_layouts(where, layout, layout_for, (whole, whole), isinstance(rows, StatusRows))
+        (cut,) = agree_on_layouts(where, layout, lambda: (layout_for(whole),), isinstance(rows, StatusRows))
         state.get_or_create(Forwards).lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
         if cut.lengths != lengths:
             raise ValueError(

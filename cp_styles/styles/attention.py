@@ -183,7 +183,7 @@ class CoreState:
         self.style = style
         self.module = module
         self._boundary, self._binding = boundary, binding
-        self.calls = CoreCalls(binding, binding.name)
+        self.calls = CoreCalls(binding)
         # While a forward runs: the form of its inputs on other axes, the number of queries that was declared to
         # DTensor, and the private mesh.
         self.running: tuple[InputForm | None, int, DeviceMesh] | None = None

@@ -131,7 +131,7 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
-        calls = AttentionCalls(binding, binding.name, joint=self.joint)
+        calls = AttentionCalls(binding, joint=self.joint)
         if self.sink_name is not None and all(
             getattr(child, self.sink_name, None) is None for child in module.modules()
         ):

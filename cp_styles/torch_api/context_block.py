@@ -294,7 +294,7 @@ class _BlockCalls(AttentionCalls):
     """The attention calls of a block."""
 
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
-        super().__init__(entry.source, entry.name)
+        super().__init__(entry.source)
         self._entry, self._again = entry, again
         self._checked: set[nn.Module] = set()  # models whose arguments were checked in this entry
         self._trained: set[Proof] = set()

@@ -621,6 +621,31 @@ def test_rotary_embeddings_that_depend_on_the_longest_position(kind: str, door: 
         assert max(map(largest_error, results, wanted)) < EXACT
 
 
+def test_after_an_error_of_one_rank_a_block_goes_on():
+    """A refused call counts on every rank: the ranks compare the numbers of their calls."""
+    model, cut = tiny(causal_lm, config_of("llama")).eval(), head_tail(LENGTH, 2)
+
+    def on(rank: int) -> torch.Tensor:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        tokens, positions = tokens_of(), positions_of().contiguous()
+        first = mine.model.layers[0].self_attn
+        block = context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 1], layout=cut, verified=True)
+        with torch.no_grad(), StayDouble(), block:
+            if rank == 0:
+                first.attention_dropout, first.training = 0.1, True
+            with pytest.raises(ValueError if rank else NotImplementedError, match="failed" if rank else "dropout"):
+                mine(tokens, position_ids=positions)
+            first.attention_dropout, first.training = 0.0, False
+            return mine(tokens, position_ids=positions).logits
+
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    with torch.no_grad(), StayDouble():
+        wanted = one(tokens_of(), position_ids=positions_of()).logits
+    assert error(cut.unshard(run_ranks(on, 2), 1), wanted) < EXACT
+
+
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_rotary_embedding_outside_of_the_style_is_refused(kind: str):
     """The remedy is the test above. Frequencies that depend on nothing are those of any part."""

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import make_plan
 from tests.layouts import layouts
@@ -126,7 +127,7 @@ class Counted(Dilated):
     [(contiguous, 4094), (head_tail, 2 * 4094), (striped, 3 * 2**14 - 4)],
 )
 def test_long_plans_look_at_few_pairs(cut, received: int):
-    """Of 2^14 queries of a rank, in parts that fit into memory. A key that is seen is not asked for again."""
+    """Pairs of 2^14 queries are made in parts that fit into memory. A key that is seen is not asked for again."""
     mask, layout = Counted(4095, 2), cut(2**17, 8)
     plan = make_plan(layout, layout, mask & Documents((2**16, 2**16)), 3)
     assert plan.received_rows == received
@@ -175,6 +176,12 @@ class Wide(Dilated):
         return (q_positions_L[:, None] - kv_positions_M) % self.step == 0
 
 
+@dataclass(frozen=True)
+class Widened(Wide):
+    def bounds(self, q_positions_L):
+        return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, UNBOUNDED)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_mask_whose_own_answer_leaves_out_a_key(rank: int):
     """All ranks say so, though the messages of one alone would lack a row."""
@@ -192,6 +199,9 @@ def test_a_mask_that_allows_pairs_outside_of_its_bounds(rank: int):
     for mask in (Wide(6, 2), Wide(6, 2) & Causal()):
         with pytest.raises(ValueError, match=message + r"position 0 attends .* begin allowed with super\(\).allowed"):
             make_plan(layout, layout, mask, rank)
+    # The remedies: every second key of all positions, and of the bounds.
+    assert make_plan(layout, layout, Widened(6, 2), rank).received_rows == 6
+    assert make_plan(layout, layout, Dilated(6, 2), rank).received_rows == 6 * rank
 
 
 @pytest.mark.parametrize("query", [0, 251, 700])

@@ -31,7 +31,7 @@ from cp_styles.kernels.sdpa import (
 from tests import tables
 from tests.oracle import attention_inputs, error, expected_attention, randn
 
-# Those that run here; CUDA's, stand-ins, have their own tests.
+# Kernels that run here. Stand-ins of CUDA's kernels have tests of their own.
 KERNELS = [kernel for name, kernel in tables.KERNELS.items() if name not in ("default", "CUDA's")]
 CUDA_KERNELS = [kernel for kernel in SDPA_KERNELS if kernel.device_type == "cuda"]
 SHAPES = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import get_ident
@@ -227,8 +229,9 @@ def test_rounds_name_each_distance_once(rounds: str, around: bool):
         keep: int = 1
 
         def rounds(self, ranks: int) -> Any:
-            return found_rounds(ranks)
+            return (remedy or found_rounds)(ranks)
 
+    remedy: Callable[[int], Any] | None = None
     parts = [randn(at, 1, 4, 3, 4) for at in range(3)]
     ranks, strategy = (4, Ulysses(Own(), size=2)) if around else (3, Own())
 
@@ -238,7 +241,11 @@ def test_rounds_name_each_distance_once(rounds: str, around: bool):
     of = 2 if around else 3
     for found in run_ranks(on, ranks, return_errors=True):
         assert isinstance(found, ValueError)
-        assert re.search(rf"Own.rounds\({of}\) returned .* each of the distances 1 to {of - 1} once", str(found)), found
+        words = rf"Own.rounds\({of}\) returned .* each of the distances 1 to {of - 1} once, such as (.*)$"
+        example = re.search(words, str(found))
+        assert example, found
+        remedy = lambda ranks, example=example[1]: ast.literal_eval(example)  # noqa: E731
+    run_ranks(on, ranks)
 
 
 class Wrong(ReferenceKernel):
