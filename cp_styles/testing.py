@@ -72,7 +72,8 @@ def run_ranks(
 
     In ``fn`` the default group is initialized: ``torch.distributed.get_rank()`` and ``init_device_mesh("cpu", ...)``
     work as under torchrun. All threads share torch's random generator, so a seed in ``fn`` is an error: draw before
-    ``run_ranks``, or from a ``torch.Generator`` of your own.
+    ``run_ranks``, or from a ``torch.Generator`` of your own. They share the code that torch.compile makes too: in it
+    ``get_rank()`` may be the number of another rank, so use the argument of ``fn``.
 
     Args:
         fn: called once for each rank; its first argument is the rank.

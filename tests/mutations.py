@@ -634,6 +634,9 @@ checkpoint: the end of a recomputation is an error | ranks/engine/test_turns.py 
 functions: an error of the call before hides the next one | ranks/engine/test_turns.py -k function
     binding_of_call | known.turn.begin()
     becomes | pass
+compile: an error of the call before hides the next one | ranks/compile/test_compile_refusals.py -k second_error
+    _attention | binding.group_state.turn.begin()
+    becomes | pass
 checks: a projection by signs | unit/test_replicas.py
     project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
     becomes | torch.ones(values.numel(), dtype=torch.float64, device="cpu")

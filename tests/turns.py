@@ -1,13 +1,15 @@
 """One rank fails before, between or behind two calls that communicate: every rank hears of it, whatever the door.
 
-    python -m tests.turns                             every cell on threads: door, how, moment, rank, whether it goes on
+    python -m tests.turns                             the cells on threads: door, how, moment, rank, whether it goes on
     python -m tests.turns --doors core --how eager    some of them
+    torchrun --nproc-per-node 2 -m tests.turns        the cells on processes, and compiled ones, which need them
 
 A *door* is a way to make two such calls. A *moment* is where a rank fails, and :class:`How` says in which run of the
 calls: in a checkpoint, in its recomputation, in compiled code. A :class:`Cell` is one of each, the rank that fails, and
 whether the program catches the error. :func:`run_cell` runs it on ranks that are threads: it raises if a rank waits for
 the timeout, if a rank hears nothing, or if the next step, after all ranks have caught their errors, is not exact.
-:func:`perform` is one rank of it, on threads or processes.
+:func:`perform` is one rank of it, on threads or processes. Compiled cells run on processes: threads share the code that
+torch.compile makes, in which ``dist.get_rank()`` is a constant, and the flag of ``torch.compiler.is_compiling()``.
 
 Where no style, block or function of the package encloses the code between two calls, nobody can tell the peers, and the
 door has no such moment. The peers of a rank that goes on then wait, as "Not promised" in "When a rank fails" of
@@ -17,14 +19,18 @@ tutorials/troubleshooting.md says.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from datetime import timedelta
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -283,9 +289,9 @@ def varlen(x: torch.Tensor) -> torch.Tensor:
     return PackedCore([0, LENGTH], window_size=(-1, 0))(x, x, x)
 
 
-def by_calls(call: Callable[[DeviceMesh, torch.Tensor], torch.Tensor]) -> Door:
+def by_calls(call: Callable[[DeviceMesh, torch.Tensor], torch.Tensor], hows: tuple[str, ...] = tuple(HOW)) -> Door:
     """Two calls of a function."""
-    return Door(lambda mesh: lambda at: at.twice(*[partial(call, mesh)] * 2, trained(own(X))), *_IN_CALLS)
+    return Door(lambda mesh: lambda at: at.twice(*[partial(call, mesh)] * 2, trained(own(X))), *_IN_CALLS, hows)
 
 
 def latents(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -363,9 +369,10 @@ DOORS: dict[str, Door] = {
     "convolution": by_calls(lambda mesh, x: context_causal_conv1d(convolution, x, mesh, width=3, seq_dim=1)),
     "roll": by_calls(lambda mesh, x: context_roll(x, 1, 1, mesh)),
     "recurrence": by_calls(recurrence),
-    "gather": by_calls(lambda mesh, x: own(gather(x, 1, mesh, reduce_gradients=True, layout=LAYOUT))),
-    "all_to_all": by_calls(lambda mesh, x: all_to_all(all_to_all(x, 2, 1, mesh), 1, 2, mesh)),
-    "heads": by_calls(_heads_and_back),
+    # In graphs collectives do not compare their calls.
+    "gather": by_calls(lambda mesh, x: own(gather(x, 1, mesh, reduce_gradients=True, layout=LAYOUT)), _EAGER),
+    "all_to_all": by_calls(lambda mesh, x: all_to_all(all_to_all(x, 2, 1, mesh), 1, 2, mesh), _EAGER),
+    "heads": by_calls(_heads_and_back, _EAGER),
 }
 
 
@@ -395,12 +402,14 @@ def cells() -> Iterator[Cell]:
 
 def perform(cell: Cell, rank: int) -> str:
     """One rank of a cell. Returns the error of the first step. Raises what is against the promise."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as around:
         warnings.simplefilter("ignore")
         mesh = cp_mesh(RANKS)
         how, door = HOW[cell.how], DOORS[cell.door]
         act = door.make(mesh)
         if how.compiles:
+            # Behind torch.compile's limit of graphs a cell would run as written.
+            around.enter_context(torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True))
             act = torch.compile(act, backend="aot_eager")
 
         def step(at: At) -> torch.Tensor:
@@ -429,40 +438,76 @@ def perform(cell: Cell, rank: int) -> str:
 
 def run_cell(cell: Cell) -> list[str]:
     """The error of each rank. Raises if a rank was not told, or cannot go on."""
-    if HOW[cell.how].compiles:
-        _load_compiler()
-    results = run_ranks(partial(_on_rank, cell), RANKS, timeout_seconds=TIMEOUT, return_errors=True)
-    words = [f"{type(x).__name__}: {x}" if isinstance(x, BaseException) else x for x in results]
-    wrong = [x for x in results if isinstance(x, AssertionError) or (cell.caught and isinstance(x, BaseException))]
-    assert not wrong, words
+    assert not HOW[cell.how].compiles, "compiled cells need processes"
+    return judged(run_ranks(partial(_on_rank, cell), RANKS, timeout_seconds=TIMEOUT))
+
+
+def _on_rank(cell: Cell, rank: int) -> Heard:
+    return heard(cell, rank)
+
+
+class Heard(NamedTuple):
+    """The error of a rank. ``wrong``: the promise is broken."""
+
+    words: str
+    wrong: bool
+
+
+def heard(cell: Cell, rank: int) -> Heard:
+    try:
+        return Heard(perform(cell, rank), wrong=False)
+    except Exception as error:
+        return Heard(f"{type(error).__name__}: {error}", cell.caught or isinstance(error, AssertionError))
+
+
+def judged(ranks: Sequence[Heard]) -> list[str]:
+    """What they heard. Raises AssertionError if the promise is broken."""
+    words = [each.words for each in ranks]
+    assert not any(each.wrong for each in ranks), words
     assert all("Error" in each or "Planted" in each for each in words), words
     return words
 
 
-@cache
-def _load_compiler() -> None:
-    """Load torch's compiler, which takes tens of seconds on a busy machine. A peer would wait as long."""
-    torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.zeros(1))
+class Processes:
+    """Runs cells on the processes of torchrun. The ranks of each cell meet at a place of their own."""
 
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store, self._cells = dist.TCPStore(*address, is_master=False), 0
+        torch.set_num_threads(1)
 
-def _on_rank(cell: Cell, rank: int) -> str:
-    return perform(cell, rank)
+    def run_cell(self, cell: Cell) -> list[str]:
+        """As the function of this name."""
+        self._cells += 1
+        place = dist.PrefixStore(f"cell {self._cells}", self._store)
+        limit = timedelta(seconds=TIMEOUT)
+        dist.init_process_group("gloo", store=place, rank=self.rank, world_size=RANKS, timeout=limit)
+        place.set(f"heard by {self.rank}", json.dumps(heard(cell, self.rank)))
+        ranks = [Heard(*json.loads(place.get(f"heard by {rank}"))) for rank in range(RANKS)]
+        dist.destroy_process_group()
+        return judged(ranks)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.turns")
     parser.add_argument("--doors", nargs="*", choices=DOORS, default=list(DOORS))
     parser.add_argument("--how", nargs="*", choices=HOW, default=list(HOW))
-    options, bad = parser.parse_args(), 0
+    options, bad, count = parser.parse_args(), 0, 0
+    processes = Processes() if "RANK" in os.environ else None
+    if processes is None:
+        options.how = [how for how in options.how if not HOW[how].compiles]
     for cell in cells():
         if cell.door in options.doors and cell.how in options.how:
-            began = time.monotonic()
+            began, count = time.monotonic(), count + 1
             try:
-                told = " | ".join(each[:60] for each in run_cell(cell))
+                told = " | ".join(each[:60] for each in (processes.run_cell if processes else run_cell)(cell))
             except (AssertionError, RankTimeout) as wrong:
                 bad, told = bad + 1, f"WRONG: {type(wrong).__name__} {str(wrong)[:300]}"
-            print(f"{cell!s:60} {time.monotonic() - began:6.1f} s  {told}", flush=True)
-    print(f"{bad} broken promises")
+            if processes is None or processes.rank == 0:
+                print(f"{cell!s:60} {time.monotonic() - began:6.1f} s  {told}", flush=True)
+    if processes is None or processes.rank == 0:
+        print(f"{bad} broken promises of {count} cells")
     return int(bad > 0)
 
 

@@ -239,6 +239,8 @@ def _attention(
             if mode.encloses_call():
                 mode.wrap_checkpoints()
     binding, scope = (find_binding(config, dense) if in_graph else config).now()
+    if in_graph:
+        binding.group_state.turn.begin()  # a call of a function begins here; an eager one began with its binding
     binding = binding.without_kept_keys() if lean else binding
     cut = b""
     try:
@@ -293,6 +295,8 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
     residual = q.new_empty(sizes[0], dtype=torch.uint8)
     call = torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
     kernel = rebuild(config.parts[4]) if isinstance(config, AttentionConfig) and config.parts else None
+    # The op refuses integers when it runs. Until then the code behind it is traced, and must not fail on this rank.
+    q = q if q.is_floating_point() else q.to(torch.get_default_dtype())
     dim = v.shape[-1] if kernel is None else kernel.dims(k, v)[1]
     return _empty_like_query(q, dim), residual, call, q.new_empty(0)
 

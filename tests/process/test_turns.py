@@ -1,4 +1,4 @@
-"""Some cells of tests/turns.py in processes: a program that catches its error, and one that waits for its peers."""
+"""Cells of tests/turns.py in processes: some programs that catch their error, and those that torch.compile compiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.process.several import Program, in_a_world
-from tests.turns import RANKS, Cell, perform
+from tests.turns import HOW, RANKS, Cell, Heard, cells, heard, judged
 
 pytestmark = pytest.mark.process
 
@@ -23,24 +23,34 @@ CELLS = [
 ]
 
 
+# Compilations take seconds.
+COMPILED = [cell for cell in cells() if HOW[cell.how].compiles]
+AT_NIGHT = [cell for cell in COMPILED if cell.door not in ("module", "function") or not cell.caught or not cell.faulty]
+CELLS += [cell for cell in COMPILED if cell not in AT_NIGHT]
+
+
 @in_a_world
-def run_cells(folder: Path) -> None:
+def run_cells(folder: Path, chosen: list[Cell], name: str) -> None:
     told = {}
-    for cell in CELLS:
+    for cell in chosen:
         began = time.monotonic()
-        words = perform(cell, dist.get_rank())
-        told[str(cell)] = words, time.monotonic() - began
-    (folder / f"turns {dist.get_rank()}.json").write_text(json.dumps(told))
+        told[str(cell)] = *heard(cell, dist.get_rank()), time.monotonic() - began
+    (folder / f"{name} {dist.get_rank()}.json").write_text(json.dumps(told))
 
 
-PROGRAMS = {"turns": Program(RANKS, partial(run_cells))}
+PROGRAMS = {
+    name: Program(RANKS, partial(run_cells, chosen=chosen, name=name), at_night=chosen is AT_NIGHT)
+    for name, chosen in {"turns": CELLS, "turns at night": AT_NIGHT}.items()
+}
 
 
-def test_cells_in_processes(on_processes):
-    finished = on_processes["turns"]
+@pytest.mark.parametrize("name", ["turns", pytest.param("turns at night", marks=pytest.mark.nightly)])
+def test_cells_in_processes(on_processes, name: str):
+    finished = on_processes[name]
     assert finished.statuses == [0] * RANKS, finished.said
-    for rank in range(RANKS):
-        told = json.loads((finished.folder / f"turns {rank}.json").read_text())
-        assert told.keys() == {str(cell) for cell in CELLS}
-        assert all("Error" in words or "Planted" in words for words, _ in told.values())
-        assert max(seconds for _, seconds in told.values()) < 20  # the timeout of a group is half an hour
+    by_rank = [json.loads((finished.folder / f"{name} {rank}.json").read_text()) for rank in range(RANKS)]
+    assert all(told.keys() == {str(cell) for cell in (CELLS if name == "turns" else AT_NIGHT)} for told in by_rank)
+    for cell in by_rank[0]:
+        words, wrong, seconds = zip(*(told[cell] for told in by_rank), strict=True)
+        judged([Heard(*each) for each in zip(words, wrong, strict=True)])
+        assert max(seconds) < 20  # the timeout of a group is half an hour

@@ -114,6 +114,24 @@ SPOILT = {
 }
 
 
+@on_every_rank(RANKS)
+def test_a_second_error_where_the_program_handles_the_first(mesh, rank: int):
+    """It is told like the first one: a graph begins a call as eager code does."""
+    attend = torch.compile(door("function", mesh), backend="aot_eager", fullgraph=True)
+    q, k, v = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
+    k = k.int() if rank == 1 else k
+
+    def heard() -> str:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            attend(q, k, v)
+        return str(caught.value)
+
+    try:
+        attend(q, k, v)
+    except (ValueError, RuntimeError):
+        assert ("must share one floating-point dtype" if rank == 1 else "ranks [1]") in heard()
+
+
 @pytest.mark.parametrize("what", ["length", *at_night("dtype", "head dim")])
 @pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 @on_every_rank(RANKS)
