@@ -191,7 +191,7 @@ def exchange(
             operations.run_deferred_check()
         tag = operations.tag
     pairs, works, peers, tensors = [*sends, *receives], [], [], []
-    if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
+    if group is not None and (not pairs or moves_singly(pairs[0][1].device)):
         # CPU backends do not batch, and a list of P2POps would cost more than the sending of small messages. Sends come
         # first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this thread
         # would move the data, and hold a lock for which gloo's thread polls.
@@ -217,6 +217,11 @@ def exchange(
         except RuntimeError as error:
             raise transfer_error(error, peers, group) from error
     return PendingTransfers(works, tensors, peers, group)
+
+
+def moves_singly(device: torch.device) -> bool:
+    """Whether messages of this device move one by one, and not in batches."""
+    return device.type in ("cpu", "meta")
 
 
 MOST_OPERATIONS = 256
@@ -269,7 +274,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """
     # NCCL sets up a group in its first operation, in which all ranks must take part. A rank whose plan has no messages
     # takes no part in a batch, so its peers would wait forever.
-    if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
+    if group is None or moves_singly(device) or group.size() == 1 or state_of(group).opened:
         return
     with collective(group, state_of(group).operations.user):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
