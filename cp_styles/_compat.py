@@ -468,6 +468,19 @@ def register_opaque_value(cls: type) -> None:
         opaque_object.register_opaque_type(cls, typ="value")
 
 
+def start_batch(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Begin a batch of sends and receives, unless the backend of the device makes none. Seen: 2.11 to 2.14."""
+    if not getattr(group._get_backend(device), "supports_coalescing", False):
+        return False
+    group._start_coalescing(device)
+    return True
+
+
+def end_batch(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+    """Start what was sent and received since :func:`start_batch`. Seen: 2.11 to 2.14."""
+    return group._end_coalescing(device)
+
+
 def new_size(context: Any) -> Any:
     """A size that is known only when an op runs, for its fake implementation.
 

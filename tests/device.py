@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from cp_styles import testing
+from cp_styles.comm import point_to_point
+from cp_styles.comm.point_to_point import Message
 from tests.gpu_record import SideStream
 
 DEVICE = torch.device(os.environ.get("CP_STYLES_TEST_DEVICE", "cpu"))
@@ -48,22 +50,20 @@ class Staged:
     """The messages of a batch over the host: gloo sends no memory of a GPU. Unlike the wait of NCCL, ``wait`` holds the
     host until the messages have come. Kernels that read them wait on the stream."""
 
-    def __init__(self, ops: list[dist.P2POp]) -> None:
+    def __init__(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> None:
         self.side, self.received, self.works = SideStream(), [], []
         pinned = torch.cuda.is_available()
-        hosts = [torch.empty(op.tensor.shape, dtype=op.tensor.dtype, pin_memory=pinned) for op in ops]
+        hosts = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, pin_memory=pinned) for x in batch]
         with self.side.context():
-            for op, host in zip(ops, hosts, strict=True):
-                if op.op is dist.isend:
-                    host.copy_(op.tensor, non_blocking=True)
+            for message, host in zip(batch, hosts, strict=True):
+                if message.is_sent:
+                    host.copy_(message.tensor, non_blocking=True)
         if self.side.stream is not None:
             self.side.stream.synchronize()
-        for op, host in zip(ops, hosts, strict=True):
-            sends = op.op is dist.isend
-            assert op.group is not None
-            self.works.append((op.group.send if sends else op.group.recv)([host], op.group_peer, op.tag))
-            if not sends:
-                self.received.append((op.tensor, host))
+        for (is_sent, peer, tensor), host in zip(batch, hosts, strict=True):
+            self.works.append((group.send if is_sent else group.recv)([host], peer, tag))
+            if not is_sent:
+                self.received.append((tensor, host))
         self.hosts = hosts
 
     def wait(self, *_: Any) -> bool:
@@ -108,7 +108,7 @@ def _over_the_host(real: Callable[..., Any], back: Callable[[torch.Tensor], torc
 def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Iterator[None]:
     """Batches of messages and collectives go over the host. ``back`` copies a tensor to it."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(dist, "batch_isend_irecv", lambda ops: [Staged(ops)]))
+        stack.enter_context(patch.object(point_to_point, "move_batch", lambda *batch: [Staged(*batch)]))
         for name in _COLLECTIVES:
             stack.enter_context(patch.object(dist, name, _over_the_host(getattr(dist, name), back)))
         yield

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_styles._compat import group_of_op, resolve_group, run_kernel
+from cp_styles.comm import point_to_point
+from cp_styles.comm.point_to_point import Message
 from tests.cuda_ops import Seen, cuda_ops_on_cpu
 
 DEVICE = torch.device("cuda", 0)
@@ -241,28 +243,26 @@ class Nccl:
                 raise BreaksRule("the first operation of a group is a batch of messages")
             log.append(what)
 
-    def batch(self, ops: list[dist.P2POp]) -> list[Any]:
-        """For ``dist.batch_isend_irecv``."""
-        group, work = ops[0].group, _Work(self.unfinished)
-        assert group is not None
-        for op in ops:
-            if not isinstance(op.tensor, OnGpu):
+    def batch(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[Any]:
+        """For :func:`cp_styles.comm.point_to_point.move_batch`."""
+        work = _Work(self.unfinished)
+        for message in batch:
+            if not isinstance(message.tensor, OnGpu):
                 raise BreaksRule("a message of the host")
-            if not op.tensor.is_contiguous():
+            if not message.tensor.is_contiguous():
                 raise BreaksRule("Tensors must be contiguous")
-        kinds = ["recv" if op.op is dist.irecv else "send" for op in ops]
-        entries = zip(kinds, ops, strict=True)
-        self.note(group, "batch", tuple((kind, op.group_peer, op.tensor.numel()) for kind, op in entries))
-        for kind, op in sorted(zip(kinds, ops, strict=True), key=lambda entry: entry[0] == "recv"):
-            visible: torch.Tensor = read(op.tensor)
+        kinds = {True: "send", False: "recv"}
+        self.note(group, "batch", tuple((kinds[is_sent], peer, tensor.numel()) for is_sent, peer, tensor in batch))
+        for is_sent, peer, tensor in sorted(batch, key=lambda message: not message.is_sent):
+            visible: torch.Tensor = read(tensor)
             memory = visible.clone()
-            if kind == "send":
+            if is_sent:
                 work.sent.append((visible, memory))
-                work.works.append(_SEND(group, [memory.clone()], op.group_peer, 0))
+                work.works.append(_SEND(group, [memory.clone()], peer, 0))
             else:
                 work.received.append((visible, memory))
                 _poisoned(visible)
-                work.works.append(_RECV(group, [memory], op.group_peer, 0))
+                work.works.append(_RECV(group, [memory], peer, 0))
         return [work]
 
     def verify(self) -> None:
@@ -428,7 +428,7 @@ def gpus(
         patch.setattr(torch.Tensor, "to", to)
         patch.setattr(torch, "Event", _Event)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
-        patch.setattr(dist, "batch_isend_irecv", _current.batch)
+        patch.setattr(point_to_point, "move_batch", _current.batch)
         for path in waits:
             patch.setattr(path, waiting(resolve_name(path)))
         if nccl_only:

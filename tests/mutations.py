@@ -637,6 +637,12 @@ functions: an error of the call before hides the next one | ranks/engine/test_tu
 compile: an error of the call before hides the next one | ranks/compile/test_compile_refusals.py -k second_error
     _attention | binding.group_state.turn.begin()
     becomes | pass
+messages: a batch does not start at once | unit/test_batches.py -k calls_of_torch
+    start_batch | group._start_coalescing(device)
+    becomes | pass
+messages: each has a batch of its own | unit/test_account.py -k ring
+    exchange | for batch in batches_of(sends, receives, group.rank(), group.size()):
+    becomes | for batch in [[one] for many in batches_of(sends, receives, group.rank(), group.size()) for one in many]:
 checks: a projection by signs | unit/test_replicas.py
     project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
     becomes | torch.ones(values.numel(), dtype=torch.float64, device="cpu")

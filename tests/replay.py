@@ -57,6 +57,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
+from cp_styles.comm import point_to_point
 from cp_styles.explain import Explanation, explain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
@@ -97,7 +98,7 @@ class Transport:
     """
 
     def __init__(self) -> None:
-        self._side = SideStream()
+        self._side, self._batch = SideStream(), contextlib.ExitStack()
         self._rank = 0
         self._channels: dict[tuple[Any, ...], Channel] = {}
 
@@ -124,7 +125,7 @@ class Transport:
 
         try:
             with (
-                patch.object(dist, "batch_isend_irecv", self._batch),
+                patch.multiple(point_to_point, start_batch=self._start_batch, end_batch=self._end_batch),
                 patch.multiple(dist.ProcessGroup, send=send, recv=recv),
             ):
                 yield
@@ -135,12 +136,13 @@ class Transport:
         self._side.join()
         return True
 
-    def _batch(self, ops: list[dist.P2POp]) -> list[Transport]:
-        with self._side.context():  # once, as NCCL's stream waits once for a batch
-            for op in ops:
-                assert op.group is not None
-                (self._send if op.op is dist.isend else self._receive)(op.group, op.tensor, op.group_peer)
-        return [self]
+    def _start_batch(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        self._batch.enter_context(self._side.context())  # once, as NCCL's stream waits once for a batch
+        return True
+
+    def _end_batch(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
+        self._batch.close()
+        return self
 
     def _send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> None:
         self.sent(self._channel(group, None, peer), tensor)

@@ -112,9 +112,9 @@ class Counted(Transport):
     def filled(self, channel, tensor):
         self.received += 1
 
-    def _batch(self, ops):
+    def _start_batch(self, group, device):
         self.batches += 1
-        return super()._batch(ops)
+        return super()._start_batch(group, device)
 
 
 class Calls(Counter[str]):
@@ -128,7 +128,10 @@ class Calls(Counter[str]):
         sys.setprofile(None)
 
     def _hear(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" or (event == "c_call" and argument is not sys.setprofile):
+        if event == "call":
+            # A function of tests/ stands for a C function, a call of its caller.
+            self[_place(frame.f_back if _is_harness(frame) else frame)] += 1
+        elif event == "c_call" and argument is not sys.setprofile:
             self[_place(frame)] += 1
 
 
@@ -140,10 +143,14 @@ def _place(frame: FrameType | None) -> str:
             return file[len(PACKAGE) + 1 : -len(".py")]
         if "torch/distributed/" in file:
             return "torch.distributed"
-        if file.startswith(TESTS) and frame.f_code not in _PART_OF_THE_PATH:
+        if _is_harness(frame):
             return "tests"
         frame = frame.f_back
     return "tests"
+
+
+def _is_harness(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(TESTS) and frame.f_code not in _PART_OF_THE_PATH
 
 
 _PART_OF_THE_PATH = {Launch.__call__.__code__, _launch.__code__}
@@ -168,7 +175,7 @@ def count_ops(run: Callable[[], object]) -> Ops:
     found = Ops(Counter(), Counter())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         run()
-    for event in trace.events():
+    for event in trace.events() or ():
         if event.name.startswith("aten::"):
             kind = "attention" if "attention" in event.name else KINDS.get(event.name, "math")
             found.every[kind] += 1

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm import point_to_point
 from tests import device, gpu, replay
 from tests.covering import at_night
 from tests.cuda_ops import cuda_ops_on_cpu
@@ -180,21 +181,25 @@ def test_two_ranks_of_the_job_share_a_gpu(monkeypatch):
     def train() -> int:
         seen["argv"] = sys.argv[1:5]
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(days=1))
-        seen["messages"] = dist.batch_isend_irecv([])
+        seen["messages"] = point_to_point.move_batch("batch", "group", 0)  # pyright: ignore[reportArgumentType]
         return 0
 
-    real = dist.batch_isend_irecv, dist.all_reduce
+    real = point_to_point.move_batch, dist.all_reduce
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: seen.update(backend=backend))
-    monkeypatch.setattr(device, "Staged", list)
+    monkeypatch.setattr(device, "Staged", lambda *batch: batch)
     monkeypatch.setitem(sys.modules, "train_llama", SimpleNamespace(main=train))  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(sys.modules, "picture", SimpleNamespace())  # pyright: ignore[reportArgumentType]
     (line,) = run_checks("job", gpu.job())
     assert line["ok"]
-    assert seen == {"argv": ["--cp", "2", "--tp", "1"], "backend": "cpu:gloo,cuda:gloo", "messages": [[]]}
-    assert real == (dist.batch_isend_irecv, dist.all_reduce)
+    assert seen == {
+        "argv": ["--cp", "2", "--tp", "1"],
+        "backend": "cpu:gloo,cuda:gloo",
+        "messages": [("batch", "group", 0)],
+    }
+    assert real == (point_to_point.move_batch, dist.all_reduce)
 
 
 @pytest.mark.nightly

@@ -49,7 +49,7 @@ def test_all_ranks_are_one_device_on_stand_ins():
 
 @pytest.mark.nightly
 def test_messages_in_batches():
-    """The way of CUDA: a batch of P2POps for tensors of a GPU, whose host never waits."""
+    """The way of CUDA: a batch of messages for tensors of a GPU, whose host never waits."""
     inputs, grad = attention_inputs(length=SMALL.length, batch=1, heads=4, kv_heads=2, dim=8)
     expected = expected_attention(inputs, grad, SMALL.masks()[1])
     with gpus(verified=False):

@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles.comm import point_to_point
-from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of
+from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of, move_batch
 from tests.gpu_tensors import BreaksRule, Nccl
 
 # For each pair of ranks, sender and receiver, the sizes of its messages in order.
@@ -97,3 +101,32 @@ def test_a_cut_by_place_is_noticed(monkeypatch):
     table = [[[1] if peer != rank else [] for peer in range(8)] for rank in range(8)]
     with pytest.raises(BreaksRule, match="wait for each other"):
         check(batches_of_all(table), table, 4)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_batch_makes_the_calls_of_torch(monkeypatch, batches: bool):
+    """Those that dist.batch_isend_irecv makes, on a backend with batches and on one without."""
+    calls: list[tuple[Any, ...]] = []
+    for name in ("send", "recv", "_start_coalescing", "_end_coalescing"):
+
+        def call(group: dist.ProcessGroup, *args: Any, name: str = name) -> str:
+            calls.append((name, *args))
+            return f"work {len(calls)}"
+
+        monkeypatch.setattr(dist.ProcessGroup, name, call)
+    backend = SimpleNamespace(supports_coalescing=batches)
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        batch = [Message(is_sent, peer, torch.zeros(1)) for is_sent, peer in ((False, 0), (True, 2), (True, 0))]
+        kinds = {True: dist.isend, False: dist.irecv}
+        ops = [dist.P2POp(kinds[sent], x, group=group, group_peer=peer, tag=7) for sent, peer, x in batch]
+        works, wanted = dist.batch_isend_irecv(ops), calls[:]
+        calls.clear()
+        assert move_batch(batch, group, 7) == works
+    finally:
+        dist.destroy_process_group()
+    assert repr(calls) == repr(wanted)
+    assert len(calls) == (5 if batches else 3)

@@ -1,0 +1,26 @@
+"""The host's work for one attention on a GPU does not grow: see tests/benchmarks/account.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.account import STRATEGIES, account
+
+# Of a forward and backward: calls, ops at top level, received messages and batches. Calls depend a little on the
+# versions of torch and Python.
+KNOWN = {
+    ("ring", 8): (3176, 390, 27, 17),
+    ("ring", 2): (959, 115, 3, 2),
+    ("all-gather", 8): (2793, 376, 27, 9),
+    ("ulysses", 8): (2219, 312, 42, 6),
+}
+ROOM = 1.05
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), KNOWN)
+def test_the_calls_of_the_host(strategy: str, ranks: int):
+    found = account(STRATEGIES[strategy], ranks, 4096)
+    calls, ops, received, batches = KNOWN[strategy, ranks]
+    assert calls / ROOM <= found.calls.total() <= calls * ROOM, found.calls.most_common()
+    assert ops / ROOM <= found.ops.top.total() <= ops * ROOM, found.ops.top
+    assert (found.received, found.batches) == (received, batches)
