@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import lru_cache, update_wrapper
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,6 +31,16 @@ class LatestEntries(OrderedDict[K, T]):
         while len(self) > self.most:
             self.popitem(last=False)
         return value
+
+
+def is_value(thing: object) -> bool:
+    """Whether a cache may keep ``thing``: it consists of plain values, in tuples and frozen dataclasses."""
+    made = vars(type(thing)).get("__dataclass_params__")  # None for a class that only inherits from a dataclass
+    if made is not None:
+        return made.frozen and all(is_value(getattr(thing, each.name)) for each in fields(cast(Any, thing)))
+    if isinstance(thing, tuple):
+        return all(map(is_value, thing))
+    return isinstance(thing, (bool, int, float, str, torch.dtype, type, type(None)))
 
 
 _about: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import call_when_destroyed, uncompiled
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles.bounded_cache import LatestEntries, is_value
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
@@ -506,8 +506,8 @@ def binding_of_call(
     axis, group = axis_and_group(name, mesh)
     with telling(name, group):  # this rank's argument may be the only wrong one
         binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
-    # No cache keeps a mask that holds a tensor, a kernel of the user, or modules in ``checks`` alive.
-    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not checks.local:
+    # No cache keeps tensors and modules alive that a mask, a kernel or ``checks`` may hold.
+    if mask.pattern == mask and (isinstance(kernel, SdpaKernel) or is_value(kernel)) and not checks.local:
         get_bindings(group).put(key, binding)
     return binding
 

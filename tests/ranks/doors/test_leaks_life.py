@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -196,6 +197,14 @@ class Own(ReferenceKernel):
     """A kernel of the user."""
 
 
+@dataclass(frozen=True)
+class Tuned(ReferenceKernel):
+    """A kernel of the user that consists of values, unless ``table`` is a tensor."""
+
+    rows: int = 8
+    table: torch.Tensor | tuple[int, ...] = ()
+
+
 @on_every_rank(1)
 def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive():
     """What a call derives from its arguments is found again; tensors of masks and modules of checks are let go."""
@@ -210,10 +219,11 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
     attend = partial(context_attention, x, x, x, group, layout=layout)
     assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
     mask, kernel = Dense(torch.ones(8, 8, dtype=torch.bool)), Own()
-    for held in ({"mask": mask}, {"kernel": kernel}, {"checks": Checks(local=(local,))}):
+    for held in ({"mask": mask}, {"kernel": kernel}, {"kernel": Tuned(table=x)}, {"checks": Checks(local=(local,))}):
         assert made(partial(attend, **held)) == 0
+    assert [made(partial(attend, kernel=kernel)) for kernel in (Tuned(), Tuned(8), Tuned(9))] == [1, 0, 1]
     gone = [weakref.ref(each) for each in (mask.tensor, kernel, local)]
     del mask, kernel, local, held
     gc.collect()
     assert [each() for each in gone] == [None] * 3
-    assert len(get_bindings(group)) == 2
+    assert len(get_bindings(group)) == 4
