@@ -468,17 +468,18 @@ def register_opaque_value(cls: type) -> None:
         opaque_object.register_opaque_type(cls, typ="value")
 
 
-def start_batch(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Begin a batch of sends and receives, unless the backend of the device makes none. Seen: 2.11 to 2.14."""
+def start_batch(group: dist.ProcessGroup, device: torch.device) -> Callable[[], dist.Work] | None:
+    """Begin a batch of sends and receives. The result starts them. None: the backend of the device makes no batches.
+    Seen: 2.11 to 2.14."""
     if not getattr(group._get_backend(device), "supports_coalescing", False):
-        return False
+        return None
     group._start_coalescing(device)
-    return True
+    return partial(group._end_coalescing, device)
 
 
-def end_batch(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
-    """Start what was sent and received since :func:`start_batch`. Seen: 2.11 to 2.14."""
-    return group._end_coalescing(device)
+ASYNC_ALL_TO_ALL = dist.distributed_c10d.AllToAllOptions()
+"""The options of ``ProcessGroup.alltoall`` that return a work. Seen: 2.11 to 2.14."""
+ASYNC_ALL_TO_ALL.asyncOp = True
 
 
 def new_size(context: Any) -> Any:

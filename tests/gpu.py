@@ -425,6 +425,7 @@ def job() -> Iterator[Check]:
 
 def rows() -> Iterator[Check]:
     """Every seventh strategy, mask and layout over NCCL, a rank for each GPU."""
+    from cp_styles.mixers.selection import selected_keys
     from tests.oracle import MASKS, Sizes
     from tests.tables import LAYOUTS, STRATEGIES, cut_by, divides
 
@@ -435,14 +436,19 @@ def rows() -> Iterator[Check]:
         bias = None if value.bias is None else value.bias.double()
         expected = expected_attention(inputs, cotangent, value.sees, bias=bias)
         parts = [cut.shard(x, 2, rank).to(DEVICE) for x in (*inputs, cotangent)]
-        options = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
+        options: dict[str, Any] = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
+        if value.selected is not None:
+            own = cut.shard(value.selected, 1, rank).to(DEVICE)
+            options["mask"] &= selected_keys(own, dist.group.WORLD, layout=cut)
         attend = partial(context_attention, mesh=dist.group.WORLD, **options)
         return judge(errors_of(attend_and_differentiate(attend, parts[:3], parts[3]), expected, cut, rank), dtype)
 
     with group("cpu:gloo,cuda:nccl") as (rank, ranks):
-        for index, (strategy, mask, layout) in enumerate((s, m, x) for s in STRATEGIES for m in MASKS for x in LAYOUTS):
+        every = ((s, m, x) for s in STRATEGIES for m in MASKS for x in LAYOUTS)
+        for index, (strategy, mask, layout) in enumerate(every):
             dtype = (*LOW, torch.float32)[index % 3]
-            if index % 7 == 0 and divides(strategy, ranks):
+            moves_heads = mask == "selected & causal" and "Ulysses" in strategy  # refused
+            if index % 7 == 0 and divides(strategy, ranks) and not moves_heads:
                 yield f"{strategy}, {mask}, {layout}", partial(compare, strategy, mask, layout, dtype, rank, ranks)
 
 

@@ -229,7 +229,8 @@ class _Work:
 
 
 class Nccl:
-    """What ranks did over each group, in order: ("all-reduce",) or ("batch", ((kind, peer, elements), ...))."""
+    """What ranks did over each group, in order: ("all-reduce",), ("all-to-all",) or ("batch", ((kind, peer, elements),
+    ...))."""
 
     def __init__(self, *, runs_ahead: bool = False) -> None:
         self.unfinished: list[Any] | None = [] if runs_ahead else None
@@ -245,14 +246,27 @@ class Nccl:
 
     def batch(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[Any]:
         """For :func:`cp_styles.comm.point_to_point.move_batch`."""
+        kinds = {True: "send", False: "recv"}
+        self.note(group, "batch", tuple((kinds[is_sent], peer, tensor.numel()) for is_sent, peer, tensor in batch))
+        return [self._start(batch, group)]
+
+    def all_to_all(
+        self, group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
+    ) -> Any:
+        """For ``ProcessGroup.alltoall``."""
+        if not options.asyncOp:
+            raise BreaksRule("an all-to-all on the stream of the caller")
+        self.note(group, "all-to-all")
+        pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
+        return self._start([Message(is_sent, *each) for is_sent, each in pairs if each[1].numel()], group)
+
+    def _start(self, batch: Sequence[Message], group: dist.ProcessGroup) -> _Work:
         work = _Work(self.unfinished)
         for message in batch:
             if not isinstance(message.tensor, OnGpu):
                 raise BreaksRule("a message of the host")
             if not message.tensor.is_contiguous():
                 raise BreaksRule("Tensors must be contiguous")
-        kinds = {True: "send", False: "recv"}
-        self.note(group, "batch", tuple((kinds[is_sent], peer, tensor.numel()) for is_sent, peer, tensor in batch))
         for is_sent, peer, tensor in sorted(batch, key=lambda message: not message.is_sent):
             visible: torch.Tensor = read(tensor)
             memory = visible.clone()
@@ -263,7 +277,7 @@ class Nccl:
                 work.received.append((visible, memory))
                 _poisoned(visible)
                 work.works.append(_RECV(group, [memory], peer, 0))
-        return [work]
+        return work
 
     def verify(self) -> None:
         """Raise unless the operations of all ranks, each rank's one after the other, come to an end."""
@@ -429,6 +443,7 @@ def gpus(
         patch.setattr(torch, "Event", _Event)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         patch.setattr(point_to_point, "move_batch", _current.batch)
+        patch.setattr(dist.ProcessGroup, "alltoall", lambda group, *call: _nccl().all_to_all(group, *call))
         for path in waits:
             patch.setattr(path, waiting(resolve_name(path)))
         if nccl_only:

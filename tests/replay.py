@@ -58,6 +58,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles import AllGather, Causal, Checks, Documents, Full, Mask, Ring, SlidingWindow, Ulysses, context_attention
 from cp_styles.comm import point_to_point
+from cp_styles.comm.point_to_point import move_batch
 from cp_styles.explain import Explanation, explain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
@@ -123,10 +124,19 @@ class Transport:
             self._receive(group, *tensors, peer)
             return self
 
+        def alltoall(group: dist.ProcessGroup, receives: Any, sends: Any, *_: Any) -> Transport:
+            with self._side.context():
+                for peer in range(group.size()):
+                    if sends[peer].numel():
+                        self._send(group, sends[peer], peer)
+                    if receives[peer].numel():
+                        self._receive(group, receives[peer], peer)
+            return self
+
         try:
             with (
-                patch.multiple(point_to_point, start_batch=self._start_batch, end_batch=self._end_batch),
-                patch.multiple(dist.ProcessGroup, send=send, recv=recv),
+                patch.multiple(point_to_point, move_batch=move_batch, start_batch=self._start_batch),
+                patch.multiple(dist.ProcessGroup, send=send, recv=recv, alltoall=alltoall),
             ):
                 yield
         finally:
@@ -136,11 +146,11 @@ class Transport:
         self._side.join()
         return True
 
-    def _start_batch(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+    def _start_batch(self, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Transport]:
         self._batch.enter_context(self._side.context())  # once, as NCCL's stream waits once for a batch
-        return True
+        return self._end_batch
 
-    def _end_batch(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    def _end_batch(self) -> Transport:
         self._batch.close()
         return self
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from cp_styles._compat import is_traced, resolve_group, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
-from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group, transfer_error
+from cp_styles.comm.point_to_point import PendingTransfers, exchange_blocks, transfer_error
 from cp_styles.layout import Chunk
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -131,7 +131,6 @@ class Blocks:
         self.op, self._axis = op, op.column_axis
         row, c, rank, sizes = op.row_dim, op.column_axis, op.peers.rank, op.rows.sizes
         firsts = [(shape[row], *shape[:row], *shape[row + 1 :]) for shape in shapes]  # rows first
-        self._peers = [peer for peer in range(op.peers.size) if peer != rank]
         # The columns of each tensor that each rank needs, and their number of elements in one row and one lead index.
         self._columns = [
             [(stop - start, *first[c + 1 :]) for (start, stop), first in zip(cuts, firsts, strict=True)]
@@ -156,18 +155,16 @@ class Blocks:
         contiguous in memory is sent without packing. To columns, ``out``, flat, gets the result. Not for complex
         numbers.
         """
-        # Messages, because an all-to-all of gloo copies more, and sends a rank its own block. In a large one a killed
-        # rank is noticed only after the timeout of the group. On idle cores both take equal processor time; on busy
-        # ones an all-to-all takes less.
+        # Over gloo these are messages, because its all-to-all copies more, and sends a rank its own block. In a large
+        # one a killed rank is noticed only after the timeout of the group. On idle cores both take equal processor
+        # time; on busy ones an all-to-all takes less.
         rank, ranks = self.op.peers.rank, self.op.peers.size
         if not self.op.to_columns:
             packed = self._pack_rows(tensors)
             wire = packed.new_empty(sum(self.received))  # allocated here, where the tensors are free
             outgoing, incoming = packed.split_with_sizes(self.sent), wire.split_with_sizes(self.received)
             incoming[rank].copy_(outgoing[rank])
-            return StartedExchange(
-                wire, self, self._start_transfers([outgoing[peer] for peer in self._peers], incoming, group)
-            )
+            return StartedExchange(wire, self, exchange_blocks(outgoing, incoming, group))
         columns, before, after = self._prepare_columns(tensors), sum(self.sent[:rank]), sum(self.sent[rank + 1 :])
         wire = out
         if wire is None or not self.op.rows.is_in_order:
@@ -180,20 +177,11 @@ class Blocks:
             self._fill(incoming[rank], rank, rank + 1, columns)
         self._fill(packed.narrow(0, 0, before), 0, rank, columns)
         self._fill(packed.narrow(0, before, after), rank + 1, ranks, columns)
-        pending = self._start_transfers(
-            packed.split_with_sizes(self.sent[:rank] + self.sent[rank + 1 :]), incoming, group
-        )
+        outgoing = packed.split_with_sizes([*self.sent[:rank], 0, *self.sent[rank + 1 :]])
+        pending = exchange_blocks(outgoing, incoming, group)
         if not rank % 2:
             self._fill(incoming[rank], rank, rank + 1, columns)
         return StartedExchange(wire, self, pending, out)
-
-    def _start_transfers(
-        self, sends: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> PendingTransfers:
-        """Start all transfers with the remaining ranks. ``incoming`` has a block for this rank too."""
-        open_group(group, incoming[0].device)
-        receives = [(peer, incoming[peer]) for peer in self._peers]
-        return exchange([*zip(self._peers, sends, strict=True)], receives, group)
 
     def finish(self, started: StartedExchange) -> Tensors:
         """Wait for the transfers of :meth:`post`, and unpack. As :meth:`Exchange.finish`, but results to rows have the

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import (
+    ASYNC_ALL_TO_ALL,
     connect_gloo,
     cpu_backend_of,
     dispatch_modes_entered,
-    end_batch,
     exchange_texts,
     let_profilers_record,
     make_part_of_group,
@@ -186,14 +186,13 @@ def exchange(
     batch, or several batches if they are many: see :func:`batches_of`. A deferred check of the ranks,
     ``Operations.check``, runs first.
     """
-    tag = 0
-    if group is not None:
-        operations = state_of(group).operations
-        if operations.check is not None:
-            operations.run_deferred_check()
-        tag = operations.tag
-    pairs, works, peers, tensors = [*sends, *receives], [], [], []
-    if group is not None and (not pairs or moves_singly(pairs[0][1].device)):
+    if group is None:  # of one rank, which has no messages
+        return PendingTransfers((), (), (), None)
+    operations = state_of(group).operations
+    if operations.check is not None:
+        operations.run_deferred_check()
+    pairs, works, peers, tensors, tag = [*sends, *receives], [], [], [], operations.tag
+    if not pairs or moves_singly(pairs[0][1].device):
         # CPU backends do not batch. Sends come first, so that gloo's own thread moves the data when it gets the
         # receive. In the reverse order this thread would move the data, and hold a lock for which gloo's thread polls.
         for index, (peer, tensor) in enumerate(pairs):
@@ -205,8 +204,6 @@ def exchange(
                     raise transfer_error(error, (peer,), group) from error
                 peers.append(peer)
                 tensors.append(tensor)
-        return PendingTransfers(works, tensors, peers, group)
-    if group is None:  # of one rank, which has no messages
         return PendingTransfers(works, tensors, peers, group)
     for batch in batches_of(sends, receives, group.rank(), group.size()):
         of_batch = [message.peer for message in batch]
@@ -270,10 +267,30 @@ def batches_of(
 def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
     """Start the messages of a batch at once: one work. A backend without batches starts each, and gives each a work."""
     # As dist.batch_isend_irecv, without its objects: more than 20 calls of Python for each message.
-    device = batch[0].tensor.device
-    is_one = start_batch(group, device)
+    end = start_batch(group, batch[0].tensor.device)
     works = [(group.send if is_sent else group.recv)([tensor], peer, tag) for is_sent, peer, tensor in batch]
-    return [end_batch(group, device)] if is_one else works
+    return works if end is None else [end()]
+
+
+def exchange_blocks(
+    sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> PendingTransfers:
+    """Start to send and receive contiguous tensors, one for each rank of ``group``. Those of this rank do not move.
+
+    Communication: as :func:`exchange`. On a GPU it is an all-to-all, one call of the host for at most
+    :data:`MOST_OPERATIONS` messages. All ranks must call this, because it may set up the group.
+    """
+    device, rank, ranks = receives[0].device, group.rank(), len(sends)
+    if moves_singly(device) or 2 * ranks > MOST_OPERATIONS:
+        open_group(group, device)
+        peers = [peer for peer in range(ranks) if peer != rank]
+        return exchange([(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], group)
+    none = receives[rank].new_empty(0)  # NCCL skips empty tensors
+    sends, receives = ([*tensors[:rank], none, *tensors[rank + 1 :]] for tensors in (sends, receives))
+    with collective(group, state_of(group).operations.user):
+        # As dist.all_to_all, whose checks take 8 calls of Python for each tensor.
+        work = group.alltoall(receives, sends, ASYNC_ALL_TO_ALL)
+    return PendingTransfers([work], [*sends, *receives], range(ranks), group)
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -382,12 +382,21 @@ def broken(path: str, replacement, match: str, kind: type[Exception], **options)
             on_gpus(problem, 2, **{"mask": Causal(), "kernel": ON_GPU} | options)
 
 
-@pytest.mark.parametrize(
-    ("where", "strategy"), [("strategies.moving_kv", Ring()), ("collectives.exchange", Ulysses())], ids=str
-)
-def test_a_group_whose_first_operation_is_a_batch_is_noticed(where: str, strategy):
-    path = f"cp_styles.{where}.open_group"
-    broken(path, lambda *_: None, "first operation of a group", BreaksRule, strategy=strategy)
+def test_a_group_whose_first_operation_is_a_batch_is_noticed():
+    path = "cp_styles.strategies.moving_kv.open_group"
+    broken(path, lambda *_: None, "first operation of a group", BreaksRule, strategy=Ring())
+
+
+@pytest.mark.parametrize("most", [256, 2])
+def test_heads_move_in_an_all_to_all(most: int):
+    """And in batches where it would have too many messages, after a collective that sets up the group."""
+    problem = Problem(length=64, kv_heads=2, heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cp_styles.comm.point_to_point.MOST_OPERATIONS", most)
+        worst, gpu = on_gpus(problem, 2, mask=Causal(), kernel=ON_GPU, strategy=Ulysses())
+    assert worst < EXACT
+    kinds = {kind for log in gpu.nccl.logs[0, 1].values() for kind, *_ in log}
+    assert kinds == ({"all-to-all"} if most == 256 else {"c10d::allreduce_", "batch"}), kinds
 
 
 def test_reading_before_waiting_is_noticed():
