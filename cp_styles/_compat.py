@@ -468,11 +468,13 @@ def register_opaque_value(cls: type) -> None:
         opaque_object.register_opaque_type(cls, typ="value")
 
 
-def start_batch(group: dist.ProcessGroup, device: torch.device) -> Callable[[], dist.Work] | None:
-    """Begin a batch of sends and receives. The result starts them. None: the backend of the device makes no batches.
-    Seen: 2.11 to 2.14."""
-    if not getattr(group._get_backend(device), "supports_coalescing", False):
-        return None
+def makes_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of a device starts several messages at once, as NCCL does. Seen: 2.11 to 2.14."""
+    return getattr(group._get_backend(device), "supports_coalescing", False)
+
+
+def start_batch(group: dist.ProcessGroup, device: torch.device) -> Callable[[], dist.Work]:
+    """Begin a batch of sends and receives. The result starts them. Seen: 2.11 to 2.14."""
     group._start_coalescing(device)
     return partial(group._end_coalescing, device)
 

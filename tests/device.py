@@ -76,13 +76,6 @@ class Staged:
         return True
 
 
-def _all_to_all(
-    group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
-) -> Staged:
-    pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
-    return Staged([Message(is_sent, *each) for is_sent, each in pairs if each[1].numel()], group, 0)
-
-
 class _Done:
     """The work of a collective that has ended."""
 
@@ -116,7 +109,6 @@ def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.
     """Batches of messages and collectives go over the host. ``back`` copies a tensor to it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(point_to_point, "move_batch", lambda *batch: [Staged(*batch)]))
-        stack.enter_context(patch.object(dist.ProcessGroup, "alltoall", _all_to_all))
         for name in _COLLECTIVES:
             stack.enter_context(patch.object(dist, name, _over_the_host(getattr(dist, name), back)))
         yield

@@ -371,12 +371,17 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "linspace", "eye", "em
 
 @contextlib.contextmanager
 def gpus(
-    *, nccl_only: bool = False, waits: Sequence[str] = (), runs_ahead: bool = False, verified: bool = True
+    *,
+    nccl_only: bool = False,
+    batches: bool = True,
+    waits: Sequence[str] = (),
+    runs_ahead: bool = False,
+    verified: bool = True,
 ) -> Iterator[Gpu]:
     """While inside, factories make tensors on the device where they are told so; with ``nccl_only`` groups have no
-    backend for the CPU. ``waits``: the functions, by their paths, that may wait for the device. ``runs_ahead``: a wait
-    for a message does not hold the host; what is received stays poison, so this shows errors and no numbers.
-    ``verified``: all messages come to an end."""
+    backend for the CPU. ``batches``: whether the backend of the device makes batches. ``waits``: the functions, by
+    their paths, that may wait for the device. ``runs_ahead``: a wait for a message does not hold the host; what is
+    received stays poison, so this shows errors and no numbers. ``verified``: all messages come to an end."""
     global _current
 
     def waiting(real):
@@ -443,6 +448,7 @@ def gpus(
         patch.setattr(torch, "Event", _Event)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         patch.setattr(point_to_point, "move_batch", _current.batch)
+        patch.setattr(point_to_point, "makes_batches", lambda group, device: batches)
         patch.setattr(dist.ProcessGroup, "alltoall", lambda group, *call: _nccl().all_to_all(group, *call))
         for path in waits:
             patch.setattr(path, waiting(resolve_name(path)))

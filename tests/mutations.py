@@ -413,8 +413,8 @@ backbone: tables without rows for the first tokens, from the first token on | cl
     _Region._cut.cut | layout.positions(rank, "cpu") - (length - size)
     becomes | layout.positions(rank, "cpu")
 agreement: messages leave before the rows of the others are read | ranks/engine/test_agreement.py -k no_message_is_left
-    exchange | operations.run_deferred_check() tag
-    becomes | tag
+    exchange | operations.check is not None: operations.run_deferred_check()
+    becomes | False: pass
 agreement: an interrupted rank leaves messages out | ranks/engine/test_mailbox.py
     Mailbox.start | (number - 1, number)
     becomes | (number,)
@@ -643,6 +643,12 @@ messages: a batch does not start at once | unit/test_batches.py -k calls_of_torc
 messages: each has a batch of its own | unit/test_account.py -k ring
     exchange | for batch in batches_of(sends, receives, group.rank(), group.size()):
     becomes | for batch in [[one] for many in batches_of(sends, receives, group.rank(), group.size()) for one in many]:
+messages: heads move one by one | unit/test_account.py -k ulysses
+    exchange_blocks | moves_singly(device) or
+    becomes | True or
+messages: a backend without batches gets an all-to-all | ranks/engine/test_gpu_rules.py -k all_to_all
+    exchange_blocks | or not makes_batches(group, device)
+    becomes nothing
 checks: a projection by signs | unit/test_replicas.py
     project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")
     becomes | torch.ones(values.numel(), dtype=torch.float64, device="cpu")

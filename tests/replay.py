@@ -124,6 +124,8 @@ class Transport:
             self._receive(group, *tensors, peer)
             return self
 
+        batches: dict[str, Any] = {"start_batch": self._start_batch, "makes_batches": lambda group, device: True}
+
         def alltoall(group: dist.ProcessGroup, receives: Any, sends: Any, *_: Any) -> Transport:
             with self._side.context():
                 for peer in range(group.size()):
@@ -135,7 +137,7 @@ class Transport:
 
         try:
             with (
-                patch.multiple(point_to_point, move_batch=move_batch, start_batch=self._start_batch),
+                patch.multiple(point_to_point, move_batch=move_batch, **batches),
                 patch.multiple(dist.ProcessGroup, send=send, recv=recv, alltoall=alltoall),
             ):
                 yield

@@ -24,6 +24,7 @@ from cp_styles._compat import (
     exchange_texts,
     let_profilers_record,
     make_part_of_group,
+    makes_batches,
     resolve_group,
     start_batch,
     without_dispatch_modes,
@@ -267,7 +268,8 @@ def batches_of(
 def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
     """Start the messages of a batch at once: one work. A backend without batches starts each, and gives each a work."""
     # As dist.batch_isend_irecv, without its objects: more than 20 calls of Python for each message.
-    end = start_batch(group, batch[0].tensor.device)
+    device = batch[0].tensor.device
+    end = start_batch(group, device) if makes_batches(group, device) else None
     works = [(group.send if is_sent else group.recv)([tensor], peer, tag) for is_sent, peer, tensor in batch]
     return works if end is None else [end()]
 
@@ -277,11 +279,11 @@ def exchange_blocks(
 ) -> PendingTransfers:
     """Start to send and receive contiguous tensors, one for each rank of ``group``. Those of this rank do not move.
 
-    Communication: as :func:`exchange`. On a GPU it is an all-to-all, one call of the host for at most
+    Communication: as :func:`exchange`. Over NCCL it is an all-to-all, one call of the host for at most
     :data:`MOST_OPERATIONS` messages. All ranks must call this, because it may set up the group.
     """
     device, rank, ranks = receives[0].device, group.rank(), len(sends)
-    if moves_singly(device) or 2 * ranks > MOST_OPERATIONS:
+    if moves_singly(device) or 2 * ranks > MOST_OPERATIONS or not makes_batches(group, device):
         open_group(group, device)
         peers = [peer for peer in range(ranks) if peer != rank]
         return exchange([(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], group)

@@ -73,7 +73,15 @@ def sees(mask: str):
 
 
 def on_gpus(
-    problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = False, waits=(), layout=head_tail, **options
+    problem: Problem,
+    ranks: int,
+    *,
+    steps: int = 1,
+    nccl_only: bool = False,
+    batches: bool = True,
+    waits=(),
+    layout=head_tail,
+    **options,
 ):
     """The largest error of each rank after so many forwards and backwards, and the log of what was communicated."""
 
@@ -88,7 +96,7 @@ def on_gpus(
             worst = max(worst, *problem.errors(found, layout, rank, ranks))
         return worst
 
-    with gpus(nccl_only=nccl_only, waits=waits) as gpu:
+    with gpus(nccl_only=nccl_only, batches=batches, waits=waits) as gpu:
         errors = run_ranks(on, ranks)
     return max(errors), gpu
 
@@ -387,16 +395,16 @@ def test_a_group_whose_first_operation_is_a_batch_is_noticed():
     broken(path, lambda *_: None, "first operation of a group", BreaksRule, strategy=Ring())
 
 
-@pytest.mark.parametrize("most", [256, 2])
-def test_heads_move_in_an_all_to_all(most: int):
-    """And in batches where it would have too many messages, after a collective that sets up the group."""
+@pytest.mark.parametrize(("most", "batches"), [(256, True), (2, True), (256, False)])
+def test_heads_move_in_an_all_to_all(most: int, batches: bool):
+    """And one by one where it would have too many, or the backend has no batches. A collective sets up the group."""
     problem = Problem(length=64, kv_heads=2, heads=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cp_styles.comm.point_to_point.MOST_OPERATIONS", most)
-        worst, gpu = on_gpus(problem, 2, mask=Causal(), kernel=ON_GPU, strategy=Ulysses())
+        worst, gpu = on_gpus(problem, 2, batches=batches, mask=Causal(), kernel=ON_GPU, strategy=Ulysses())
     assert worst < EXACT
     kinds = {kind for log in gpu.nccl.logs[0, 1].values() for kind, *_ in log}
-    assert kinds == ({"all-to-all"} if most == 256 else {"c10d::allreduce_", "batch"}), kinds
+    assert kinds == ({"all-to-all"} if most == 256 and batches else {"c10d::allreduce_", "batch"}), kinds
 
 
 def test_reading_before_waiting_is_noticed():
