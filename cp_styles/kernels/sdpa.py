@@ -260,13 +260,13 @@ class SdpaKernel(Kernel):
                     tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
                 # The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes,
                 # without a check: scaled_dot_product_attention checks it before it chooses an op.
-                step, (*strides, last) = max(self.row_bytes // tensor.element_size(), 1), tensor.stride()
+                step, (*strides, last) = self.row_bytes // tensor.itemsize or 1, tensor.stride()
                 # One call of gcd for all strides, because this runs several times for each tile.
                 in_pieces = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
                 # Out has the memory order of the query, which is not defined along expanded dims: torch before its
                 # pull request 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull
                 # request 191085), but need an additional plan. The copy is as large as the gradients of these keys.
-                dense = not self.out_like_query or tensor.numel() == 0 or 0 not in strides
+                dense = not self.out_like_query or 0 not in strides or tensor.numel() == 0
                 aligned.append(tensor if in_pieces and dense else tensor.clone(memory_format=torch.contiguous_format))
         return aligned
 
