@@ -204,6 +204,8 @@ class WithConvolution(nn.Module):
     def __init__(self, reached: bool) -> None:
         super().__init__()
         self.reached, self.conv, self.attention = reached, nn.Conv1d(10, 10, 3, padding=1), Projected(Grouped())
+        for index, parameter in enumerate(self.conv.parameters()):
+            parameter.data = randn(index, *parameter.shape)  # of all ranks
 
     def forward(self, x):
         return self.attention(self.conv(x.mT).mT if self.reached else x)
