@@ -470,7 +470,7 @@ def register_opaque_value(cls: type) -> None:
 
 def makes_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of a device starts several messages at once, as NCCL does. Seen: 2.11 to 2.14."""
-    return getattr(group._get_backend(device), "supports_coalescing", False)
+    return device.type != "meta" and getattr(group._get_backend(device), "supports_coalescing", False)
 
 
 def start_batch(group: dist.ProcessGroup, device: torch.device) -> Callable[[], dist.Work]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from cp_styles import testing
 from cp_styles.comm import point_to_point
 from cp_styles.comm.point_to_point import Message
-from tests.gpu_record import SideStream
+from tests.gpu_record import SideStream, messages_of
 
 DEVICE = torch.device(os.environ.get("CP_STYLES_TEST_DEVICE", "cpu"))
 ON_GPU = DEVICE.type == "cuda"
@@ -76,6 +76,12 @@ class Staged:
         return True
 
 
+def _all_to_all(
+    group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
+) -> Staged:
+    return Staged(messages_of(receives, sends), group, 0)
+
+
 class _Done:
     """The work of a collective that has ended."""
 
@@ -108,7 +114,9 @@ def _over_the_host(real: Callable[..., Any], back: Callable[[torch.Tensor], torc
 def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Iterator[None]:
     """Batches of messages and collectives go over the host. ``back`` copies a tensor to it."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(point_to_point, "move_batch", lambda *batch: [Staged(*batch)]))
+        stack.enter_context(patch.object(point_to_point, "makes_batches", lambda group, device: device.type == "cuda"))
+        stack.enter_context(patch.object(point_to_point, "move_batch", Staged))
+        stack.enter_context(patch.object(dist.ProcessGroup, "alltoall", _all_to_all))
         for name in _COLLECTIVES:
             stack.enter_context(patch.object(dist, name, _over_the_host(getattr(dist, name), back)))
         yield

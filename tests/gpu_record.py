@@ -14,13 +14,14 @@ import statistics
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tests
+from cp_styles.comm.point_to_point import Message
 from cp_styles.testing import MemoryTrace
 
 Found = dict[str, Any]
@@ -136,6 +137,12 @@ def hardware() -> Found:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return found
+
+
+def messages_of(receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor]) -> list[Message]:
+    """The messages of an all-to-all of tensors by rank. As in NCCL, empty tensors are none."""
+    pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
+    return [Message(is_sent, *each) for is_sent, each in pairs if each[1].numel()]
 
 
 class SideStream:

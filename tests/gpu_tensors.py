@@ -29,6 +29,7 @@ from cp_styles._compat import group_of_op, resolve_group, run_kernel
 from cp_styles.comm import point_to_point
 from cp_styles.comm.point_to_point import Message
 from tests.cuda_ops import Seen, cuda_ops_on_cpu
+from tests.gpu_record import messages_of
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -229,8 +230,8 @@ class _Work:
 
 
 class Nccl:
-    """What ranks did over each group, in order: ("all-reduce",), ("all-to-all",) or ("batch", ((kind, peer, elements),
-    ...))."""
+    """The operations of ranks over each group, in order: ("all-reduce",), ("all-to-all",), or for a batch
+    ("batch", ((kind, peer, elements), ...))."""
 
     def __init__(self, *, runs_ahead: bool = False) -> None:
         self.unfinished: list[Any] | None = [] if runs_ahead else None
@@ -244,11 +245,11 @@ class Nccl:
                 raise BreaksRule("the first operation of a group is a batch of messages")
             log.append(what)
 
-    def batch(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[Any]:
+    def batch(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Any:
         """For :func:`cp_styles.comm.point_to_point.move_batch`."""
         kinds = {True: "send", False: "recv"}
         self.note(group, "batch", tuple((kinds[is_sent], peer, tensor.numel()) for is_sent, peer, tensor in batch))
-        return [self._start(batch, group)]
+        return self._start(batch, group)
 
     def all_to_all(
         self, group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
@@ -257,8 +258,7 @@ class Nccl:
         if not options.asyncOp:
             raise BreaksRule("an all-to-all on the stream of the caller")
         self.note(group, "all-to-all")
-        pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
-        return self._start([Message(is_sent, *each) for is_sent, each in pairs if each[1].numel()], group)
+        return self._start(messages_of(receives, sends), group)
 
     def _start(self, batch: Sequence[Message], group: dist.ProcessGroup) -> _Work:
         work = _Work(self.unfinished)
@@ -448,7 +448,7 @@ def gpus(
         patch.setattr(torch, "Event", _Event)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         patch.setattr(point_to_point, "move_batch", _current.batch)
-        patch.setattr(point_to_point, "makes_batches", lambda group, device: batches)
+        patch.setattr(point_to_point, "makes_batches", lambda group, device: batches and device.type == "cuda")
         patch.setattr(dist.ProcessGroup, "alltoall", lambda group, *call: _nccl().all_to_all(group, *call))
         for path in waits:
             patch.setattr(path, waiting(resolve_name(path)))

@@ -76,6 +76,7 @@ from tests.gpu_record import (
     host_profile,
     judge,
     launches,
+    messages_of,
     peak_bytes,
     run_checks,
     timed,
@@ -124,15 +125,15 @@ class Transport:
             self._receive(group, *tensors, peer)
             return self
 
-        batches: dict[str, Any] = {"start_batch": self._start_batch, "makes_batches": lambda group, device: True}
+        batches: dict[str, Any] = {
+            "start_batch": self._start_batch,
+            "makes_batches": lambda group, device: device.type == "cuda",
+        }
 
         def alltoall(group: dist.ProcessGroup, receives: Any, sends: Any, *_: Any) -> Transport:
             with self._side.context():
-                for peer in range(group.size()):
-                    if sends[peer].numel():
-                        self._send(group, sends[peer], peer)
-                    if receives[peer].numel():
-                        self._receive(group, receives[peer], peer)
+                for is_sent, peer, tensor in messages_of(receives, sends):
+                    (self._send if is_sent else self._receive)(group, tensor, peer)
             return self
 
         try:

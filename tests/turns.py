@@ -439,11 +439,7 @@ def perform(cell: Cell, rank: int) -> str:
 def run_cell(cell: Cell) -> list[str]:
     """The error of each rank. Raises if a rank was not told, or cannot go on."""
     assert not HOW[cell.how].compiles, "compiled cells need processes"
-    return judged(run_ranks(partial(_on_rank, cell), RANKS, timeout_seconds=TIMEOUT))
-
-
-def _on_rank(cell: Cell, rank: int) -> Heard:
-    return heard(cell, rank)
+    return judged(run_ranks(partial(heard, cell), RANKS, timeout_seconds=TIMEOUT))
 
 
 class Heard(NamedTuple):
@@ -461,7 +457,7 @@ def heard(cell: Cell, rank: int) -> Heard:
 
 
 def judged(ranks: Sequence[Heard]) -> list[str]:
-    """What they heard. Raises AssertionError if the promise is broken."""
+    """The error of each rank. Raises AssertionError if the promise is broken."""
     words = [each.words for each in ranks]
     assert not any(each.wrong for each in ranks), words
     assert all("Error" in each or "Planted" in each for each in words), words
@@ -490,24 +486,28 @@ class Processes:
 
 
 def main() -> int:
+    processes = Processes() if "RANK" in os.environ else None
+    run, prints = (processes.run_cell, processes.rank == 0) if processes else (run_cell, True)
+    here = [how for how in HOW if processes or not HOW[how].compiles]
     parser = argparse.ArgumentParser(prog="python -m tests.turns")
     parser.add_argument("--doors", nargs="*", choices=DOORS, default=list(DOORS))
-    parser.add_argument("--how", nargs="*", choices=HOW, default=list(HOW))
-    options, bad, count = parser.parse_args(), 0, 0
-    processes = Processes() if "RANK" in os.environ else None
-    if processes is None:
-        options.how = [how for how in options.how if not HOW[how].compiles]
-    for cell in cells():
-        if cell.door in options.doors and cell.how in options.how:
-            began, count = time.monotonic(), count + 1
-            try:
-                told = " | ".join(each[:60] for each in (processes.run_cell if processes else run_cell)(cell))
-            except (AssertionError, RankTimeout) as wrong:
-                bad, told = bad + 1, f"WRONG: {type(wrong).__name__} {str(wrong)[:300]}"
-            if processes is None or processes.rank == 0:
-                print(f"{cell!s:60} {time.monotonic() - began:6.1f} s  {told}", flush=True)
-    if processes is None or processes.rank == 0:
-        print(f"{bad} broken promises of {count} cells")
+    parser.add_argument("--how", nargs="*", choices=HOW, default=here)
+    options, bad = parser.parse_args(), 0
+    if not {*options.how} <= {*here}:
+        parser.error(f"compiled cells need processes: torchrun --nproc-per-node {RANKS} -m tests.turns")
+    chosen = [cell for cell in cells() if cell.door in options.doors and cell.how in options.how]
+    if not chosen:
+        parser.error("no cell has one of these doors and one of these ways")
+    for cell in chosen:
+        began = time.monotonic()
+        try:
+            told = " | ".join(each[:60] for each in run(cell))
+        except (AssertionError, RankTimeout) as wrong:
+            bad, told = bad + 1, f"WRONG: {type(wrong).__name__} {str(wrong)[:300]}"
+        if prints:
+            print(f"{cell!s:60} {time.monotonic() - began:6.1f} s  {told}", flush=True)
+    if prints:
+        print(f"{bad} broken promises of {len(chosen)} cells")
     return int(bad > 0)
 
 

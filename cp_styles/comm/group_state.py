@@ -59,16 +59,6 @@ class Operations:
             check()
             self.agreed = True
 
-    @property
-    def tag(self) -> int:
-        """The tag of the messages of the running operation."""
-        number = 2 * self.backward_of + 1 if self.backward_of else 2 * self.forwards
-        return _FIRST_TAG + number % _FIRST_TAG
-
-
-# Users count their tags from 0, and rows of numbers have tags from 2**30 on.
-_FIRST_TAG = 2**29
-
 
 @dataclass(eq=False)
 class GroupState:

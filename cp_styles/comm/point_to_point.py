@@ -42,13 +42,13 @@ class TransferError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class PendingTransfers:
-    """Running transfers, with their tensors. Call :meth:`wait` before you read received tensors.
+    """Running transfers, with the ``tensors`` that must live until their end. Call :meth:`wait` before you read them.
 
     ``peers`` are the ranks of ``group`` that send or receive: one for each work, or all if the works are joined.
     """
 
     works: Sequence[dist.Work | None]
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | tuple[int, torch.Tensor]]
     peers: Sequence[int] = ()
     group: dist.ProcessGroup | None = None
 
@@ -182,7 +182,7 @@ def exchange(
     """Start to send and receive contiguous tensors, all at once. The numbers in the pairs are ranks *of the group*.
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
-    messages arrive in the order of sending. Empty tensors are skipped on both sides. On a GPU the messages are one
+    messages arrive in the order of sending. Empty tensors are skipped on both sides. Over NCCL the messages are one
     batch, or several batches if they are many: see :func:`batches_of`. A deferred check of the ranks,
     ``Operations.check``, runs first.
     """
@@ -191,10 +191,11 @@ def exchange(
     operations = state_of(group).operations
     if operations.check is not None:
         operations.run_deferred_check()
-    pairs, works, peers, tensors, tag = [*sends, *receives], [], [], [], operations.tag
-    if not pairs or moves_singly(pairs[0][1].device):
-        # CPU backends do not batch. Sends come first, so that gloo's own thread moves the data when it gets the
-        # receive. In the reverse order this thread would move the data, and hold a lock for which gloo's thread polls.
+    operation = 2 * operations.backward_of + 1 if operations.backward_of else 2 * operations.forwards
+    pairs, works, peers, tag = [*sends, *receives], [], [], _TAG_OF_TENSORS + operation % _TAG_OF_TENSORS
+    if not pairs or not makes_batches(group, pairs[0][1].device):
+        # Sends come first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this
+        # thread would move the data, and hold a lock for which gloo's thread polls.
         for index, (peer, tensor) in enumerate(pairs):
             if tensor.numel():
                 call = group.send if index < len(sends) else group.recv
@@ -203,22 +204,14 @@ def exchange(
                 except RuntimeError as error:
                     raise transfer_error(error, (peer,), group) from error
                 peers.append(peer)
-                tensors.append(tensor)
-        return PendingTransfers(works, tensors, peers, group)
-    for batch in batches_of(sends, receives, group.rank(), group.size()):
-        of_batch = [message.peer for message in batch]
-        try:
-            works += move_batch(batch, group, tag)
-        except RuntimeError as error:
-            raise transfer_error(error, [*peers, *of_batch], group) from error
-        peers += of_batch
-        tensors += [message.tensor for message in batch]
-    return PendingTransfers(works, tensors, peers, group)
-
-
-def moves_singly(device: torch.device) -> bool:
-    """Whether messages of this device move one by one, and not in batches."""
-    return device.type in ("cpu", "meta")
+    else:
+        for batch in batches_of(sends, receives, group.rank(), group.size()):
+            peers += [message.peer for message in batch]
+            try:
+                works.append(move_batch(batch, group, tag))
+            except RuntimeError as error:
+                raise transfer_error(error, peers, group) from error
+    return PendingTransfers(works, pairs, peers, group)
 
 
 MOST_OPERATIONS = 256
@@ -254,7 +247,7 @@ def batches_of(
     distances = max(MOST_OPERATIONS // (2 * _MESSAGES_OF_PAIR), 1)
     batches: dict[tuple[int, int], list[Message]] = {}
     for is_sent, pairs in ((False, receives), (True, sends)):
-        before: dict[int, int] = {}  # a Counter takes 5 calls of Python to begin
+        before: dict[int, int] = {}
         for peer, tensor in pairs:
             if tensor.numel():
                 distance = (peer - rank if is_sent else rank - peer) % ranks
@@ -265,32 +258,32 @@ def batches_of(
     return [batches[number] for number in sorted(batches)]
 
 
-def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
-    """Start the messages of a batch at once: one work. A backend without batches starts each, and gives each a work."""
-    # As dist.batch_isend_irecv, without its objects: more than 20 calls of Python for each message.
-    device = batch[0].tensor.device
-    end = start_batch(group, device) if makes_batches(group, device) else None
-    works = [(group.send if is_sent else group.recv)([tensor], peer, tag) for is_sent, peer, tensor in batch]
-    return works if end is None else [end()]
+def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> dist.Work:
+    """Start the messages of a batch at once."""
+    # As dist.batch_isend_irecv, whose objects take more than 20 calls for each message.
+    end = start_batch(group, batch[0].tensor.device)
+    for is_sent, peer, tensor in batch:
+        (group.send if is_sent else group.recv)([tensor], peer, tag)
+    return end()
 
 
 def exchange_blocks(
     sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> PendingTransfers:
-    """Start to send and receive contiguous tensors, one for each rank of ``group``. Those of this rank do not move.
+    """Start to send and receive contiguous tensors, one for each rank of ``group``. This rank's own do not move.
 
     Communication: as :func:`exchange`. Over NCCL it is an all-to-all, one call of the host for at most
     :data:`MOST_OPERATIONS` messages. All ranks must call this, because it may set up the group.
     """
     device, rank, ranks = receives[0].device, group.rank(), len(sends)
-    if moves_singly(device) or 2 * ranks > MOST_OPERATIONS or not makes_batches(group, device):
+    if 2 * ranks > MOST_OPERATIONS or not makes_batches(group, device):
         open_group(group, device)
         peers = [peer for peer in range(ranks) if peer != rank]
         return exchange([(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], group)
     none = receives[rank].new_empty(0)  # NCCL skips empty tensors
     sends, receives = ([*tensors[:rank], none, *tensors[rank + 1 :]] for tensors in (sends, receives))
     with collective(group, state_of(group).operations.user):
-        # As dist.all_to_all, whose checks take 8 calls of Python for each tensor.
+        # As dist.all_to_all, whose checks take 4 calls for each tensor.
         work = group.alltoall(receives, sends, ASYNC_ALL_TO_ALL)
     return PendingTransfers([work], [*sends, *receives], range(ranks), group)
 
@@ -302,7 +295,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """
     # NCCL sets up a group in its first operation, in which all ranks must take part. A rank whose plan has no messages
     # takes no part in a batch, so its peers would wait forever.
-    if group is None or moves_singly(device) or group.size() == 1 or state_of(group).opened:
+    if group is None or group.size() == 1 or state_of(group).opened or not makes_batches(group, device):
         return
     with collective(group, state_of(group).operations.user):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -313,8 +306,8 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 # The number of numbers in a row of the agreement.
 WIDTH = 9
-# Tags of rows start here. Messages of keys, values and gradients have tags from 2**29 on. Users count from 0.
-_FIRST_TAG, _TAGS = 2**30, 2**30
+# Tags of rows start here, after the tags of keys, values and gradients. Users count from 0.
+_FIRST_TAG, _TAGS, _TAG_OF_TENSORS = 2**30, 2**30, 2**29
 # The reason of a rank that has failed: its size, and its tag, which no row has before 2**30 - 2 rows.
 _REASON_BYTES, _REASON_TAG = 1024, _FIRST_TAG + _TAGS - 2
 

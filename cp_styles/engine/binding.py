@@ -28,7 +28,6 @@ from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
-from cp_styles.kernels.sdpa import SdpaKernel
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
@@ -507,7 +506,7 @@ def binding_of_call(
     with telling(name, group):  # this rank's argument may be the only wrong one
         binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
     # No cache keeps tensors and modules alive that a mask, a kernel or ``checks`` may hold.
-    if mask.pattern == mask and (isinstance(kernel, SdpaKernel) or is_value(kernel)) and not checks.local:
+    if mask.pattern == mask and is_value(kernel) and not checks.local:
         get_bindings(group).put(key, binding)
     return binding
 

@@ -238,9 +238,9 @@ def _attention(
         for mode in modes_entered.get():  # modes do not intercept calls in compiled code
             if mode.encloses_call():
                 mode.wrap_checkpoints()
-    binding, scope = (find_binding(config, dense) if in_graph else config).now()
-    if in_graph:
-        binding.group_state.turn.begin()  # a call of a function begins here; an eager one began with its binding
+        config = find_binding(config, dense)
+        config.group_state.turn.begin()  # a call of a function begins here; an eager one began with its binding
+    binding, scope = config.now()
     binding = binding.without_kept_keys() if lean else binding
     cut = b""
     try:

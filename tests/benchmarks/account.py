@@ -1,16 +1,17 @@
-"""What the host does for one attention on a GPU, counted on a CPU: python tests/benchmarks/account.py
+"""The work of the host for one attention on a GPU, counted on a CPU: python tests/benchmarks/account.py
 
 One rank of several runs alone, forward and backward, as on a GPU: rows are gathered by an index, messages go in
 batches, tiles of cuDNN come first, and a merge is one launch. Kernels allocate what the CUDA ops of torch allocate and
 compute nothing, and messages carry nothing. So sizes, schedules, calls and messages are exact, and there are no times.
+The agreement of the ranks is left out: see agreement.py.
 
     calls      of Python functions and of C functions that Python calls (sys.setprofile), by the place of the caller:
                a file of this package, or torch
     ops        of torch, by kind. At top level: no op of torch calls them
     messages   received, and batches
 
-The harness is tests/replay.py, whose own calls are left out. Not collected by pytest; tests/unit/test_account.py holds
-the numbers.
+The harness is tests/replay.py. Its functions stand for C functions, and count as one call. Not collected by pytest;
+tests/unit/test_account.py holds the numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import cp_styles
-from cp_styles import AllGather, Causal, Checks, Ring, Ulysses, context_attention
+from cp_styles import Causal, Checks, context_attention
 from cp_styles.comm import point_to_point
 from cp_styles.engine import binding
 from cp_styles.kernels import ReferenceKernel
@@ -41,16 +42,13 @@ from cp_styles.layout import head_tail
 from cp_styles.strategies import Strategy, moving_kv
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.cuda_ops import on_cpu
 from tests.replay import Transport
+from tests.tables import STRATEGIES
 
-STRATEGIES: dict[str, Strategy] = {
-    "ring": Ring(),
-    "all-gather": AllGather(),
-    "ulysses": Ulysses(),
-    "hybrid": Ulysses(size=2),
-}
 PACKAGE, TESTS = str(Path(cp_styles.__file__).parent), str(Path(__file__).parents[1])
 HEADS, KV_HEADS, DIM = 32, 8, 128
+SHOWN = ["ring", "all-gather", "Ulysses", "Ulysses x ring"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ def _launch(*_: Any) -> None:
     """In place of Triton's."""
 
 
-FLASH, EFFICIENT = (replace(kernel, device_type="cpu", merge=Launch()) for kernel in (CUDA_FLASH, CUDA_EFFICIENT))
-CUDNN = replace(CUDA_CUDNN_PREFERRED, device_type="cpu", merge=Launch(), gates=())
+FLASH, EFFICIENT = (replace(on_cpu(kernel), merge=Launch()) for kernel in (CUDA_FLASH, CUDA_EFFICIENT))
+CUDNN = replace(on_cpu(CUDA_CUDNN_PREFERRED), merge=Launch(), gates=())
 KERNELS = ByTile((CUDNN, FLASH, EFFICIENT, ReferenceKernel()), (EFFICIENT, ReferenceKernel()))
 
 
@@ -118,7 +116,7 @@ class Counted(Transport):
 
 
 class Calls(Counter[str]):
-    """Counts calls while it is entered, by the file of the caller. Functions of tests/ are left out."""
+    """Counts calls while it is entered, by the file of the caller."""
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._hear)
@@ -197,7 +195,7 @@ class Account(NamedTuple):
 
 
 def account(strategy: Strategy, ranks: int, rows: int) -> Account:
-    """Of one rank with so many rows, of a causal sequence cut by head_tail: by default rank 3, or the first of two."""
+    """The account of rank 3, or of rank 0 of two, with so many ``rows`` of a causal sequence that head_tail cuts."""
     transport = Counted()
     rank = min(3, ranks - 1) if ranks > 2 else 0
     shapes = [(1, rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -216,7 +214,7 @@ def account(strategy: Strategy, ranks: int, rows: int) -> Account:
         ops_that_allocate(),
         transport.world(rank, ranks),
         patch.object(binding, "kernel_for_tiles", lambda tensors, named=None: KERNELS),
-        patch.object(point_to_point, "moves_singly", lambda device: False),
+        patch.object(point_to_point, "makes_batches", lambda group, device: True),
         patch.object(moving_kv._PlanRun, "by_index", property(lambda run: True, lambda run, value: None), create=True),
         patch.object(moving_kv, "open_group", lambda group, device: None),
     ):
@@ -235,11 +233,13 @@ def account(strategy: Strategy, ranks: int, rows: int) -> Account:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("strategies", nargs="*", default=list(STRATEGIES), metavar="STRATEGY")
+    options.add_argument("strategies", nargs="*", default=SHOWN, metavar="STRATEGY", help=", ".join(STRATEGIES))
     options.add_argument("--ranks", type=int, nargs="*", default=[8, 2])
     options.add_argument("--rows", type=int, default=4096, help="of a rank")
     options.add_argument("--files", action="store_true", help="print the calls by the file of their caller")
     chosen = options.parse_args()
+    if unknown := set(chosen.strategies) - STRATEGIES.keys():
+        options.error(f"no strategy {', '.join(unknown)}: one of {', '.join(STRATEGIES)}")
     torch.set_num_threads(1)
     print(f"{chosen.rows} rows of a rank, {HEADS} heads of {DIM} and {KV_HEADS} of keys, bfloat16, causal, head_tail")
     print("\n| strategy | ranks | calls | of the forward | ops at top level | ops | received | batches |")

@@ -197,7 +197,7 @@ def test_two_ranks_of_the_job_share_a_gpu(monkeypatch):
     assert seen == {
         "argv": ["--cp", "2", "--tp", "1"],
         "backend": "cpu:gloo,cuda:gloo",
-        "messages": [("batch", "group", 0)],
+        "messages": ("batch", "group", 0),
     }
     assert real == (point_to_point.move_batch, dist.all_reduce)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_styles.comm import point_to_point
-from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of, move_batch
+from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of, exchange
 from tests.gpu_tensors import BreaksRule, Nccl
 
 # For each pair of ranks, sender and receiver, the sizes of its messages in order.
@@ -104,8 +104,8 @@ def test_a_cut_by_place_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("batches", [True, False])
-def test_a_batch_makes_the_calls_of_torch(monkeypatch, batches: bool):
-    """Those that dist.batch_isend_irecv makes, on a backend with batches and on one without."""
+def test_messages_make_the_calls_of_torch(monkeypatch, batches: bool):
+    """They are the calls of dist.batch_isend_irecv, and on a backend without batches the same single messages."""
     calls: list[tuple[Any, ...]] = []
     for name in ("send", "recv", "_start_coalescing", "_end_coalescing"):
 
@@ -120,13 +120,16 @@ def test_a_batch_makes_the_calls_of_torch(monkeypatch, batches: bool):
     try:
         group = dist.group.WORLD
         assert group is not None
-        batch = [Message(is_sent, peer, torch.zeros(1)) for is_sent, peer in ((False, 0), (True, 2), (True, 0))]
-        kinds = {True: dist.isend, False: dist.irecv}
-        ops = [dist.P2POp(kinds[sent], x, group=group, group_peer=peer, tag=7) for sent, peer, x in batch]
+        tag = 2**29  # of the first operation
+        x, y, z = (torch.zeros(size) for size in (1, 2, 3))
+        kinds = [(dist.irecv, 0, x), (dist.isend, 2, y), (dist.isend, 0, z)]
+        ops = [dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=tag) for kind, peer, tensor in kinds]
         works, wanted = dist.batch_isend_irecv(ops), calls[:]
         calls.clear()
-        assert move_batch(batch, group, 7) == works
+        pending = exchange([(2, y), (0, z)], [(0, x)], group)
     finally:
         dist.destroy_process_group()
-    assert repr(calls) == repr(wanted)
+    assert len(pending.works) == len(works) == (1 if batches else 3)
+    # Single messages: sends first, for gloo's thread.
+    assert repr(calls) == repr(wanted if batches else [*wanted[1:], wanted[0]])
     assert len(calls) == (5 if batches else 3)

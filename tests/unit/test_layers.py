@@ -120,7 +120,7 @@ def sizes() -> dict[str, int]:
 
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
-LIMITS = {"lines of the package": 31_800, "lines of the core path": 12_950, "floors": 10}
+LIMITS = {"lines of the package": 31_800, "lines of the core path": 12_900, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 

@@ -395,16 +395,22 @@ def test_a_group_whose_first_operation_is_a_batch_is_noticed():
     broken(path, lambda *_: None, "first operation of a group", BreaksRule, strategy=Ring())
 
 
-@pytest.mark.parametrize(("most", "batches"), [(256, True), (2, True), (256, False)])
-def test_heads_move_in_an_all_to_all(most: int, batches: bool):
-    """And one by one where it would have too many, or the backend has no batches. A collective sets up the group."""
+@pytest.mark.parametrize(
+    ("most", "batches", "wanted"),
+    [
+        (256, True, {"all-to-all"}),
+        (2, True, {"batch", "c10d::allreduce_"}),  # a collective sets up the group
+        (256, False, {"c10d::send", "c10d::recv_"}),
+    ],
+)
+def test_heads_move_in_an_all_to_all(most: int, batches: bool, wanted: set[str]):
+    """They move in batches where it would have too many messages, and one by one on a backend without batches."""
     problem = Problem(length=64, kv_heads=2, heads=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cp_styles.comm.point_to_point.MOST_OPERATIONS", most)
         worst, gpu = on_gpus(problem, 2, batches=batches, mask=Causal(), kernel=ON_GPU, strategy=Ulysses())
     assert worst < EXACT
-    kinds = {kind for log in gpu.nccl.logs[0, 1].values() for kind, *_ in log}
-    assert kinds == ({"all-to-all"} if most == 256 and batches else {"c10d::allreduce_", "batch"}), kinds
+    assert {kind for log in gpu.nccl.logs[0, 1].values() for kind, *_ in log} == wanted
 
 
 def test_reading_before_waiting_is_noticed():

@@ -390,7 +390,7 @@ OF_TENSORS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize(
     ("act", "at"),
     [
-        *product(OF_KEYS, ["Operations.tag", "PendingTransfers.wait"]),
+        *product(OF_KEYS, ["makes_batches", "PendingTransfers.wait"]),
         *product(OF_TENSORS, ["collectives.exchange.wait_received"]),
     ],
 )
@@ -416,9 +416,8 @@ def test_an_error_of_a_transfer_keeps_no_group(act: str, at: str):
             wait_received(*args)
         raise TransferError("ended")
 
-    failing = property(fail) if at.endswith("tag") else fail
-    where = {"Operations": "comm.group_state.", "PendingTransfers": "comm.point_to_point."}.get(at.split(".")[0], "")
-    with mock.patch(f"cp_styles.{where}{at}", failing):
+    where = "" if at.startswith("collectives") else "comm.point_to_point."
+    with mock.patch(f"cp_styles.{where}{at}", fail):
         errors = run_ranks(on, 4, return_errors=True)
     assert all(isinstance(error, TransferError) for error in errors), errors
     assert not any(group() for group in groups)
