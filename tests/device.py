@@ -53,11 +53,11 @@ class Staged:
     def __init__(self, batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> None:
         self.side, self.received, self.works = SideStream(), [], []
         pinned = torch.cuda.is_available()
-        hosts = [torch.empty(x.tensor.shape, dtype=x.tensor.dtype, pin_memory=pinned) for x in batch]
+        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for *_, x in batch]
         with self.side.context():
-            for message, host in zip(batch, hosts, strict=True):
-                if message.is_sent:
-                    host.copy_(message.tensor, non_blocking=True)
+            for (is_sent, _, tensor), host in zip(batch, hosts, strict=True):
+                if is_sent:
+                    host.copy_(tensor, non_blocking=True)
         if self.side.stream is not None:
             self.side.stream.synchronize()
         for (is_sent, peer, tensor), host in zip(batch, hosts, strict=True):

@@ -142,7 +142,7 @@ def hardware() -> Found:
 def messages_of(receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor]) -> list[Message]:
     """The messages of an all-to-all of tensors by rank. As in NCCL, empty tensors are none."""
     pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
-    return [Message(is_sent, *each) for is_sent, each in pairs if each[1].numel()]
+    return [(is_sent, *each) for is_sent, each in pairs if each[1].numel()]
 
 
 class SideStream:

@@ -263,11 +263,11 @@ class Nccl:
     def _start(self, batch: Sequence[Message], group: dist.ProcessGroup) -> _Work:
         work = _Work(self.unfinished)
         for message in batch:
-            if not isinstance(message.tensor, OnGpu):
+            if not isinstance(message[2], OnGpu):
                 raise BreaksRule("a message of the host")
-            if not message.tensor.is_contiguous():
+            if not message[2].is_contiguous():
                 raise BreaksRule("Tensors must be contiguous")
-        for is_sent, peer, tensor in sorted(batch, key=lambda message: not message.is_sent):
+        for is_sent, peer, tensor in sorted(batch, key=lambda message: not message[0]):
             visible: torch.Tensor = read(tensor)
             memory = visible.clone()
             if is_sent:

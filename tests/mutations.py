@@ -144,7 +144,7 @@ functions: a call has the mask of an earlier one | ranks/engine/test_wire.py
     binding_of_call | key = name, mesh, strategy, layout, mask, kernel, checks
     becomes | key = name, mesh, strategy, layout, kernel, checks
 kernel: a negative scale's sign is lost | unit/test_kernels.py
-    SdpaKernel.backward | dq * sign
+    _BoundBackward.run | dq * self.sign
     becomes | dq
 kernel: the logsumexp's gradient with the other sign | ranks/flex/test_flex.py
     LseGradient.backward | value=-
@@ -189,8 +189,32 @@ kernel: softmax's backward without the row's mean | unit/test_kernels.py
     ReferenceKernel.backward | - (grad * out).sum(-1, keepdim=True)
     becomes nothing
 strategy: causal tiles attended in full | ranks/engine/test_parity_grid.py
-    _PlanRun._call_kernel | call.cover is Cover.CAUSAL
+    _Binder._bind | tile.cover is Cover.CAUSAL
     becomes | False
+strategy: the queries of another tile | ranks/engine/test_parity_grid.py
+    _Queries.select | before == (id(call.bound), call.q_heads, call.tile.q)
+    becomes | before is not None
+strategy: a kernel is not bound anew | ranks/engine/test_prepared.py -k switch_changes
+    _Setup.prepare | key = phase, kernel.switches()
+    becomes | key = phase
+strategy: keys that a later group of heads has are freed | ranks/engine/test_gpu_rules.py
+    make_schedule | group.heads[1] == key_heads
+    becomes | True
+messages: k and v of a large block in one order | ranks/engine/test_prepared.py -k as_they_lie
+    Block.places | self.dims[0] if self.joined else self.sizes[0]
+    becomes | self.dims[0]
+messages: blocks of several sources lie one after another | unit/test_schedule.py -k match_by_order
+    _join_arrivals | x[:half] + y[:1] + x[half:] + y[1:]
+    becomes | x + y
+kernel: a subclass's own forward is left out | ranks/engine/test_prepared.py -k own_forward
+    bind_tile | if "bind" in defined else Kernel.bind(kernel, phase, specs, **options)
+    becomes nothing
+kernel: keys in a message are not aligned | ranks/engine unit/test_cuda_kernels.py -k align
+    _BoundOp.__init__ | x is not None and _is_aligned(x.strides, x.offset, self.row_step)
+    becomes | x is not None
+residual: kept keys that are not aligned | ranks/engine/test_prepared.py -k any_offset
+    ResidualPlaces.views | if residual.storage_offset() % _ALIGNMENT:
+    becomes | if False:
 Ulysses: of several queries' gradients for a key head, one | ranks/engine/test_parity_grid.py
     _Levels.unpair_gradients | index_add_
     becomes | index_copy_
@@ -234,8 +258,8 @@ plan: stripes of keys like those of queries | unit/test_plan.py
     make_holders | all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))
     becomes | isinstance(q_layout.held, Stripes) and q_layout.held.block == 1
 kernels: a window that no kernel is told of | unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py
-    _run | window or
-    becomes | None or
+    _BoundOp.__init__ | if window is not None:
+    becomes | if False:
 kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
     make_calls | (tile.cover, tile.window),
     becomes | tile.cover,
@@ -365,7 +389,7 @@ transformers: one rank must know the table of biases | clients/test_own_code.py 
     _attend | own is not None and (biases_DH is not None or bool((own != 0).any()))
     becomes | own is not None and biases_DH is not None
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
-    SdpaKernel.backward | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
+    _BoundBackward.queries | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
@@ -641,8 +665,8 @@ messages: a batch does not start at once | unit/test_batches.py -k calls_of_torc
     start_batch | group._start_coalescing(device)
     becomes | pass
 messages: each has a batch of its own | unit/test_account.py -k ring
-    exchange | for batch in batches_of(sends, receives, group.rank(), group.size()):
-    becomes | for batch in [[one] for many in batches_of(sends, receives, group.rank(), group.size()) for one in many]:
+    exchange | for batch in batches:
+    becomes | for batch in [[one] for many in batches for one in many]:
 messages: heads move one by one | unit/test_account.py -k Ulysses
     exchange_blocks | 2 * ranks > MOST_OPERATIONS or
     becomes | True or

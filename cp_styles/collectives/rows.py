@@ -10,10 +10,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import resolve_group
+from cp_styles._compat import is_traced, resolve_group
+from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Peers
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role
+from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, ranges_of, refuse_other_cut
 
 
@@ -48,6 +50,16 @@ Layout: TypeAlias = SequenceLayout | Padded | Sequence[int] | None
 for each rank), or None for contiguous parts that are as equal as possible (the first ranks get the remainder)."""
 
 
+@remembered(64)
+def _orders(layout: SequenceLayout) -> DeviceTables | None:
+    """The position of each row in rank order, and the row of each position. None if both orders are equal."""
+    positions = torch.cat([layout.positions(rank, "cpu") for rank in range(layout.ranks)])
+    in_order = torch.arange(len(positions), device="cpu")
+    if torch.equal(positions, in_order):
+        return None
+    return DeviceTables(positions, torch.empty_like(positions).index_copy_(0, positions, in_order))
+
+
 class Rows(NamedTuple):
     """How a dim is cut over ranks.
 
@@ -71,11 +83,12 @@ class Rows(NamedTuple):
     @property
     def is_in_order(self) -> bool:
         """Whether the concatenated shards are in global order."""
-        chunks = self.layout.held
-        return not isinstance(chunks, Stripes) and len(join_ranges(chain.from_iterable(chunks))) <= 1
+        return _orders(self.layout) is None
 
     def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
+        if not is_traced() and (orders := _orders(self.layout)) is not None:
+            return torch.index_select(whole, 0, orders.on(whole.device)[0], out=out)
         if isinstance(chunks := self.layout.held, Stripes):
             out = whole.new_empty(whole.shape) if out is None else out
             return out.index_copy_(0, chunks.rows_rank_by_rank(whole.device), whole)
@@ -94,6 +107,8 @@ class Rows(NamedTuple):
 
         One copy, to ``out`` if it is not None. No copy where the two orders are equal.
         """
+        if not is_traced() and (orders := _orders(self.layout)) is not None:
+            return torch.index_select(shards, 0, orders.on(shards.device)[1], out=out)
         if isinstance(chunks := self.layout.held, Stripes):
             return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)
         ranges = join_ranges(chain.from_iterable(chunks))

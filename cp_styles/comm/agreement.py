@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def pack_call_number(which: int, index: int) -> int:
 _CALLS_OF_MODULE = 2**16
 
 
-class StatusRows(list[StatusRow]):
+class StatusRows(Sequence[StatusRow]):
     """The rows of all ranks, in group order.
 
     Attributes:
@@ -107,12 +107,20 @@ class StatusRows(list[StatusRow]):
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         """``rows`` have WIDTH numbers each."""
-        super().__init__()
-        for row in rows:
-            self.append(StatusRow._make((*row[:_FIRST_CHECK], tuple(row[_FIRST_CHECK:]))))
+        self._numbers = rows
         fields = tuple(zip(*rows, strict=True))
         self.columns: Any = StatusRow._make((*fields[:_FIRST_CHECK], fields[_FIRST_CHECK:]))
-        self.equal = [*map(len, map(set, fields[2:]))] == [1] * (WIDTH - 2)
+        self.equal = False not in [field == field[:1] * len(rows) for field in fields[2:]]
+
+    @cached_property
+    def _rows(self) -> list[StatusRow]:  # most meetings read the columns alone
+        return [StatusRow._make((*row[:_FIRST_CHECK], tuple(row[_FIRST_CHECK:]))) for row in self._numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
 
 
 # [Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`).
@@ -133,7 +141,7 @@ def start_status(
     group: dist.ProcessGroup,
     *,
     agrees: bool = True,
-    assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
+    assumed: Callable[[Sequence[int]], Sequence[Sequence[int]]] | None = None,
     path: str = "",
     state: GroupState | None = None,
     judge: Callable[[StatusRows], object] | None = None,
@@ -188,7 +196,7 @@ def start_status(
             )
             state.turn.note_known(problem)  # every rank raises it
             raise problem
-        rows: Any = [(*each[:_FIRST_CHECK], *each.numbers) for each in assumed(row)]
+        rows = assumed(numbers)
         started.gathered = lambda: rows
         return started
     if problem is not None:

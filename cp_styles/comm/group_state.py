@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.turn import Turn
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class GroupState:
         mailbox: sends rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and
             "new" before the first row.
         parts: parts of the group, by their ranks. Never the group itself.
+        batches: the batches of an exchange, by its messages (is_sent, peer).
         objects: facts of other modules about the group, by their classes, see :meth:`get_or_create`.
     """
 
@@ -81,6 +83,7 @@ class GroupState:
     host: Any = None
     mailbox: Any = "new"
     parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    batches: LatestEntries[Any, list[list[int]]] = field(default_factory=lambda: LatestEntries(256))
     objects: dict[Any, Any] = field(default_factory=dict)
 
     def get_or_create(self, kind: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,17 +41,20 @@ class TransferError(RuntimeError):
     """
 
 
+Message: TypeAlias = tuple[bool, int, torch.Tensor]
+"""Whether it is sent, the peer, and the tensor."""
+
+
 @dataclass(eq=False, slots=True)
 class PendingTransfers:
-    """Running transfers, with the ``tensors`` that must live until their end. Call :meth:`wait` before you read them.
+    """Running transfers. Call :meth:`wait` before you read the tensors of ``messages``, which live until then.
 
-    ``peers`` are the ranks of ``group`` that send or receive: one for each work, or all if the works are joined.
+    There is one work for each message, unless works are joined.
     """
 
     works: Sequence[dist.Work | None]
-    tensors: Sequence[torch.Tensor | tuple[int, torch.Tensor]]
-    peers: Sequence[int] = ()
-    group: dist.ProcessGroup | None = None
+    messages: Sequence[Message]
+    group: dist.ProcessGroup | None
 
     def wait(self) -> None:
         """Wait for all transfers: on the host for gloo, on the current stream for NCCL. A second call does nothing.
@@ -65,9 +69,10 @@ class PendingTransfers:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    peers = self.peers[index : index + 1] if len(self.works) == len(self.peers) else self.peers
+                    joined = len(self.works) != len(self.messages)
+                    peers = [peer for _, peer, _ in (self.messages if joined else self.messages[index : index + 1])]
                     raise transfer_error(error, peers, self.group) from error
-        self.works, self.tensors = (), ()
+        self.works, self.messages = (), ()
 
 
 @dataclass(eq=False)
@@ -178,40 +183,44 @@ def exchange(
     sends: Sequence[tuple[int, torch.Tensor]],
     receives: Sequence[tuple[int, torch.Tensor]],
     group: dist.ProcessGroup | None,
+    state: GroupState | None = None,
 ) -> PendingTransfers:
     """Start to send and receive contiguous tensors, all at once. The numbers in the pairs are ranks *of the group*.
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order of sending. Empty tensors are skipped on both sides. Over NCCL the messages are one
-    batch, or several batches if they are many: see :func:`batches_of`. A deferred check of the ranks,
-    ``Operations.check``, runs first.
+    batch, or several batches if they are many: see :func:`cut_batches`. A deferred check of the ranks,
+    ``Operations.check``, runs first. ``state``: the state of the group, if the caller has it.
     """
     if group is None:  # of one rank, which has no messages
-        return PendingTransfers((), (), (), None)
-    operations = state_of(group).operations
+        return PendingTransfers((), (), None)
+    state = state or state_of(group)
+    operations = state.operations
     if operations.check is not None:
         operations.run_deferred_check()
     operation = 2 * operations.backward_of + 1 if operations.backward_of else 2 * operations.forwards
-    pairs, works, peers, tag = [*sends, *receives], [], [], _TAG_OF_TENSORS + operation % _TAG_OF_TENSORS
-    if not pairs or not makes_batches(group, pairs[0][1].device):
-        # Sends come first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this
-        # thread would move the data, and hold a lock for which gloo's thread polls.
-        for index, (peer, tensor) in enumerate(pairs):
-            if tensor.numel():
-                call = group.send if index < len(sends) else group.recv
-                try:
-                    works.append(call([tensor], peer, tag))
-                except RuntimeError as error:
-                    raise transfer_error(error, (peer,), group) from error
-                peers.append(peer)
-    else:
-        for batch in batches_of(sends, receives, group.rank(), group.size()):
-            peers += [message.peer for message in batch]
+    works, tag = [], _TAG_OF_TENSORS + operation % _TAG_OF_TENSORS
+    # Sends come first, so that gloo's own thread moves the data when it gets the receive. In the reverse order this
+    # thread would move the data, and hold a lock for which gloo's thread polls.
+    sent = [(True, *pair) for pair in sends if 0 not in pair[1].shape]
+    messages = [*sent, *[(False, *pair) for pair in receives if 0 not in pair[1].shape]]
+    if not messages or not makes_batches(group, messages[0][2].device):
+        for is_sent, peer, tensor in messages:
             try:
-                works.append(move_batch(batch, group, tag))
+                works.append((group.send if is_sent else group.recv)([tensor], peer, tag))
             except RuntimeError as error:
-                raise transfer_error(error, peers, group) from error
-    return PendingTransfers(works, pairs, peers, group)
+                raise transfer_error(error, (peer,), group) from error
+    else:
+        peers = tuple([message[:2] for message in messages])
+        batches = state.batches.get(peers)
+        if batches is None:
+            batches = state.batches.put(peers, cut_batches(peers, group.rank(), group.size(), MOST_OPERATIONS))
+        for batch in batches:
+            try:
+                works.append(move_batch([messages[index] for index in batch], group, tag))
+            except RuntimeError as error:
+                raise transfer_error(error, [peer for _, peer, _ in messages], group) from error
+    return PendingTransfers(works, messages, group)
 
 
 MOST_OPERATIONS = 256
@@ -224,18 +233,8 @@ MOST_OPERATIONS = 256
 _MESSAGES_OF_PAIR = 2
 
 
-class Message(NamedTuple):
-    """A message to ``peer`` if ``is_sent``, otherwise a message from it."""
-
-    is_sent: bool
-    peer: int
-    tensor: torch.Tensor
-
-
-def batches_of(
-    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: int
-) -> list[list[Message]]:
-    """The non-empty messages of :func:`exchange`, in batches of at most :data:`MOST_OPERATIONS` operations."""
+def cut_batches(messages: Sequence[tuple[bool, int]], rank: int, ranks: int, most: int) -> list[list[int]]:
+    """The indices of the messages (is_sent, peer) in each batch, which has at most so many operations."""
     # A rank's batches run one by one, so the operations of one batch must not need two batches of a peer. The batch of
     # a message depends on numbers that its sender and its receiver share: the number of ranks, the distance from sender
     # to receiver, and the number of earlier messages from this sender to this receiver. So both put the message into
@@ -244,24 +243,21 @@ def batches_of(
     # a rank plays no role, because it differs between ranks.
     #
     # The size: for each distance, a rank has one receiver and one sender, and a batch has _MESSAGES_OF_PAIR of each.
-    distances = max(MOST_OPERATIONS // (2 * _MESSAGES_OF_PAIR), 1)
-    batches: dict[tuple[int, int], list[Message]] = {}
-    for is_sent, pairs in ((False, receives), (True, sends)):
-        before: dict[int, int] = {}
-        for peer, tensor in pairs:
-            if tensor.numel():
-                distance = (peer - rank if is_sent else rank - peer) % ranks
-                earlier = before.get(peer, 0)
-                before[peer] = earlier + 1
-                number = earlier // _MESSAGES_OF_PAIR, (distance - 1) % ranks // distances
-                batches.setdefault(number, []).append(Message(is_sent, peer, tensor))
+    distances = max(most // (2 * _MESSAGES_OF_PAIR), 1)
+    batches: dict[tuple[int, int], list[int]] = {}
+    before = Counter[tuple[bool, int]]()
+    for index, (is_sent, peer) in enumerate(messages):
+        distance = (peer - rank if is_sent else rank - peer) % ranks
+        number = before[is_sent, peer] // _MESSAGES_OF_PAIR, (distance - 1) % ranks // distances
+        before[is_sent, peer] += 1
+        batches.setdefault(number, []).append(index)
     return [batches[number] for number in sorted(batches)]
 
 
 def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> dist.Work:
     """Start the messages of a batch at once."""
     # As dist.batch_isend_irecv, whose objects take more than 20 calls for each message.
-    end = start_batch(group, batch[0].tensor.device)
+    end = start_batch(group, batch[0][2].device)
     for is_sent, peer, tensor in batch:
         (group.send if is_sent else group.recv)([tensor], peer, tag)
     return end()
@@ -285,7 +281,8 @@ def exchange_blocks(
     with collective(group, state_of(group).operations.user):
         # As dist.all_to_all, whose checks take 4 calls for each tensor.
         work = group.alltoall(receives, sends, ASYNC_ALL_TO_ALL)
-    return PendingTransfers([work], [*sends, *receives], range(ranks), group)
+    messages = [(kind, *pair) for kind, side in ((True, sends), (False, receives)) for pair in enumerate(side)]
+    return PendingTransfers([work], messages, group)
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:

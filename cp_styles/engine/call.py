@@ -241,10 +241,11 @@ def agree_on_layouts(
     return made[0]
 
 
-def _assume_equal_calls(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
+def _assume_equal_calls(layout: SequenceLayout, rank: int, row: Sequence[int]) -> list[Sequence[int]]:
     """Assume that every rank sends this rank's row, with the length that the layout gives it."""
-    rows = [row._replace(q_length=length, kv_length=length) for length in layout.lengths]
-    return [*rows[:rank], row, *rows[rank + 1 :]]
+    rows: list[Sequence[int]] = [(length, length, *row[2:]) for length in layout.lengths]
+    rows[rank] = row
+    return rows
 
 
 def _refuse_other_dims(

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -20,11 +20,16 @@ from cp_styles.kernels.outside import check_result
 
 
 class TensorSpec(NamedTuple):
-    """The properties of a tensor by which kernels decide whether they take it."""
+    """The properties of a tensor by which kernels decide whether they take it.
+
+    Attributes:
+        place: its ``strides`` and ``offset`` in a buffer whose memory is aligned. None if they are not known.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    place: Any = None
 
 
 class TilePositions(NamedTuple):
@@ -130,6 +135,28 @@ class Kernel(ABC):
         means tiles with an explicit mask.
         """
 
+    def bind(
+        self,
+        phase: str,
+        specs: Sequence[Any],
+        *,
+        causal: bool,
+        scale: float,
+        biased: bool = False,
+        window: tuple[int, int] | None = None,
+        pack: Any = None,
+    ) -> Bound:
+        """The ``phase``, "forward" or "backward", for tiles whose query, key and value are like ``specs``.
+
+        A strategy calls it once for many tiles, so a kernel can do here what they share. The default calls the phase.
+        ``specs`` have shape, dtype and device, and may have a place, see TensorSpec. ``biased``: the tiles have a bias,
+        which they get when they run. The remaining arguments are the keywords of the phase but ``where``.
+        """
+        options = {"causal": causal, "scale": scale} | ({} if biased else {"bias": None})
+        options |= ({"window": window} if self.windows else {}) | ({"pack": pack} if self.small_tiles else {})
+        function = partial(tile_function(self, phase), **options)
+        return Bound(tuple, lambda *tensors, **late: function(*in_order(*tensors), **late))
+
     def takes(
         self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
     ) -> bool:
@@ -140,6 +167,10 @@ class Kernel(ABC):
         """
         # Tiles differ in rows. In a backward, head dims may be larger than in the attention: see LseGradient.
         return True
+
+    def switches(self) -> Hashable:
+        """The settings of this process on which :meth:`takes` depends now. A kernel is bound anew when they change."""
+        return ()
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which to compute tiles of inputs of ``dtype``, if several tiles are merged."""
@@ -161,6 +192,50 @@ class Kernel(ABC):
         ``backward``, raises RuntimeError if a tensor that the kernel holds has changed since the forward.
         """
         return self, ()
+
+
+class Bound(NamedTuple):
+    """The forward or the backward of a kernel for tiles of one shape: see :meth:`Kernel.bind`.
+
+    Attributes:
+        queries: from the tensors of the queries, (query,) in a forward and (grad, query, out, lse) in a backward, to
+            the first argument of ``run``. Tiles with the same queries can share it.
+        run: from it, key and value to the results of the tile. ``bias`` and ``where`` are keywords for tiles with them.
+    """
+
+    queries: Callable[[Sequence[torch.Tensor]], Any]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+
+
+def in_order(queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors of a tile as :meth:`Kernel.forward` takes them, or :meth:`Kernel.backward` with four ``queries``."""
+    middle = (len(queries) + 1) // 2
+    return *queries[:middle], k, v, *queries[middle:]
+
+
+def bind_tile(kernel: Kernel, phase: str, specs: Sequence[Any], **options: Any) -> Bound:
+    """:meth:`Kernel.bind` of a kernel, or of Kernel if a subclass has a ``phase`` of its own and no ``bind``."""
+    defined = next(x for x in map(vars, type(kernel).__mro__) if "bind" in x or phase in x)
+    return kernel.bind(phase, specs, **options) if "bind" in defined else Kernel.bind(kernel, phase, specs, **options)
+
+
+class BoundKernel(Kernel):
+    """Base of kernels that define :meth:`bind`. Their forward and backward call it."""
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None):
+        options = {"causal": causal, "scale": scale, "window": window, "pack": pack}
+        return self._run("forward", (q_BHLD, k_BGMD, v_BGME), (q_BHLD,), bias, options)
+
+    def backward(
+        self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None, pack=None
+    ):
+        options = {"causal": causal, "scale": scale, "window": window, "pack": pack}
+        queries = grad_BHLE, q_BHLD, out_BHLE, lse_BHL
+        return self._run("backward", (q_BHLD, k_BGMD, v_BGME), queries, bias, options)
+
+    def _run(self, phase: str, tensors: Any, queries: Any, bias: torch.Tensor | None, options: dict[str, Any]) -> Any:
+        bound = self.bind(phase, tensors, biased=bias is not None, **options)
+        return bound.run(bound.queries(queries), *tensors[1:], **({} if bias is None else {"bias": bias}))
 
 
 def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
@@ -194,6 +269,9 @@ class OtherBackward(Kernel):
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         return self.inner.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased)
+
+    def switches(self):
+        return self.inner.switches()
 
     def tile_dtype(self, dtype):
         return self.inner.tile_dtype(dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from cp_styles.kernels.base import Kernel, tile_function
+from cp_styles.kernels.base import Bound, BoundKernel, Kernel, bind_tile, in_order
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.reference import ReferenceKernel
@@ -51,7 +51,7 @@ def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = 
 
 
 @dataclass(frozen=True)
-class ByTile(Kernel):
+class ByTile(BoundKernel):
     """Gives each tile to the first kernel that takes it: of ``masked`` with an explicit mask, of ``plain`` without one.
 
     All kernels compute the same function with its logsumexp. So their tiles can be merged, and each backward takes
@@ -86,18 +86,34 @@ class ByTile(Kernel):
         """The first kernel for tiles without a mask that takes short tiles. Plans are made for it."""
         return next(kernel for kernel in self.plain if not kernel.long_tiles)
 
+    @cached_property
+    def _switched_kernel(self) -> Kernel:
+        """A kernel with switches. The kernels of this package have the same."""
+        return next((kernel for kernel in self.plain if kernel.switches()), self.plain[0])
+
     @property
     def content(self):
         return hash(tuple(kernel.content for kernel in (*self.plain, *self.masked)))
 
-    def forward(self, *tensors, **options):
-        return self._call_each_kernel("forward", tensors, 0, **options)
-
-    def backward(self, *tensors, **options):
-        return self._call_each_kernel("backward", tensors, 1, **options)
+    def bind(self, phase, specs, *, causal, scale, biased=False, window=None, pack=None):
+        kernel = self.choose_for_tile(specs, causal=causal, biased=biased, window=window, pack=pack)
+        if kernel is not None:
+            options = {"scale": scale, "biased": biased, "window": window, "pack": pack}
+            return bind_tile(kernel, phase, specs, causal=causal, **options)
+        if pack is not None:
+            each = partial(getattr(self, phase), causal=causal, bias=None, scale=scale, window=window)
+            query = int(phase == "backward")
+            return Bound(tuple, lambda *tensors: pack.one_by_one(each, in_order(*tensors), query))
+        q, k, _ = specs
+        bound = self.bind(phase, specs, causal=causal, scale=scale, biased=True)
+        mask = window, q.shape[2], k.shape[2], q.dtype, q.device
+        return Bound(bound.queries, lambda *tensors: bound.run(*tensors, bias=_make_band_bias(*mask)))
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         (self.masked if biased else self.plain)[-1].check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+
+    def switches(self):
+        return self._switched_kernel.switches()
 
     def tile_dtype(self, dtype):
         """The dtype that the first kernels of both kinds prefer. If they differ, ``dtype``, which all kernels take."""
@@ -105,49 +121,23 @@ class ByTile(Kernel):
         return dtypes.pop() if len(dtypes) == 1 else dtype
 
     def choose_for_tile(
-        self,
-        tensors: Sequence[torch.Tensor],
-        *,
-        causal: bool,
-        bias: torch.Tensor | None,
-        window: Any = None,
-        pack: Any = None,
-    ) -> tuple[Kernel | None, dict[str, Any]]:
-        """The kernel of a tile with this query, key and value, and its keyword arguments except the scale.
+        self, specs: Sequence[Any], *, causal: bool, biased: bool, window: Any = None, pack: Any = None
+    ) -> Kernel | None:
+        """The kernel of a tile whose query, key and value are like ``specs``.
 
-        A band that no kernel with windows takes gets an explicit mask. The kernel is None for a pack that none takes.
+        None for a pack that no kernel takes, and for a band that no kernel with windows takes.
         """
-        if window is not None or pack is not None:
-            extra = {name: value for name, value in (("window", window), ("pack", pack)) if value is not None}
-            takers = (x for x in self.plain if x.windows >= ("window" in extra) and x.small_tiles >= ("pack" in extra))
-            kernel = next((x for x in takers if x.takes(*tensors, causal=causal, biased=False)), None)
-            if kernel is not None or pack is not None:
-                return kernel, {"causal": causal, "bias": bias, **extra}
-            bias = _make_band_bias(extra["window"], *tensors[:2])
-        biased = bias is not None
         kernels = self.masked if biased else self.plain
-        for kernel in kernels:
-            if kernel.takes(*tensors, causal=causal, biased=biased):
-                break
-        return kernel, {"causal": causal, "bias": bias}
-
-    def _call_each_kernel(
-        self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any
-    ):
-        """``query`` is the index of the query among ``tensors``."""
-        kernel, arguments = self.choose_for_tile(tensors[query : query + 3], **options)
-        if kernel is not None:
-            return tile_function(kernel, phase)(*tensors, scale=scale, **arguments)
-        single = options | {"pack": None, "scale": scale}
-        return options["pack"].one_by_one(
-            lambda *tile: self._call_each_kernel(phase, tile, query, **single), tensors, query
-        )
+        last = kernels[-1]
+        if window is not None or pack is not None:
+            last = None
+            kernels = [x for x in kernels if x.windows >= (window is not None) and x.small_tiles >= (pack is not None)]
+        return next((x for x in kernels if x.takes(*specs, causal=causal, biased=biased)), last)
 
 
-def _make_band_bias(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
+def _make_band_bias(window: Any, rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The explicit mask [L, M] of a band: see Kernel.windows."""
-    keys, device = k_BGMD.shape[2], q_BHLD.device
-    ahead = torch.arange(keys, device=device) - torch.arange(keys - q_BHLD.shape[2], keys, device=device)[:, None]
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - rows, keys, device=device)[:, None]
     before, after = (size if size >= 0 else keys for size in window)
     outside = (ahead < -before) | (ahead > after)
-    return torch.zeros(ahead.shape, dtype=q_BHLD.dtype, device=device).masked_fill_(outside, float("-inf"))
+    return torch.zeros(ahead.shape, dtype=dtype, device=device).masked_fill_(outside, float("-inf"))

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from cp_styles.kernels.packing import memory_order, part_of
+
 # The logsumexp of a query without keys. It is finite, so that a difference is not NaN, and far below any logit of a
 # float32 dot product.
 EMPTY_LSE = -1e30
@@ -138,6 +140,7 @@ class OnlineSoftmax:
         self._device = device
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._complete = False  # the first tile covers everything
         self._filled: dict[tuple[int, int], list[int]] = {}  # by heads: edges of the filled ranges of rows, ascending
 
     def add(
@@ -152,21 +155,16 @@ class OnlineSoftmax:
 
         The tensors may be kept and changed in place.
         """
-        fresh = True
-        for (start, stop), edges in self._filled.items():
-            fresh = fresh and not (start < heads[1] and heads[0] < stop and _overlaps(edges, rows))
-        edges = self._filled.setdefault(heads, [])
-        first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
-        edges[first:last] = compress(rows, (first % 2 == 0, last % 2 == 0))
-        covers_all = (heads, rows) == ((0, self._shape[1]), (0, self._shape[2]))
-        if self._out is None and index is None and covers_all:
-            self._out, self._lse = out_BHLD, lse_BHL
-            return
+        fresh = not self._complete and self._is_fresh(heads, rows)
+        all_rows = 0, self._shape[2]
         if self._out is None or self._lse is None:
+            if index is None and rows == all_rows and heads == (0, self._shape[1]):
+                self._out, self._lse, self._complete = out_BHLD, lse_BHL, True
+                return
             self._out, self._lse = self._make_empty()
-        self._out = self._out.to(self._dtype)
-        part = (slice(None), slice(*heads), slice(*rows) if index is None else slice(None))
-        out, lse = self._out[part], self._lse[part]
+        if self._out.dtype != self._dtype:
+            self._out = self._out.to(self._dtype)
+        out, lse = (part_of(x, heads, rows if index is None else all_rows) for x in (self._out, self._lse))
         if index is not None and fresh:
             out.index_copy_(2, index, out_BHLD.to(out.dtype))
             lse.index_copy_(2, index, lse_BHL)
@@ -177,6 +175,16 @@ class OnlineSoftmax:
             return
         merge = self._merge if self._merge.takes(out, out_BHLD) else TORCH_MERGE
         merge(out, lse, out_BHLD, lse_BHL, index)
+
+    def _is_fresh(self, heads: tuple[int, int], rows: tuple[int, int]) -> bool:
+        """Whether no earlier tile has any of these heads and rows."""
+        fresh = True
+        for (start, stop), edges in self._filled.items():
+            fresh = fresh and not (start < heads[1] and heads[0] < stop and _overlaps(edges, rows))
+        edges = self._filled.setdefault(heads, [])
+        first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
+        edges[first:last] = compress(rows, (first % 2 == 0, last % 2 == 0))
+        return fresh
 
     def add_sink(self, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None) -> None:
         """Merge one more key for each head, with the logit ``sink_H`` for every query and the value 0.
@@ -235,20 +243,23 @@ class RowSum:
 
         The tensor may be kept and changed in place.
         """
-        all_rows = (0, self._shape[1]), (0, self._shape[2])
-        if self._sum is not None and index is not None:
-            self._sum[:, slice(*heads)].index_add_(2, index, tile.to(self._dtype))
+        everything = index is None and rows == (0, self._shape[2]) and heads == (0, self._shape[1])
+        if self._sum is not None:
+            if everything:
+                self._sum.add_(tile)
+            elif index is None:
+                part_of(self._sum, heads, rows).add_(tile)  # not +=, which also copies the sum to itself
+            else:
+                part_of(self._sum, heads, (0, self._shape[2])).index_add_(2, index, tile.to(self._dtype))
             return
-        sums = self._waiting.items() if self._sum is None else [((*all_rows, None), self._sum)]
-        for ((head, last_head), (row, last_row), sum_index), larger in sums:
+        for ((head, last_head), (row, last_row), sum_index), larger in self._waiting.items() if self._waiting else ():
             contains = head <= heads[0] and heads[1] <= last_head and row <= rows[0] <= rows[1] <= last_row
             if index is sum_index and contains:
                 first = rows[0] - row
-                # Not +=, which also copies the sum to itself.
                 larger[:, heads[0] - head : heads[1] - head, first : first + tile.shape[2]].add_(tile)
                 return
-        if index is None and (heads, rows) == all_rows:
-            self._sum = tile.to(self._dtype)
+        if everything:
+            self._sum = tile if tile.dtype == self._dtype else tile.to(self._dtype)
             if self._waiting:
                 self._add_waiting()
         elif 2 * sum(map(torch.Tensor.numel, (*self._waiting.values(), tile))) <= prod(self._shape):
@@ -273,10 +284,9 @@ def _zeros(
     shape_BHLD: tuple[int, ...], dtype: torch.dtype, device: torch.device, like_BHLD: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Zeros in the memory order of ``like_BHLD``. None: the order of the gradients of torch's kernels, [B, L, H, D]."""
-    strides = (3, 1, 2, 0) if like_BHLD is None else like_BHLD.stride()
-    order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
+    order, back = memory_order((3, 1, 2, 0) if like_BHLD is None else like_BHLD.stride())
     zeros = torch.zeros([shape_BHLD[dim] for dim in order], dtype=dtype, device=device)
-    return zeros.permute([order.index(dim) for dim in range(4)])
+    return zeros.permute(back)
 
 
 def apply_sink(

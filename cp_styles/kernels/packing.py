@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -62,10 +63,29 @@ class Pack:
 
 
 def part_of(
-    tensor: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int], index: torch.Tensor | None
+    tensor: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int], index: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Some heads and rows of [B, H, L, D] or [B, H, L]: a view, or with an ``index`` of the rows a copy."""
-    if index is None:
-        return tensor[:, slice(*heads), slice(*rows)]
-    tensor = tensor[:, slice(*heads)].transpose(1, 2)
-    return tensor.index_select(1, index).transpose(1, 2)
+    if heads != (0, tensor.shape[1]):
+        tensor = tensor[:, heads[0] : heads[1]]
+    if index is not None:
+        return tensor.transpose(1, 2).index_select(1, index).transpose(1, 2)
+    return tensor if rows == (0, tensor.shape[2]) else tensor[:, :, rows[0] : rows[1]]
+
+
+@lru_cache(256)
+def memory_order(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of a tensor in the order of memory, outermost first, and the inverse permutation."""
+    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+    return tuple(order), tuple(map(order.index, range(len(strides))))
+
+
+@lru_cache(256)
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether a tensor has no gaps in memory, with its dims in this order, outermost first."""
+    size = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != size:
+            return False
+        size *= shape[dim]
+    return True

@@ -10,16 +10,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from math import gcd
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import Bound, BoundKernel
 from cp_styles.kernels.merge import EMPTY_LSE, FUSED_MERGE, Merge
-from cp_styles.kernels.packing import LONG_TILE, Pack
+from cp_styles.kernels.packing import LONG_TILE, is_dense, memory_order
 
 # scaled_dot_product_attention, as the function and as an operator.
 SDPA_CALLS = frozenset(
@@ -62,7 +62,7 @@ def names_of(op: torch._ops.OpOverload) -> Names:
 
 
 @dataclass(frozen=True)
-class SdpaKernel(Kernel):
+class SdpaKernel(BoundKernel):
     """One of torch's fused attention ops.
 
     The limits of an op are attributes of this class: :meth:`check` applies them to a whole attention, :meth:`takes` to
@@ -126,81 +126,11 @@ class SdpaKernel(Kernel):
         """Whether the op takes explicit masks."""
         return not self.long_tiles and "attn_mask" in names_of(self.forward_op).arguments.values()
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None):
-        assert bias is None or self.takes_bias  # otherwise the op would be called without the bias
-        if scale <= 0:
-            q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
-        arguments = {
-            **dict(zip(_BY_ROWS, self._align((q_BHLD, k_BGMD), (v_BGME,)), strict=False)),
-            "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
-            "is_causal": causal,
-            "scale": scale,
-        }
-        packed = window is not None or pack is not None
-        op = _get_op(_PACKED[0] if packed else self.name)
-        results = dict(zip(names_of(op).returns, self._run(op, arguments, window, pack), strict=True))
-        del arguments  # free copies of keys and values
-        out, lse = results["out"][..., : v_BGME.shape[-1]], results["logsumexp"]
-        if packed:
-            out = _rows_to_heads(out, q_BHLD, pack)
-        if pack is not None:
-            lse = lse.unflatten(1, (q_BHLD.shape[0], -1)).transpose(0, 1)
-        lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
-        if bias is not None:
-            # The logsumexp that a fused kernel returns for a fully masked row is not defined. Set it to EMPTY_LSE.
-            masked_rows = (bias == float("-inf")).all(-1).expand(lse.shape)
-            lse = lse.masked_fill(masked_rows, EMPTY_LSE)
-            out = out.masked_fill(masked_rows.unsqueeze(-1), 0.0)
-        return out, lse
-
-    def backward(
-        self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None, pack=None
-    ):
-        sign, dims = 1.0, (q_BHLD.shape[-1], v_BGME.shape[-1])
-        if scale <= 0:
-            q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
-        if bias is not None:
-            # For queries without keys. With a finite number far below all logits, padding keys of a block would have an
-            # infinite probability in the kernel. With infinity all probabilities are 0.
-            lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
-        if self.lse_multiple > 1 and torch.version.hip is None:
-            lse_BHL = F.pad(lse_BHL, (0, -q_BHLD.shape[2] % self.lse_multiple), value=float("inf"))
-        lse = lse_BHL if pack is None else lse_BHL.transpose(0, 1).flatten(1)
-        lse = lse.contiguous()  # CUDA kernels read it as contiguous and do not check it
-        arguments = {
-            **dict(zip(_BY_ROWS, self._align((q_BHLD, k_BGMD), (v_BGME, out_BHLE, grad_BHLE)), strict=True)),
-            "attn_mask": None if bias is None else self._expand_bias(bias, q_BHLD, k_BGMD),
-            "logsumexp": lse.unsqueeze(-1) if self.lse_column else lse,
-            "is_causal": causal,
-            "grad_input_mask": [True, True, True, False],
-            "scale": scale,
-        }
-        if self.out_by_rows:
-            arguments["out"] = arguments["out"].transpose(1, 2).contiguous().transpose(1, 2)
-        if self.out_like_query:  # dense, and with the memory order of the query
-            strides = arguments["query"].stride()
-            order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
-            for name in ("grad_out", "out"):
-                arguments[name] = arguments[name].permute(order).contiguous().permute(tuple(map(order.index, range(4))))
-        packed = window is not None or pack is not None
-        op = _get_op(_PACKED[1] if packed else f"{self.name}_backward")
-        # The state of random numbers, which is not read without dropout.
-        names = names_of(op).arguments.values()
-        if "philox_seed" in names:
-            seed = torch.empty(2, dtype=torch.int64, device=q_BHLD.device)
-            arguments |= {"philox_seed": seed, "philox_offset": seed}
-        if "rng_state" in names:
-            state = torch.empty(2, dtype=torch.uint64, device=q_BHLD.device)
-            arguments |= {"rng_state": state, "unused": state}
-        dq, dk, dv, *_ = self._run(op, arguments, window, pack)
-        del arguments  # free copies of keys and values
-        if packed:
-            dq, dk, dv = (_rows_to_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
-        if dims != (dq.shape[-1], dv.shape[-1]):
-            dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
-        if dk.shape[1] != k_BGMD.shape[1]:  # the sum over the query heads of each key head
-            dk, dv = (x.unflatten(1, (k_BGMD.shape[1], -1)).sum(2) for x in (dk, dv))
-        return dq if sign == 1.0 else dq * sign, dk, dv
+    def bind(self, phase, specs, *, causal, scale, biased=False, window=None, pack=None):
+        assert not biased or self.takes_bias  # otherwise the op would be called without the bias
+        kind = _BoundBackward if phase == "backward" else _BoundForward
+        bound = kind(self, specs, causal, scale, biased, window, pack)
+        return Bound(bound.queries, bound.run)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         if (refusal := self._explain_refusal(q_BHLD, v_BGME, biased=biased)) is not None:
@@ -214,7 +144,7 @@ class SdpaKernel(Kernel):
 
     def _explain_refusal(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
         """The text of an error if this kernel cannot take such tensors. None if it can."""
-        dtype, device, dim = q_BHLD.dtype, q_BHLD.device, max(self._dims(q_BHLD, v_BGME))
+        dtype, device, dim = q_BHLD.dtype, q_BHLD.device, max(self.op_dims(q_BHLD, v_BGME))
         if device.type != self.device_type or dtype not in self.dtypes:
             return (
                 f"{self.name} runs {self.dtypes} on {self.device_type}, got {dtype} on {device.type}; pass "
@@ -238,66 +168,22 @@ class SdpaKernel(Kernel):
                 )
         return None
 
+    def switches(self):
+        if not self.gates:
+            return ()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        only_warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+        return deterministic, only_warns, torch.backends.cuda.cudnn_sdp_enabled()
+
     def tile_dtype(self, dtype):
         return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
 
-    def _dims(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    def op_dims(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
         """The padded head dims for the op, of query and key, and of value."""
         # Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
         dim, dim_v, step = q.shape[-1], v.shape[-1], max(self.row_bytes // q.dtype.itemsize, 1)
         dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
-
-    def _align(self, of_keys: Sequence[torch.Tensor], of_values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pad tensors with columns of zeros to the head dims of the op, and copy those whose rows are not aligned.
-
-        ``of_keys`` have the head dim of query and key, ``of_values`` of the value. The first of each decide.
-        """
-        aligned = []
-        for tensors, dim in zip((of_keys, of_values), self._dims(of_keys[0], of_values[0]), strict=True):
-            for tensor in tensors:
-                if tensor.shape[-1] != dim:
-                    tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
-                # The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes,
-                # without a check: scaled_dot_product_attention checks it before it chooses an op.
-                step, (*strides, last) = self.row_bytes // tensor.itemsize or 1, tensor.stride()
-                # One call of gcd for all strides, because this runs several times for each tile.
-                in_pieces = last == 1 and gcd(tensor.storage_offset(), *strides) % step == 0
-                # Out has the memory order of the query, which is not defined along expanded dims: torch before its
-                # pull request 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull
-                # request 191085), but need an additional plan. The copy is as large as the gradients of these keys.
-                dense = not self.out_like_query or 0 not in strides or tensor.numel() == 0
-                aligned.append(tensor if in_pieces and dense else tensor.clone(memory_format=torch.contiguous_format))
-        return aligned
-
-    def _expand_bias(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
-        """The bias expanded to [B, H, L, M]. Expanded dims need no memory."""
-        shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
-        bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-        padding = -shape[3] % max(self.row_bytes // bias.element_size(), 1)
-        return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
-
-    def _run(
-        self, op: torch._ops.OpOverload, arguments: dict[str, Any], window: tuple[int, int] | None, pack: Pack | None
-    ) -> tuple[Any, ...]:
-        """Call ``op``. ``arguments`` has its tensors [B, H, L, D], and what calls differ in, by their common names."""
-        (_, heads, length, _), (_, groups, keys, _) = arguments["query"].shape, arguments["key"].shape
-        if not self.grouped:  # repeat keys and values for the query heads
-            for name in ("key", "value"):
-                arguments[name] = arguments[name].repeat_interleave(heads // groups, dim=1)
-        arguments |= {"max_q": length, "max_k": keys, **_UNUSED}
-        if window is not None or pack is not None:  # one of _PACKED, which takes [B, L, H, D], of a pack [B T, H, D]
-            rows = {name: arguments[name].transpose(1, 2) for name in _BY_ROWS if name in arguments}
-            arguments |= {**rows, **dict(zip(_WINDOW, window or (None, None), strict=True))}
-            if pack is not None:
-                arguments |= {name: tensor.flatten(0, 1) for name, tensor in rows.items()}
-                # The largest lengths determine the grid, and may be larger than needed. With 1 query the CUDA kernel
-                # uses a path for decoding, which permutes heads.
-                arguments |= {"max_q": max(2, *pack.lengths[0]), "max_k": max(pack.lengths[1])}
-                arguments |= dict(zip(_BOUNDS, pack.bounds, strict=True))
-        names = names_of(op).arguments
-        return op(**dict(zip(names, map(arguments.__getitem__, names.values()), strict=True)))
 
 
 # Arguments of the ops, some of them in some versions of torch, for calls without a pack, a window and dropout.
@@ -305,7 +191,174 @@ _BOUNDS, _WINDOW = ("cum_seq_q", "cum_seq_k"), ("window_size_left", "window_size
 _UNUSED = dict.fromkeys((*_BOUNDS, *_WINDOW, "seqused_k", "alibi_slopes", "block_table", "num_splits"))
 _UNUSED |= {"dropout_p": 0.0, "compute_log_sumexp": True, "return_debug_mask": False}
 _PACKED = "_flash_attention_forward", "_flash_attention_backward"
-_BY_ROWS = ("query", "key", "value", "out", "grad_out")
+
+
+class _BoundOp:
+    """An op of a kernel with the arguments that tiles of one shape share: the common part of forward and backward."""
+
+    back: ClassVar[bool]
+
+    def __init__(self, kernel: SdpaKernel, specs, causal: bool, scale: float, biased: bool, window, pack) -> None:
+        q, k, v = specs
+        self.kernel, self.pack, self.biased = kernel, pack, biased
+        self.packed = window is not None or pack is not None
+        self.q_shape, self.k_shape, self.dtype = q.shape, k.shape, q.dtype
+        self.dims, self.op_dims = (q.shape[3], v.shape[3]), kernel.op_dims(q, v)
+        name = f"{kernel.name}_backward" if self.back else kernel.name
+        self.op = _get_op(_PACKED[self.back] if self.packed else name)
+        # The CPU kernel masks before it scales. A scale of 0 or below would turn hidden logits into NaN or infinity. So
+        # queries are multiplied by the sign, and the scale is above 0.
+        self.sign = 1.0 if scale > 0 else -1.0 if scale < 0 else 0.0
+        values: dict[str, Any] = {"is_causal": causal, "scale": abs(scale) or 1.0, **_UNUSED}
+        values |= {"max_q": q.shape[2], "max_k": k.shape[2], "grad_input_mask": [True, True, True, False]}
+        if not biased:
+            values["attn_mask"] = None
+        if window is not None:
+            values |= dict(zip(_WINDOW, window, strict=True))
+        if pack is not None:
+            # The largest lengths determine the grid, and may be larger than needed. With 1 query the CUDA kernel uses a
+            # path for decoding, which permutes heads.
+            values |= {"max_q": max(2, *pack.lengths[0]), "max_k": max(pack.lengths[1])}
+            values |= dict(zip(_BOUNDS, pack.bounds, strict=True))
+        names = names_of(self.op).arguments
+        self.constants = {name: values[common] for name, common in names.items() if common in values}
+        self.names = {common: name for name, common in names.items()}
+        self.key, self.value, self.bias = (self.names.get(common, "") for common in ("key", "value", "attn_mask"))
+        self.row_step = kernel.row_bytes // q.dtype.itemsize or 1
+        # Whether key and value have a place without a copy.
+        places = [getattr(x, "place", None) for x in (k, v)]
+        placed = (x is not None and _is_aligned(x.strides, x.offset, self.row_step) for x in places)
+        self.placed = self.dims == self.op_dims and all(placed)
+
+    def _by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as _PACKED takes it: [B, L, H, D], of a pack [B T, H, D]."""
+        rows = tensor.transpose(1, 2)
+        return rows if self.pack is None else rows.flatten(0, 1)
+
+    def _by_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`_by_rows`."""
+        return (rows if self.pack is None else rows.unflatten(0, (self.q_shape[0], -1))).transpose(1, 2)
+
+    def _align(self, tensor: torch.Tensor, side: int) -> torch.Tensor:
+        """Pad a tensor with columns of zeros to ``op_dims[side]``, and copy it if its rows are not aligned.
+
+        ``side`` is 0 for query and key, and 1 for the tensors with the head dim of the value.
+        """
+        if (dim := self.op_dims[side]) != tensor.shape[3]:
+            tensor = F.pad(tensor, (0, dim - tensor.shape[3]))
+        strides, offset = tensor.stride(), int(tensor.storage_offset())
+        # Out has the memory order of the query, which is not defined along expanded dims: torch before its pull request
+        # 175764 then made an output that cuDNN refuses. Expanded keys would work (torch's pull request 191085), but
+        # need an additional plan. The copy is as large as the gradients of these keys.
+        dense = not self.kernel.out_like_query or 0 not in strides or tensor.numel() == 0
+        if dense and _is_aligned(strides, offset, self.row_step):
+            return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _run_op(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, **tensors: torch.Tensor) -> Any:
+        """Call the op with ``tensors`` and with aligned key and value."""
+        if not self.placed:
+            k, v = self._align(k, 0), self._align(v, 1)
+        if not self.kernel.grouped:  # repeat keys and values for the query heads
+            k, v = (x.repeat_interleave(self.q_shape[1] // self.k_shape[1], dim=1) for x in (k, v))
+        if self.packed:
+            k, v = self._by_rows(k), self._by_rows(v)
+        tensors |= {self.key: k, self.value: v}
+        if bias is not None:
+            tensors[self.bias] = self._expand_bias(bias)
+        return self.op(**self.constants, **tensors)
+
+    def _expand_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """The bias expanded to [B, H, L, M]. Expanded dims need no memory."""
+        keys = self.k_shape[2]
+        bias = bias.to(self.dtype).expand(*bias.shape[:-1], keys)
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        padding = -keys % max(self.kernel.row_bytes // bias.element_size(), 1)
+        return F.pad(bias, (0, padding))[..., :keys].expand(*self.q_shape[:3], keys)
+
+
+class _BoundForward(_BoundOp):
+    back = False
+
+    def queries(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        (q,) = tensors
+        q = self._align(q if self.sign == 1.0 else q * self.sign, 0)
+        return {self.names["query"]: self._by_rows(q) if self.packed else q}
+
+    def run(self, queries: Any, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None):
+        out, lse, *_ = self._run_op(k, v, bias, **queries)
+        if self.op_dims[1] != self.dims[1]:
+            out = out[..., : self.dims[1]]
+        if self.packed:
+            out = self._by_heads(out)
+        if self.pack is not None:
+            lse = lse.unflatten(1, (self.q_shape[0], -1)).transpose(0, 1)
+        if lse.ndim > 3:
+            lse = lse.squeeze(3)
+        if lse.shape[2] != self.q_shape[2]:
+            lse = lse[:, :, : self.q_shape[2]]
+        if bias is not None:
+            # The logsumexp that a fused kernel returns for a fully masked row is not defined. Set it to EMPTY_LSE.
+            masked_rows = (bias == float("-inf")).all(-1).expand(lse.shape)
+            lse = lse.masked_fill(masked_rows, EMPTY_LSE)
+            out = out.masked_fill(masked_rows.unsqueeze(-1), 0.0)
+        return out, lse
+
+
+class _BoundBackward(_BoundOp):
+    back = True
+
+    def queries(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        (grad, q, out, lse_BHL), kernel = tensors, self.kernel
+        if self.biased:
+            # For queries without keys. With a finite number far below all logits, padding keys of a block would have an
+            # infinite probability in the kernel. With infinity all probabilities are 0.
+            lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
+        if kernel.lse_multiple > 1 and torch.version.hip is None:
+            lse_BHL = F.pad(lse_BHL, (0, -self.q_shape[2] % kernel.lse_multiple), value=float("inf"))
+        lse = lse_BHL if self.pack is None else lse_BHL.transpose(0, 1).flatten(1)
+        lse = lse.contiguous()  # CUDA kernels read it as contiguous and do not check it
+        q = self._align(q if self.sign == 1.0 else q * self.sign, 0)
+        out, grad = self._align(out, 1), self._align(grad, 1)
+        if kernel.out_by_rows:
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        if kernel.out_like_query:  # dense, and with the memory order of the query
+            order, back = memory_order(q.stride())
+            if not is_dense(grad.shape, grad.stride(), order):
+                grad = grad.permute(order).contiguous().permute(back)
+            if not is_dense(out.shape, out.stride(), order):
+                out = out.permute(order).contiguous().permute(back)
+        if self.packed:
+            grad, q, out = map(self._by_rows, (grad, q, out))
+        lse, names = lse.unsqueeze(-1) if kernel.lse_column else lse, self.names
+        arguments = {"grad_out": grad, "query": q, "out": out, "logsumexp": lse}
+        # The state of random numbers, which is not read without dropout.
+        if "philox_seed" in names:
+            arguments["philox_seed"] = arguments["philox_offset"] = lse.new_empty(2, dtype=torch.int64)
+        if "rng_state" in names:
+            arguments["rng_state"] = arguments["unused"] = lse.new_empty(2, dtype=torch.uint64)
+        return {names[common]: tensor for common, tensor in arguments.items()}
+
+    def run(self, queries: Any, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None):
+        dq, dk, dv, *_ = self._run_op(k, v, bias, **queries)
+        if self.biased:
+            queries.clear()  # free the copy of the logsumexp, which tiles with a bias do not share
+        if self.packed:
+            dq, dk, dv = map(self._by_heads, (dq, dk, dv))
+        if self.op_dims != self.dims:
+            (dim, dim_v) = self.dims
+            dq, dk, dv = dq[..., :dim], dk[..., :dim], dv[..., :dim_v]
+        if dk.shape[1] != self.k_shape[1]:  # the sum over the query heads of each key head
+            dk, dv = (x.unflatten(1, (self.k_shape[1], -1)).sum(2) for x in (dk, dv))
+        return dq if self.sign == 1.0 else dq * self.sign, dk, dv
+
+
+@lru_cache(256)
+def _is_aligned(strides: tuple[int, ...], offset: int, step: int) -> bool:
+    """Whether each row is contiguous, and starts at a multiple of ``step`` elements."""
+    # The ops assume it, because CUDA ops load rows in aligned pieces of 16 bytes, without a check:
+    # scaled_dot_product_attention checks it before it chooses an op.
+    return strides[-1] == 1 and gcd(offset, *strides[:-1]) % step == 0
 
 
 @dataclass(frozen=True)
@@ -331,13 +384,17 @@ class CpuFlashKernel(SdpaKernel):
     # of some hundred rows takes as long as a backward without a mask. Source: FlashAttentionKernel.cpp of torch, where
     # ``kvBlockSize`` does not depend on ``num_keys``.
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, **options):
-        by_rows, length = (grad_BHLE, q_BHLD, out_BHLE, lse_BHL), q_BHLD.shape[2]
+    def bind(self, phase, specs, *, causal, scale, biased=False, window=None, pack=None):
         # Shorter tiles gain little. Longer tiles have larger blocks of queries, which masks slow down. In 16 bits,
         # gradients of keys would be rounded once more for each range.
-        if not causal or bias is not None or not 384 <= length <= 640 or q_BHLD.element_size() < 4:
-            tensors = grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL
-            return super().backward(*tensors, causal=causal, bias=bias, **options)
+        q, length = specs[0], specs[0].shape[2]
+        if phase == "backward" and causal and not biased and 384 <= length <= 640 and q.dtype.itemsize >= 4:
+            return Bound(tuple, partial(self._backward_by_ranges, scale))
+        return super().bind(phase, specs, causal=causal, scale=scale, biased=biased, window=window, pack=pack)
+
+    def _backward_by_ranges(self, scale, queries, k_BGMD, v_BGME):
+        q_BHLD = queries[1]
+        length = q_BHLD.shape[2]
         step = -(-length // 4)
         # The last columns of the mask are a triangle. Each range takes as many of the last columns as it has keys.
         mask = q_BHLD.new_full((step, length), float("-inf")).triu_(length - step + 1)
@@ -345,9 +402,9 @@ class CpuFlashKernel(SdpaKernel):
         while stop:  # from the last rows, which attend to all keys
             rows, keys = slice((stop - 1) // step * step, stop), slice(stop)
             hidden = mask[step - (stop - rows.start) :, length - stop :]
-            grad, q, out, lse = (x[:, :, rows] for x in by_rows)
+            grad, q, out, lse = (x[:, :, rows] for x in queries)
             part = grad, q, k_BGMD[:, :, keys], v_BGME[:, :, keys], out, lse
-            dq, *of_keys = super().backward(*part, causal=False, bias=hidden, **options)
+            dq, *of_keys = self.backward(*part, causal=False, bias=hidden, scale=scale)
             dqs.insert(0, dq)
             if sums:
                 sums[0][:, :, keys].add_(of_keys[0])
@@ -373,13 +430,9 @@ class FewShapesKernel(SdpaKernel):
     A shape is a dtype and the sizes of query, key and value, except the heads. A dry run has no such limit.
     """
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
-        _computed_shapes.setdefault(q_BHLD.device, set()).add(_plan_key(q_BHLD, k_BGMD, v_BGME))
-        return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
-
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options):
-        _computed_shapes.setdefault(q_BHLD.device, set()).add(_plan_key(q_BHLD, k_BGMD, v_BGME))
-        return super().backward(grad_BHLE, q_BHLD, k_BGMD, v_BGME, *saved, **options)
+    def bind(self, phase, specs, **options):
+        _computed_shapes.setdefault(specs[0].device, set()).add(_plan_key(*specs))
+        return super().bind(phase, specs, **options)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         if not super().takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased):
@@ -398,19 +451,6 @@ class FewShapesKernel(SdpaKernel):
 def _plan_key(q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> tuple[object, ...]:
     """The dtype and sizes of a plan of cuDNN, without heads and strides, of which there are few."""
     return q_BHLD.dtype, q_BHLD.shape[0], *q_BHLD.shape[2:], *v_BGME.shape[2:]
-
-
-def _rows_to_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
-    return (rows if pack is None else rows.unflatten(0, (q_BHLD.shape[0], -1))).transpose(1, 2)
-
-
-def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
-    """``(query, scale, sign)`` with the same logits and a scale above 0. The caller multiplies dq by ``sign``."""
-    # The CPU kernel masks before it scales. A scale of 0 or below would turn hidden logits into NaN or infinity.
-    if scale > 0:
-        return q_BHLD, scale, 1.0
-    sign = -1.0 if scale < 0 else 0.0
-    return q_BHLD * sign, abs(scale) or 1.0, sign
 
 
 @cache

@@ -173,19 +173,23 @@ class ResidualPlaces:
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:
-        self._places: list[tuple[int, int, Spec]] = []
+        self._places: list[tuple[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = []
         end = 0
         for shape, dtype in specs:
-            start, size = end, prod(shape) * dtype.itemsize
-            self._places.append((start, start + size, (shape, dtype)))
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+            strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            self._places.append((end, (shape, strides, dtype)))
+            end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.spec: Spec = (end,), torch.uint8
 
     def views(self, residual: torch.Tensor) -> list[torch.Tensor]:
         """Views of the tensors in a residual, in the order of the specs."""
-        views = []
-        for start, stop, (shape, dtype) in self._places:
-            # Hooks of saved tensors may return an empty residual with strides that cannot be viewed.
-            part = residual[start:stop].view(dtype) if stop > start else residual.new_empty(0, dtype=dtype)
-            views.append(part.view(shape))
+        # A hook of saved tensors may return a residual at any offset, or an empty one whose strides cannot be viewed.
+        if residual.storage_offset() % _ALIGNMENT:
+            residual = residual.clone()
+        views, offset = [], residual.storage_offset()
+        for start, (shape, strides, dtype) in self._places:
+            if 0 in shape:
+                views.append(residual.new_empty(shape, dtype=dtype))
+                continue
+            views.append(residual.view(dtype).as_strided(shape, strides, (offset + start) // dtype.itemsize))
         return views

@@ -5,7 +5,7 @@ directly from owner to user. In the forward a rank receives exactly the rows tha
 it sends their gradients directly to the owner. So the bytes are the bytes of the plan, the minimum for the layout.
 
 [Note: moving tensors]
-message    a block of k and v, [B, rows, g, D + E], see schedule.py. Packing it is the only copy
+block      k and v of some rows and heads, in one message or two, see Block in schedule.py
 residual   lse [B, H, L] in the accumulation dtype, then the kept messages
 gradients  one message of dk and one message of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 """
@@ -13,29 +13,38 @@ gradients  one message of dk and one message of dv, [B, rows, g, D] in the accum
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.contents import REMEDY, raise_later
 from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.base import TilePositions, tile_function
+from cp_styles.kernels.base import Bound, TensorSpec, TilePositions, bind_tile
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
-from cp_styles.kernels.packing import Pack, part_of
+from cp_styles.kernels.packing import part_of
 from cp_styles.mask import Mask
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.packs import Call, row_index
-from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
+from cp_styles.strategies.schedule import (
+    Block,
+    GradientMessages,
+    Keys,
+    Place,
+    Schedule,
+    Span,
+    Step,
+    make_schedule,
+)
 
 # With more ranges of rows, copies of rows and sums of gradients use an index of the rows.
 _MAX_RANGES = 4
@@ -108,41 +117,50 @@ class MovingKV(Strategy):
                 outs.append(self.forward(turn, *tensors, sink).transpose(1, 2))
             return torch.cat(outs, 2).transpose(1, 2)
         setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
-        steps = setup.schedule.forward
-        run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD if setup.levels is None else setup.levels.zero_drowned(q_BHLD)
+        steps = setup.prepare("forward", attention, attention.kernel, q, k_BGMD, v_BGME)
+        run = _Run(setup, steps, attention, k_BGMD, v_BGME, residual)
         shape = *q.shape[:3], setup.out_dim
         merged = OnlineSoftmax(shape, setup.dtype, q.device, q_BHLD, merge=attention.kernel.merge)
-        forward = tile_function(attention.kernel, "forward")
-        for step in steps:
-            run.attend(step, forward, q, merged)
+        queries = _Queries(attention.kernel, (q,))
+        for step, work in steps:
+            arrived = run.wait_for_keys(step)
+            with named_range("step", step.number, "attend to keys of", *step.sources):
+                for _, calls in work:
+                    for call in calls:
+                        out, lse = run.compute(call, queries, arrived[call.keys.arrival])
+                        merged.add(call.q_heads, call.tile.q, out, lse, call.q_index)
+                        del out, lse  # free the memory for the next tile
+            del arrived  # free the memory for the next message
+        del queries
         if sink_H is not None:
             merged.add_sink(sink_H, setup.levels and setup.levels.level)
         out, lse = merged.result()
         if residual is not None:
             run.lse.copy_(lse)
-        return out.to(q_BHLD.dtype)
+        return out if out.dtype == q_BHLD.dtype else out.to(q_BHLD.dtype)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         setup = self._get_setup(attention, q_BHLD, k_BGMD, v_BGME)
-        steps = setup.schedule.backward
-        run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         kernel, levels, q = attention.kernel, setup.levels, q_BHLD
         if levels is not None and levels.drowned is not None:
             kernel, q = SplitQueries(kernel), levels.split_queries(q_BHLD)
+        steps = setup.prepare("backward", attention, kernel, q, k_BGMD, v_BGME)
+        run = _Run(setup, steps, attention, k_BGMD, v_BGME, residual)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
-        queries = _QueriesByHeads(kernel, (grad_BHLE, q), (out_BHLE, run.lse))
-        function = tile_function(kernel, "backward")
-        for step in steps:
-            tensors = run.wait_for_keys(step)
+        queries = _Queries(kernel, (grad_BHLE, q, out_BHLE, run.lse))
+        for step, work in steps:
+            arrived = run.wait_for_keys(step)
             # Source by source, so that the gradients of at most one source wait to be sent.
-            for messages in step.gradients:
-                gradients, keys = [], messages.keys
-                if keys is not None:
-                    q_and_out = queries.select(keys.q_heads)
-                    gradients = run.compute_gradients(function, keys, tensors.pop(0), *q_and_out, dq_sum)
+            for messages, calls in work:
+                assert messages is not None  # in a backward
+                gradients = []
+                if messages.keys is not None:
+                    gradients = run.compute_gradients(messages.keys, calls, queries, arrived, dq_sum)
                 returns.send(messages, gradients)
+            del arrived  # free the memory for the next message
+        del queries
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
             dq = dq[..., : q_BHLD.shape[3]]
@@ -155,7 +173,27 @@ class MovingKV(Strategy):
         return known.get(key) or known.setdefault(key, _make_setup(self, attention, q, k, v))
 
 
-class _Setup(NamedTuple):
+class _Call(NamedTuple):
+    """A call of the kernel for a tile or a pack, prepared for all runs of a schedule."""
+
+    bound: Bound  # the kernel, for tiles of this shape
+    keys: Keys
+    tile: Call
+    q_heads: Span
+    kv_heads: Span  # numbered in ``keys``
+    part: tuple[Span, Span]  # heads and rows, numbered in the arrival of the keys: for a pack, all rows of the keys
+    places: tuple[Place, Place] | None  # of the part in the buffer. None for this rank's own keys
+    q_index: torch.Tensor | None  # the rows of a pack
+    kv_index: torch.Tensor | None
+
+
+# The work of a step: the calls with each of its keys, in a backward with the exchange of the gradients.
+_Work: TypeAlias = list[tuple[GradientMessages | None, list[_Call]]]
+_PreparedSteps: TypeAlias = list[tuple[Step, _Work]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Setup:
     """The part of a run that does not depend on tensor values. It is the same at every layer and step.
 
     Attributes:
@@ -174,6 +212,71 @@ class _Setup(NamedTuple):
     dtype: torch.dtype
     residual: ResidualPlaces
     out_dim: int
+    _prepared: dict[Any, _PreparedSteps] = field(init=False, default_factory=dict, repr=False)
+
+    def prepare(self, phase: str, attention: Attention, kernel: Kernel, *tensors: torch.Tensor) -> _PreparedSteps:
+        """The steps of a phase, with the kernel bound to their tiles. ``tensors``: query, key and value. Cached."""
+        key = phase, kernel.switches()
+        known = self._prepared.get(key)
+        if known is None:
+            steps = self.schedule.backward if phase == "backward" else self.schedule.forward
+            binder = _Binder(phase, attention, kernel, tensors, self.dtype)
+            known = self._prepared[key] = [(step, binder.prepare(step)) for step in steps]
+        return known
+
+
+@dataclass(frozen=True, eq=False)
+class _Binder:
+    """Binds the kernel to the tiles of a schedule."""
+
+    phase: str
+    attention: Attention
+    kernel: Kernel
+    tensors: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+    bounds: dict[Any, Bound] = field(default_factory=dict)
+
+    def prepare(self, step: Step) -> _Work:
+        if self.phase == "forward":
+            return [(None, self._calls_with(step, keys)) for keys in step.keys]
+        return [(x, [] if x.keys is None else self._calls_with(step, x.keys)) for x in step.gradients]
+
+    def _calls_with(self, step: Step, keys: Keys) -> list[_Call]:
+        arrival, (first, stop), count = step.arrivals[keys.arrival], keys.q_heads, keys.block.shape[2]
+        arrived = arrival.block if step.travels or arrival.kept is not None else None
+        # One call, or one for each query head if tiles are copies in a wider dtype.
+        heads = [(keys.q_heads, (0, count))]
+        if self.dtype != self.tensors[0].dtype:
+            places = ((head, (head - first) * count // (stop - first)) for head in range(first, stop))
+            heads = [((head, head + 1), (key_head, key_head + 1)) for head, key_head in places]
+        if self.phase == "forward":
+            return [self._bind(arrived, keys, tile, *each) for tile in keys.calls for each in heads]
+        return [self._bind(arrived, keys, tile, *each) for each in heads for tile in keys.calls]
+
+    def _bind(self, arrived: Block | None, keys: Keys, tile: Call, q_heads: Span, kv_heads: Span) -> _Call:
+        """``arrived``: the block in the buffer of the keys. None for this rank's own keys."""
+        query, rows = self.tensors[0], (tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0])
+        pack = q_index = kv_index = places = None
+        if not isinstance(tile, Tile):
+            key, tables = (tile, query.shape[0], query.device), self.attention.tables
+            pack, q_index, kv_index = tables.get(key) or tables.setdefault(key, tile.on(*key[1:]))
+            rows = sum(pack.lengths[0]), sum(pack.lengths[1])
+        first = keys.block.heads[0]  # the arrival has all heads
+        part = (first + kv_heads[0], first + kv_heads[1]), tile.kv if kv_index is None else (0, keys.block.shape[1])
+        if arrived is not None:
+            places = arrived.places(*part)
+        known = None if places is None or kv_index is not None or self.dtype != query.dtype else places  # not of copies
+        sizes = (q_heads[1] - q_heads[0], rows[0]), *[(kv_heads[1] - kv_heads[0], rows[1])] * 2
+        key = sizes, tile.cover, tile.window, id(pack), known
+        if key not in self.bounds:
+            specs = [
+                TensorSpec(torch.Size((x.shape[0], *size, x.shape[3])), self.dtype, x.device, place)
+                for x, size, place in zip(self.tensors, sizes, (None, *(known or (None, None))), strict=True)
+            ]
+            options = {"causal": tile.cover is Cover.CAUSAL, "scale": self.attention.scale, "pack": pack}
+            options |= {"biased": tile.cover is Cover.PARTIAL, "window": tile.window}
+            self.bounds[key] = bind_tile(self.kernel, self.phase, specs, **options)
+        return _Call(self.bounds[key], keys, tile, q_heads, kv_heads, part, places, q_index, kv_index)
 
 
 def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
@@ -227,10 +330,6 @@ def _read_on_host(flags: torch.Tensor) -> list[bool]:
     return flags.tolist()
 
 
-_TileFunction: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
-_PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]
-
-
 # [Note: memory] A step waits for its message, then starts the next message, and computes meanwhile. So at most three
 # messages of keys are alive, forward and backward, for any number of ranks: the current keys, the next ones, and this
 # rank's keys that are being sent. In a forward on a GPU, small messages come in pairs, because a tile of two sources
@@ -243,200 +342,129 @@ _PackedRows: TypeAlias = tuple[Pack | None, torch.Tensor | None, torch.Tensor | 
 # alone. In 16 bits, where sums are wider than keys, a backward always computes by groups. On a GPU, a group fills the
 # device (_LEAST_BLOCKS in schedule.py), and the output and its gradient are copied once by the heads of groups
 # (_MAX_COPY_BYTES). A tile in float32 of inputs in 16 bits has copies of one query head at a time.
-class _PlanRun:
+class _Run:
     """One rank's run of its schedule: sends messages in order, and computes with received keys.
 
     The constructor starts the first transfers. Call :meth:`wait_for_keys` for each of ``steps``, in order.
     """
 
-    def __init__(
-        self,
-        setup: _Setup,
-        steps: Sequence[Step],
-        attention: Attention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> None:
-        self.setup, self.attention = setup, attention
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, setup: _Setup, steps: _PreparedSteps, attention: Attention, k, v, residual) -> None:
+        self.setup, self.attention, self.rank = setup, attention, attention.rank
+        self.k, self.v, self.group = k, v, attention.group
+        self.state = None if attention.group is None else state_of(attention.group)
         # The logsumexp, then the kept messages.
-        self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
+        self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [k.new_empty(0)]
         self.number = 0  # of the present step
         self._to_start = iter(steps)
         self._pending: tuple[list[torch.Tensor], PendingTransfers] | None = None
-        self._packed: dict[Block, torch.Tensor] = {}
-        self.by_index = q.device.type != "cpu"  # a launch for each range takes as long as a copy on a GPU
+        self._packed: dict[Block, tuple[torch.Tensor, ...]] = {}
+        self.by_index = k.device.type != "cpu"  # a launch for each range takes as long as a copy on a GPU
         if self.by_index:
-            open_group(attention.group, q.device)
+            open_group(attention.group, k.device)
         self._start_next()
 
-    def wait_for_keys(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Wait for the keys of a step, and start the next transfers. Returns k and v for each of ``step.keys``."""
+    def wait_for_keys(self, step: Step) -> list[Any]:
+        """Wait for the keys of a step, and start the next transfers. Returns a buffer for each of its arrivals, or k
+        and v for this rank's own keys."""
         self.number = step.number
-        received: list[torch.Tensor] = []
         if step.travels:
             assert self._pending is not None
-            received, pending = self._pending
+            arrived, pending = self._pending
+            self._pending = None
             with named_range("step", step.number, "wait for keys of", *step.sources):
                 pending.wait()  # before the next messages are packed, so that sent messages can be freed
             self._start_next()
-        pairs = []
-        for arrival in step.arrivals:
-            if step.travels:
-                message = received.pop(0)
-            elif arrival.kept is not None:
-                message = self._receive_buffer(arrival)
-            else:  # own keys, for which there may be a message to other ranks
-                message = self._packed.get(arrival.block)
-            block = arrival.block
-            index = self.index(block) if message is None and self.by_index else None
-            pairs.append(block.copy_or_view(self.k, self.v, index) if message is None else block.views_of(message))
-        tensors = []
-        for keys in step.keys:
-            (k, v), heads = pairs[keys.arrival], slice(*keys.block.heads)
-            tensors.append((k[:, heads], v[:, heads]))
-        return tensors
+            return arrived
+        own = partial(Block.copy_or_view, k_BGMD=self.k, v_BGME=self.v)
+        return [
+            own(x.block, index=self.index(x.block)) if x.kept is None else self._kept[x.kept] for x in step.arrivals
+        ]
 
-    def attend(self, step: Step, forward: _TileFunction, q: torch.Tensor, merged: OnlineSoftmax) -> None:
-        """Attend to the keys of a step by the kernel's ``forward``, and add the results to ``merged``."""
-        tensors = self.wait_for_keys(step)
-        with named_range("step", step.number, "attend to keys of", *step.sources):
-            for keys, (k, v) in zip(step.keys, tensors, strict=True):
-                for call in keys.calls:
-                    packed = self._packed_rows(call)
-                    for heads in self._split_heads(keys):
-                        out, lse = self._call_kernel(forward, keys, call, packed, heads, k, v, (q,))
-                        merged.add(heads[0], call.q, out, lse, packed[1])
-                        del out, lse  # free the memory for the next tile
+    def compute(self, call: _Call, queries: _Queries, keys: Any) -> tuple[torch.Tensor, ...]:
+        """The results of a call of the kernel, with ``keys`` that :meth:`wait_for_keys` has returned."""
+        # A method, so that the mask of a tile and copies of the arguments end with it. They are as large as the tile.
+        if call.places is None:
+            k, v = part_of(keys[0], *call.part), part_of(keys[1], *call.part)
+        else:
+            first, (of_k, of_v) = keys.storage_offset(), call.places
+            k = keys.as_strided(of_k.size, of_k.strides, first + of_k.offset)
+            v = keys.as_strided(of_v.size, of_v.strides, first + of_v.offset)
+        if call.kv_index is not None:
+            k, v = (part_of(x, (0, x.shape[1]), (0, 0), call.kv_index) for x in (k, v))
+        if k.dtype != self.setup.dtype:
+            k, v = k.to(self.setup.dtype), v.to(self.setup.dtype)
+        options: dict[str, Any] = {}
+        if call.tile.cover is Cover.PARTIAL:
+            queries.latest = None, None  # free the memory for the mask
+            options["bias"] = self._make_bias(call)
+        if self.attention.kernel.positional:
+            first = 0 if self.attention.heads is None else self.attention.heads[0]
+            options["where"] = TilePositions(*self._positions(call), first + call.q_heads[0])
+        return call.bound.run(queries.select(call, self.setup.dtype), k, v, **options)
 
     def compute_gradients(
-        self,
-        backward: _TileFunction,
-        keys: Keys,
-        tensors: tuple[torch.Tensor, torch.Tensor],
-        q_args: tuple[torch.Tensor, ...],
-        out_args: tuple[torch.Tensor, ...],
-        dq: RowSum,
+        self, keys: Keys, calls: list[_Call], queries: _Queries, arrived: list[Any], dq: RowSum
     ) -> list[torch.Tensor]:
-        """dk and dv for the keys in ``tensors`` by the kernel's ``backward``. Gradients of queries are added to ``dq``.
+        """dk and dv for some keys, in any dtype. Gradients of queries are added to ``dq``.
 
-        ``q_args`` and ``out_args`` are the kernel's arguments before and after k and v, with the query heads of keys.
+        Keys that no later group of heads has are removed from ``arrived``.
         """
-        k, v = tensors
-        dk, dv = RowSum(k.shape, self.setup.wide, k.device), RowSum(v.shape, self.setup.wide, v.device)
+        of_arrival = arrived[keys.arrival]
+        if keys.is_last:
+            arrived[keys.arrival] = None
+        batch, rows, heads, _ = keys.block.shape
         with named_range("step", self.number, "gradients with keys of", keys.source):
-            for heads in self._split_heads(keys):
-                for call in keys.calls:
-                    packed = self._packed_rows(call)
-                    _, q_index, kv_index = packed
-                    backward_args = backward, keys, call, packed, heads, k, v, q_args, out_args
-                    tile_dq, tile_dk, tile_dv = self._call_kernel(*backward_args)
-                    dq.add(heads[0], call.q, tile_dq, q_index)
-                    dk.add(heads[1], call.kv, tile_dk, kv_index)
-                    dv.add(heads[1], call.kv, tile_dv, kv_index)
-                    del tile_dq, tile_dk, tile_dv
+            if len(calls) == 1 and calls[0].kv_index is None and calls[0].tile.kv == (0, rows):
+                tile_dq, *gradients = self.compute(calls[0], queries, of_arrival)
+                dq.add(calls[0].q_heads, calls[0].tile.q, tile_dq, calls[0].q_index)
+                return gradients
+            dk, dv = (RowSum((batch, heads, rows, dim), self.setup.wide, self.k.device) for dim in keys.block.dims)
+            for call in calls:
+                tile_dq, tile_dk, tile_dv = self.compute(call, queries, of_arrival)
+                dq.add(call.q_heads, call.tile.q, tile_dq, call.q_index)
+                dk.add(call.kv_heads, call.tile.kv, tile_dk, call.kv_index)
+                dv.add(call.kv_heads, call.tile.kv, tile_dv, call.kv_index)
+                del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
-
-    def _split_heads(self, keys: Keys) -> list[tuple[Span, Span]]:
-        """The ranges of query heads of ``keys``, and of key heads in ``keys``, for calls of the kernel."""
-        # One range, or one query head for each call if tiles are copies in a wider dtype.
-        (first, stop), count = keys.q_heads, keys.block.heads[1] - keys.block.heads[0]
-        if self.setup.dtype == self.q.dtype:
-            return [(keys.q_heads, (0, count))]
-        places = ((head, (head - first) * count // (stop - first)) for head in range(first, stop))
-        return [((head, head + 1), (key_head, key_head + 1)) for head, key_head in places]
 
     def _start_next(self) -> None:
         """Start the transfers of the next step that has transfers."""
-        for step in self._to_start:
+        for step, _ in self._to_start:
             if step.travels:
                 break
         else:
             self._packed = {}
             return
         with named_range("step", step.number, "start keys of", *step.sources):
-            buffers = list(map(self._receive_buffer, step.arrivals))
+            kept, new = self._kept, self.k.new_empty  # kept keys arrive in the residual
+            buffers = [new(x.block.size) if x.kept is None or not kept else kept[x.kept] for x in step.arrivals]
             # A block is packed once for all ranks of a step, and for the next step if it sends the same block.
-            for block in self._packed.keys() - dict(step.sends).values():
-                del self._packed[block]
-            sends = []
-            for rank, block in step.sends:
-                if block not in self._packed:
-                    self._packed[block] = block.pack(self.k, self.v, self.index(block) if self.by_index else None)
-                sends.append((rank, self._packed[block]))
-            receives: list[tuple[int, torch.Tensor]] = []
+            before, packed = self._packed, {}
+            if before:
+                self._packed = before = {block: before[block] for _, block in step.sends if block in before}
+            for _, block in step.sends:
+                if block not in packed:
+                    packed[block] = before[block] if block in before else block.pack(self.k, self.v, self.index(block))
+            self._packed = packed
+            receives = []
             for arrival, buffer in zip(step.arrivals, buffers, strict=True):
-                sources, sizes = zip(*arrival.messages, strict=True)
-                receives += zip(sources, buffer.split(sizes), strict=True)
-            self._pending = buffers, exchange(sends, receives, self.attention.group)
+                parts = buffer.split_with_sizes(arrival.sizes) if arrival.sizes[1:] else (buffer,)
+                receives += zip(arrival.sources, parts, strict=True)
+            sends = [(rank, message) for rank, block in step.sends for message in packed[block]]
+            self._pending = buffers, exchange(sends, receives, self.group, self.state)
 
     def index(self, block: Block) -> torch.Tensor | None:
-        """The index of the rows of a block. None for at most _MAX_RANGES ranges."""
-        if len(block.rows) <= _MAX_RANGES:
+        """The index of the rows of a block. None for at most _MAX_RANGES ranges, and on a CPU."""
+        if not self.by_index or len(block.rows) <= _MAX_RANGES:
             return None
-        key, tables = (block, self.q.device), self.attention.tables
-        return tables[key] if key in tables else tables.setdefault(key, row_index(block.rows, self.q.device))
+        key, tables = (block, self.k.device), self.attention.tables
+        return tables[key] if key in tables else tables.setdefault(key, row_index(block.rows, self.k.device))
 
-    def _receive_buffer(self, arrival: Arrival) -> torch.Tensor:
-        """The buffer of a message: a part of the residual for a kept message, otherwise new memory."""
-        if arrival.kept is not None and self._kept:
-            return self._kept[arrival.kept]
-        return self.k.new_empty(arrival.block.size)
-
-    def _call_kernel(
-        self,
-        kernel_function: _TileFunction,
-        keys: Keys,
-        call: Call,
-        packed: _PackedRows,
-        heads: tuple[Span, Span],
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_args: tuple[torch.Tensor, ...],
-        out_args: tuple[torch.Tensor, ...] = (),
-    ) -> tuple[torch.Tensor, ...]:
-        """Call a function of the kernel with the ``heads`` and rows of one tile.
-
-        ``q_args`` and ``out_args`` have the query heads of ``keys``. ``packed`` are the call's :meth:`_packed_rows`.
-        """
-        # A method, so that the mask of a tile and copies of the arguments end with it. They are as large as the tile.
-        pack, q_index, kv_index = packed
-        first, (_, count, length, *_) = keys.q_heads[0], q_args[0].shape
-        q_heads = heads[0][0] - first, heads[0][1] - first
-        if q_index is not None or (q_heads, call.q) != ((0, count), (0, length)):
-            select = partial(part_of, heads=q_heads, rows=call.q, index=q_index)
-            q_args, out_args = tuple(map(select, q_args)), tuple(map(select, out_args))
-        if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
-            k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
-        narrow, wide = self.q.dtype, self.setup.dtype
-        tensors = *q_args, k, v, *out_args
-        if narrow != wide:
-            tensors = [x.to(wide) if x.dtype == narrow else x for x in tensors]
-        bias = self._make_bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
-        options = {"causal": call.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
-        if self.attention.kernel.windows:
-            options["window"] = call.window
-        if pack is not None:
-            options["pack"] = pack
-        if self.attention.kernel.positional:
-            first = 0 if self.attention.heads is None else self.attention.heads[0]
-            options["where"] = TilePositions(*self._positions(keys, call), first + heads[0][0])
-        return kernel_function(*tensors, **options)
-
-    def _packed_rows(self, call: Call) -> _PackedRows:
-        """The documents of a pack, and the indices of its rows of queries and of keys. None for a single tile."""
-        if isinstance(call, Tile):
-            return None, None, None
-        key, tables = (call, self.q.shape[0], self.q.device), self.attention.tables
-        return tables.get(key) or tables.setdefault(key, call.on(*key[1:]))
-
-    def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _positions(self, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
-        attention, device = self.attention, self.q.device
+        attention, device, keys, tile = self.attention, self.k.device, call.keys, call.tile
         if device.type == "meta":  # shapes only
-            q_rows, kv_rows = (self.q.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv))
+            q_rows, kv_rows = (self.k.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv))
             return q_rows, kv_rows
         q_positions = attention.q_layout.positions(attention.rank, device, rows=tile.q)
         pieces, row = [], 0  # row: the index of the first row of a range, among the rows of the block
@@ -448,12 +476,12 @@ class _PlanRun:
             row += stop - start
         return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _make_bias(self, keys: Keys, tile: Call, q_heads: Span) -> torch.Tensor:
+    def _make_bias(self, call: _Call) -> torch.Tensor:
         attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
-        heads = first + q_heads[0], first + q_heads[1]
-        bias = _masked_bias(attention.mask, heads, dtype, *self._positions(keys, tile))
-        return (bias if levels is None else levels.subtract(bias, q_heads, tile.q)).to(dtype)
+        heads = first + call.q_heads[0], first + call.q_heads[1]
+        bias = _masked_bias(attention.mask, heads, dtype, *self._positions(call))
+        return (bias if levels is None else levels.subtract(bias, call.q_heads, call.tile.q)).to(dtype)
 
 
 def _masked_bias(
@@ -469,29 +497,47 @@ def _masked_bias(
     return bias.to(outside.device).masked_fill(outside, float("-inf"))
 
 
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+class _Queries:
+    """The arguments of a kernel that depend on queries, from (query,) or from (grad, query, out, logsumexp)."""
 
+    # A kernel with ``dense_rows`` would copy grad and out of a range of heads at each tile. So each range is copied
+    # once, if the copies are small: see [Note: memory].
 
-class _QueriesByHeads:
-    """Selects (grad, query) and (out, logsumexp) of ranges of query heads, for a backward."""
+    def __init__(self, kernel: Kernel, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, query = tensors, tensors[len(tensors) // 4]
+        self._narrow, self._everything = query.dtype, ((0, query.shape[1]), (0, query.shape[2]))
+        small = len(tensors) > 1 and tensors[0].nbytes + tensors[2].nbytes <= _MAX_COPY_BYTES
+        self._copies = small and kernel.dense_rows
+        self._by_heads = {} if self._copies else {self._everything[0]: tensors}
+        self.latest: tuple[Any, Any] = None, None
 
-    # A kernel with ``dense_rows`` would copy grad and out of a range at each tile. So each range is copied once, if the
-    # copies are small: see [Note: memory].
+    def select(self, call: _Call, dtype: torch.dtype) -> Any:
+        """The arguments of a call, in ``dtype``. Unless they are copies, they are kept for the next call."""
+        before, arguments = self.latest
+        if before == (id(call.bound), call.q_heads, call.tile.q):
+            return arguments
+        self.latest = before, arguments = None, None  # free the memory first
+        group, (first, stop), rows = call.keys.q_heads, call.q_heads, call.tile.q
+        tensors = self.of_heads(group)
+        if call.q_heads != group or rows != self._everything[1] or call.q_index is not None:
+            tensors = [part_of(x, (first - group[0], stop - group[0]), rows, call.q_index) for x in tensors]
+        if dtype != self._narrow:
+            return call.bound.queries([x.to(dtype) if x.dtype == self._narrow else x for x in tensors])
+        arguments = call.bound.queries(tensors)
+        if call.q_index is None and call.tile.cover is not Cover.PARTIAL:
+            self.latest = (id(call.bound), call.q_heads, call.tile.q), arguments
+        return arguments
 
-    def __init__(self, kernel: Kernel, q_args: _Pair, out_args: _Pair) -> None:
-        self._tensors = *q_args, *out_args
-        self._copies = kernel.dense_rows and q_args[0].nbytes + out_args[0].nbytes <= _MAX_COPY_BYTES
-        self._by_heads = {} if self._copies else {(0, q_args[0].shape[1]): (q_args, out_args)}
-
-    def select(self, heads: Span) -> tuple[_Pair, _Pair]:
+    def of_heads(self, heads: Span) -> Sequence[torch.Tensor]:
+        """The tensors of a range of query heads."""
         if heads not in self._by_heads:
             if any(heads[0] < stop and start < heads[1] for start, stop in self._by_heads):
                 self._by_heads.clear()  # overlapping ranges belong to another step
-            grad, query, out, lse = (x[:, slice(*heads)] for x in self._tensors)
+            grad, query, out, lse = [part_of(x, heads, self._everything[1]) for x in self._tensors]
             if self._copies:
                 grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
                 lse = lse.contiguous()
-            self._by_heads[heads] = (grad, query), (out, lse)
+            self._by_heads[heads] = grad, query, out, lse
         return self._by_heads[heads]
 
 
@@ -501,7 +547,7 @@ class _GradientReturn:
     # A transfer starts when its gradients are computed. The order is the same on all ranks, because NCCL and gloo match
     # the messages of two ranks by order. Received gradients are added before the next transfer starts.
 
-    def __init__(self, run: _PlanRun) -> None:
+    def __init__(self, run: _Run) -> None:
         self._run = run
         wide, device = run.setup.wide, run.k.device
         self._sums = RowSum(run.k.shape, wide, device), RowSum(run.v.shape, wide, device)
@@ -513,20 +559,21 @@ class _GradientReturn:
         ``gradients`` is [dk, dv], or empty if there are none. It is emptied.
         """
         run = self._run
-        if messages.keys is not None and messages.source == run.attention.rank:
+        if messages.keys is not None and messages.source == run.rank:
             self._add_to_sums(messages.keys.block, gradients)
-            gradients.clear()
+            del gradients[:]
             return
         self._finish_transfer()
         with named_range("step", run.number, "start gradients to", messages.source):
-            # No copy if the gradients have the memory order [B, rows, g, D] of fused kernels.
-            sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
-            gradients.clear()
+            # No copy if the gradients are wide, with the memory order [B, rows, g, D] of fused kernels.
+            dtype = run.setup.wide
+            sends = [(messages.source, x) for x in _by_rows(gradients, dtype)]
+            del gradients[:]
             received = []
             if messages.block is not None:
-                shape, dtype = messages.block.shape[:3], run.setup.wide
+                shape = messages.block.shape[:3]
                 received = [run.k.new_empty((*shape, dim), dtype=dtype) for dim in messages.block.dims]
-            pending = exchange(sends, [*zip(repeat(messages.peer), received)], run.attention.group)
+            pending = exchange(sends, [(messages.peer, x) for x in received], run.group, run.state)
         self._pending = messages, received, pending
 
     def result(self) -> list[torch.Tensor]:
@@ -545,7 +592,11 @@ class _GradientReturn:
             self._add_to_sums(messages.block, [x.transpose(1, 2) for x in gradients])
 
     def _add_to_sums(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
-        index = self._run.index(block) if self._run.by_index else None
+        if len(block.rows) == 1:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                total.add(block.heads, block.rows[0], gradient)
+            return
+        index = self._run.index(block)
         if index is not None:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add(block.heads, (block.rows[0][0], block.rows[-1][1]), gradient, index)
@@ -555,6 +606,14 @@ class _GradientReturn:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add(block.heads, (start, stop), gradient[:, :, at : at + stop - start])
             at += stop - start
+
+
+def _by_rows(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous tensors [B, L, H, D] in ``dtype``."""
+    rows = [x.transpose(1, 2) for x in tensors]
+    if not rows or rows[0].dtype == dtype:
+        return [x.contiguous() for x in rows]
+    return [x.to(dtype, memory_format=torch.contiguous_format) for x in rows]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, starmap, zip_longest
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles.bounded_cache import remembered
+from cp_styles.kernels.packing import part_of
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
 from cp_styles.plan import make_plan
@@ -36,77 +37,94 @@ _LEAST_BLOCKS, _KEYS_OF_BLOCK = 4 * 132, 128
 # half the merges, for three messages more. Longer tiles take so much longer than their merges that memory counts.
 _PAIRED = 2**25
 
+# The largest number of elements of a block whose k and v are one message: a copy takes less time than a message. Not
+# tuned on a GPU. Sender and receiver decide by the size of the block alone.
+_MOST_JOINED = 2**19
+
 Rounds: TypeAlias = tuple[tuple[int, ...], ...]
 """Distances in groups that arrive together. The source of rank r at a distance is the rank r - distance."""
 
 
+class Place(NamedTuple):
+    """The place [B, g, rows, D] of keys or values in a message, as arguments of ``as_strided``."""
+
+    size: Shape
+    strides: Shape
+    offset: int
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some key heads and rows of one rank's keys and values. A block is one message, [B, rows, g, D + E]: each row has
-    k, then v.
+    """Some key heads and rows of one rank's keys and values, which travel together.
+
+    A small block is one message, [B, rows, g, D + E]: each row has k, then v. A larger one is two messages, k [B, rows,
+    g, D] and v [B, rows, g, E]. These are no copies if k and v lie so in memory, and arrive in one buffer.
 
     Attributes:
         heads: the key heads.
         rows: the rows, numbered on the rank that holds them.
-        shape: of the message.
+        shape: [B, rows, g, D + E].
         dims: D of k and E of v.
+        joined: whether the block is one message.
     """
 
     heads: Span
     rows: RowRanges
     shape: Shape
     dims: tuple[int, int]
+    joined: bool
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of elements of each message."""
+        size = prod(self.shape)
+        k_size = size // max(sum(self.dims), 1) * self.dims[0]
+        return (size,) if self.joined else (k_size, size - k_size)
 
     @cached_property
     def size(self) -> int:
-        """The number of elements of the message."""
-        return prod(self.shape)
+        """The number of elements of the buffer."""
+        return sum(self.sizes)
 
-    @cached_property
-    def place(self) -> tuple[slice, ...]:
-        """The index in k and v [B, G, M, D] of the heads, and of the rows if these are one range."""
-        return slice(None), *starmap(slice, (self.heads, *self.rows) if len(self.rows) == 1 else (self.heads,))
+    def places(self, heads: Span, rows: Span) -> tuple[Place, Place]:
+        """The places of k and of v in the buffer, for some of the block's heads and rows, numbered from its first."""
+        batch, count, groups, width = self.shape
+        places, size = [], (batch, heads[1] - heads[0], rows[1] - rows[0])
+        for dim, first in zip(self.dims, (0, self.dims[0] if self.joined else self.sizes[0]), strict=True):
+            step = width if self.joined else dim
+            offset = first + (rows[0] * groups + heads[0]) * step
+            places.append(Place((*size, dim), (count * groups * step, step, groups * step, 1), offset))
+        return places[0], places[1]
 
-    def views_of(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [B, g, rows, D] of k and v in a message."""
-        k, v = message.view(self.shape).split(self.dims, 3)
-        return k.transpose(1, 2), v.transpose(1, 2)
-
-    def pack(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """Copy keys and values of the rank that holds the block into a message. ``index``: the rows.
-
-        One copy; two copies for several ranges of rows without an index.
-        """
-        message = k_BGMD.new_empty(self.size)
-        for target, tensor in zip(message.view(self.shape).split(self.dims, 3), (k_BGMD, v_BGME), strict=True):
-            part = tensor[self.place if index is None else self.place[:2]].transpose(1, 2)
-            if index is not None:
-                torch.index_select(part, 1, index, out=target)
-            else:  # not cat(out=), which does not write to a view of one row
-                target.copy_(part if len(self.rows) == 1 else rows_in(part, 1, self.rows))
-        return message
+    def pack(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """The messages, from keys and values of the rank that holds the block. ``index``: the rows, or None."""
+        k, v = self.copy_or_view(k_BGMD, v_BGME, index)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return (torch.cat((k, v), 3).flatten(),) if self.joined else (k.contiguous(), v.contiguous())
 
     def copy_or_view(
         self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, index: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the block, on the rank that holds it: views if the rows are one range, otherwise one copy."""
-        if index is not None:
-            k, v = k_BGMD[self.place[:2]], v_BGME[self.place[:2]]
-            return k.index_select(2, index), v.index_select(2, index)
-        k, v = k_BGMD[self.place], v_BGME[self.place]
-        return (k, v) if len(self.rows) == 1 else (rows_in(k, 2, self.rows), rows_in(v, 2, self.rows))
+        if len(self.rows) == 1 or index is not None:
+            rows = self.rows[0]
+            return part_of(k_BGMD, self.heads, rows, index), part_of(v_BGME, self.heads, rows, index)
+        k, v = (x[:, self.heads[0] : self.heads[1]].transpose(1, 2) for x in (k_BGMD, v_BGME))
+        return rows_in(k, 1, self.rows).transpose(1, 2), rows_in(v, 1, self.rows).transpose(1, 2)
 
 
 class Arrival(NamedTuple):
-    """Keys in one tensor: this rank's own keys, a message, or in a forward the messages of several sources.
+    """Keys in one tensor: this rank's own keys, a block of another rank, or in a forward blocks of several sources.
 
     Attributes:
-        messages: (source, number of elements) of each message, in the order of memory.
-        block: the heads and rows, source by source in this order.
-        kept: the index of the message among the kept messages. None if it is not kept.
+        sources: the source of each message, in the order of memory.
+        sizes: the number of elements of each message.
+        block: the heads and rows, source by source.
+        kept: the index of the block among the kept blocks. None if it is not kept.
     """
 
-    messages: tuple[tuple[int, int], ...]
+    sources: tuple[int, ...]
+    sizes: tuple[int, ...]
     block: Block
     kept: int | None
 
@@ -120,6 +138,7 @@ class Keys(NamedTuple):
         block: the heads and rows of the group. The arrival has all heads.
         q_heads: the query heads that attend to the keys.
         calls: the calls of the kernel, in order.
+        is_last: whether no later group has keys of this arrival.
     """
 
     source: int
@@ -127,6 +146,7 @@ class Keys(NamedTuple):
     block: Block
     q_heads: Span
     calls: tuple[Call, ...]
+    is_last: bool
 
 
 class GradientMessages(NamedTuple):
@@ -279,22 +299,25 @@ def make_schedule(
             source_keys = []
             for block, groups in received[d]:
                 calls, at = calls_with(source(d)), kept.index(d) if d in kept else None
-                arrival = Arrival(((source(d), block.size),), block, at)
+                arrival = Arrival((source(d),) * len(block.sizes), block.sizes, block, at)
                 may_join = joins and not back and arrivals
                 if may_join and (joined := _join_arrivals(arrivals[-1], arrival, keys[-1].calls, calls)):
-                    messages, rows, calls = joined
-                    block = _make_block(block.heads, rows, k_shape, v_shape)
-                    arrivals[-1], keys[-1] = Arrival(messages, block, None), keys[-1]._replace(block=block, calls=calls)
+                    sources, sizes, rows, calls = joined
+                    block = _make_block(block.heads, rows, k_shape, v_shape, joined=block.joined)
+                    arrivals[-1] = Arrival(sources, sizes, block, None)
+                    keys[-1] = keys[-1]._replace(block=block, calls=calls)
                     continue
                 for group in groups if back else [block]:
                     q_heads = group.heads[0] * share, group.heads[1] * share
-                    source_keys.append(Keys(source(d), len(arrivals), group, q_heads, calls))
+                    source_keys.append(
+                        Keys(source(d), len(arrivals), group, q_heads, calls, group.heads[1] == key_heads)
+                    )
                 arrivals.append(arrival)
             keys += source_keys
             pairs = zip_longest(source_keys, (group for _, groups in sent[d] for group in groups)) if back else ()
             gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
         sends = [(peer(d), block) for d in distances for block, _ in sent[d]]
-        sources = [source for arrival in arrivals for source, _ in arrival.messages]
+        sources = dict.fromkeys(source for arrival in arrivals for source in arrival.sources)
         fields = (arrivals, sources, keys, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
@@ -326,15 +349,20 @@ def _pair_rounds(rounds: Rounds, kept: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _join_arrivals(
     before: Arrival, after: Arrival, calls_before: tuple[Call, ...], calls_after: tuple[Call, ...]
-) -> tuple[tuple[tuple[int, int], ...], RowRanges, tuple[Call, ...]] | None:
-    """Messages, rows and calls of two arrivals as one. None unless all queries attend to all keys of both."""
+) -> tuple[tuple[int, ...], tuple[int, ...], RowRanges, tuple[Call, ...]] | None:
+    """Sources, sizes, rows and calls of two arrivals as one. None unless all queries attend to all keys of both."""
     if (before.kept, after.kept, len(calls_before), len(calls_after)) != (None, None, 1, 1):
         return None
     queries, rows = calls_before[0].q, before.block.rows + after.block.rows
     full_tiles = [Tile(queries, (0, _count_rows(arrival.block.rows)), Cover.FULL) for arrival in (before, after)]
-    if [*calls_before, *calls_after] != full_tiles:
+    if [*calls_before, *calls_after] != full_tiles or before.block.joined != after.block.joined:
         return None
-    return before.messages + after.messages, rows, (Tile(queries, (0, _count_rows(rows)), Cover.FULL),)
+    # In memory, k of all sources, then v of all sources; or both together.
+    half = len(before.sources) // (1 if after.block.joined else 2)
+    sources, sizes = (
+        x[:half] + y[:1] + x[half:] + y[1:] for x, y in ((before.sources, after.sources), (before.sizes, after.sizes))
+    )
+    return sources, sizes, rows, (Tile(queries, (0, _count_rows(rows)), Cover.FULL),)
 
 
 def _split_heads(heads: int, parts: int) -> list[Span]:
@@ -343,9 +371,10 @@ def _split_heads(heads: int, parts: int) -> list[Span]:
     return list(pairwise(heads * index // parts for index in range(parts + 1)))
 
 
-def _make_block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:
+def _make_block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape, *, joined: bool | None = None) -> Block:
     dims = k_shape[3], v_shape[3]
-    return Block(heads, rows, (k_shape[0], _count_rows(rows), heads[1] - heads[0], sum(dims)), dims)
+    shape = k_shape[0], _count_rows(rows), heads[1] - heads[0], sum(dims)
+    return Block(heads, rows, shape, dims, prod(shape) <= _MOST_JOINED if joined is None else joined)
 
 
 def _count_rows(rows: RowRanges) -> int:

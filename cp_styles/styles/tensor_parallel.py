@@ -22,22 +22,10 @@ Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
 """Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""
 
 
-class _OfFeatures(OnMeshAxis):
-    """A style that shards by features. It refuses plain outputs whose rows the axis does not divide."""
+class _EvenOutputs(OnMeshAxis):
+    """Refuses plain outputs whose rows the axis does not divide."""
 
     _keeps_rows = True
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        mesh_axis: str = "tp",
-    ) -> None:
-        options: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        super().__init__(**options | {"use_local_output": use_local_output})  # of torch's style
-        self.mesh_axis = mesh_axis
 
     def _prepare_output_fn(  # a static method in torch
         self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
@@ -47,7 +35,7 @@ class _OfFeatures(OnMeshAxis):
         return super()._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # pyright: ignore
 
 
-class ColwiseParallel(_OfFeatures, torch_parallel.ColwiseParallel):
+class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
     """torch's style that shards a Linear or an Embedding by its output features, over the mesh axis ``mesh_axis``.
     Arguments and errors: see :class:`~cp_styles.styles.on_mesh_axis.OnMeshAxis`.
 
@@ -57,13 +45,35 @@ class ColwiseParallel(_OfFeatures, torch_parallel.ColwiseParallel):
         parallelize_module(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp")), plan)
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
-class RowwiseParallel(_OfFeatures, torch_parallel.RowwiseParallel):
+
+class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """torch's style that shards a Linear or an Embedding by its input features, over the mesh axis ``mesh_axis``.
 
     A Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
     gathered over other axes. Arguments, errors and example: see :class:`ColwiseParallel`.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):

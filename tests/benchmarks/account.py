@@ -215,7 +215,7 @@ def account(strategy: Strategy, ranks: int, rows: int) -> Account:
         transport.world(rank, ranks),
         patch.object(binding, "kernel_for_tiles", lambda tensors, named=None: KERNELS),
         patch.object(point_to_point, "makes_batches", lambda group, device: True),
-        patch.object(moving_kv._PlanRun, "by_index", property(lambda run: True, lambda run, value: None), create=True),
+        patch.object(moving_kv._Run, "by_index", property(lambda run: True, lambda run, value: None), create=True),
         patch.object(moving_kv, "open_group", lambda group, device: None),
     ):
         for _ in range(2):

@@ -2,7 +2,8 @@
 
 tests/records has a folder for each run, with the lines of tests/replay.py, of its ``--time``, and of tests/gpu.py. The
 second run has timed six settings twice, with the constants of the package and with OF_RECORD (before_*.jsonl); the
-others have timed all settings once. Left out are the "note" of a line and predictions, which are made anew here. The
+others have timed all settings once. Left out are the "note" of a line and predictions. Those are in predicted.jsonl, as
+the engine that ran made them: ``python tests/benchmarks/on_gpu.py FILE`` writes the predictions of a tree. The
 covers of a kernel are one line in the second run, with the largest errors. Errors are relative to the norm of the full
 result in float64.
 """
@@ -10,10 +11,13 @@ result in float64.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -205,12 +209,26 @@ def explained(setting: Setting, name: str, *, then: bool) -> Explanation:
         return explanation(setting, STRATEGIES[name], dtype=torch.bfloat16, device="cuda")
 
 
+def predict(times: Times, setting: Setting, name: str) -> Line:
+    """What the package predicts today: the peak over the inputs in bytes, and milliseconds of the device."""
+    run = explained(setting, name, then=times.then).runs[setting.rank]
+    machine = replace(H200, bandwidth=1e30, latency=0.0)  # in replay.py no message travels
+    ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
+    return {"peak": max(run.forward.peak, run.backward.peak), "ms": ms}
+
+
+@cache
+def predictions() -> dict[tuple[str, str, str], Line]:
+    """The predictions of the engine that ran, by times, setting and strategy. Later engines need other memory."""
+    lines = map(json.loads, (RECORDS / "predicted.jsonl").read_text().splitlines()[1:])
+    return {(line["times"], line["case"], line["strategy"]): line for line in lines}
+
+
 def peaks_of(times: Times, setting: Setting, name: str) -> tuple[list[float], float]:
     """The measured peaks over the inputs, one of each file, and the predicted one, in bytes."""
-    run = explained(setting, name, then=times.then).runs[setting.rank]
     queries = 2 * setting.rows * setting.heads[0] * setting.dim
     measured = [line["peak Q"] * queries for line in timed(times)[setting][f"{name} memory"]]
-    return measured, max(run.forward.peak, run.backward.peak)
+    return measured, predictions()[times.name, setting.name, name]["peak"]
 
 
 def peaks() -> Iterator[Row]:
@@ -274,13 +292,11 @@ def fit() -> Hardware:
 
 def predicted() -> Iterator[Row]:
     """Milliseconds of the device in a forward and backward, without messages: predicted with H200, and measured."""
-    machine = replace(H200, bandwidth=1e30, latency=0.0)  # in replay.py no message travels
     yield "setting", *(f"{name} {what}" for name in NAMES.values() for what in ("predicted", "on the device", "error"))
     for setting, lines in timed().items():
         cells = []
         for name in STRATEGIES:
-            run = explained(setting, name, then=False).runs[setting.rank]
-            ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))
+            ms = predictions()[NOW.name, setting.name, name]["ms"]
             busy = statistics.mean(launches_of(lines, name)[3])
             cells += [f"{ms:.1f}", f"{busy:.1f}", f"{100 * (ms / busy - 1):+.0f}%"]
         yield told(setting), *cells
@@ -291,3 +307,18 @@ def programs() -> Iterator[Row]:
     yield "command", "exact", "refused on every rank", "wrong, and noticed", "others"
     for line in record("h200_third/programs")[1] + record("h200_fourth/programs")[1]:
         yield line["case"], *(str(line.get(key, "-")) for key in ("exact", "refused", "noticed", "bad"))
+
+
+def main(file: str) -> None:
+    """Write the predictions of this tree."""
+    with Path(file).open("w") as out:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=RECORDS, text=True, capture_output=True, check=True)
+        print(json.dumps({"commit": commit.stdout.strip()}), file=out)
+        for times, name in itertools.product((BEFORE, NOW), STRATEGIES):
+            for setting in timed(times):
+                what = {"times": times.name, "case": setting.name, "strategy": name}
+                print(json.dumps(what | predict(times, setting, name)), file=out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cp_styles.comm import point_to_point
-from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, batches_of, exchange
+from cp_styles.comm.point_to_point import MOST_OPERATIONS, Message, cut_batches, exchange
 from tests.gpu_tensors import BreaksRule, Nccl
 
 # For each pair of ranks, sender and receiver, the sizes of its messages in order.
@@ -27,15 +26,17 @@ def tables(draw: st.DrawFn) -> Table:
     return [[draw(sizes) for _ in range(ranks)] for _ in range(ranks)]
 
 
-def batches_of_all(table: Table) -> list[list[list[Message]]]:
+def batches_of_all(table: Table, most: int, cut: Any = cut_batches) -> list[list[list[Message]]]:
     """Of each rank. The number in a message says which one of the table it is."""
     numbers, ranks = count(), range(len(table))
     messages = [[[torch.full((size,), next(numbers)) for size in sizes] for sizes in row] for row in table]
     found = []
     for rank in ranks:
-        sends = [(peer, x) for peer in ranks for x in messages[rank][peer]]
-        receives = [(peer, x) for peer in ranks for x in messages[peer][rank]]
-        found.append(batches_of(sends, receives, rank, len(table)))
+        sends = [(peer, x) for peer in ranks for x in messages[rank][peer] if len(x)]
+        receives = [(peer, x) for peer in ranks for x in messages[peer][rank] if len(x)]
+        both = [*((False, *pair) for pair in receives), *((True, *pair) for pair in sends)]
+        batches = cut([message[:2] for message in both], rank, len(table), most)
+        found.append([[both[index] for index in batch] for batch in batches])
     return found
 
 
@@ -70,9 +71,7 @@ def check(batches: list[list[list[Message]]], table: Table, most: int) -> None:
 
 @given(tables(), st.integers(4, 17))
 def test_each_message_is_in_one_batch_and_batches_match(table: Table, most: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(point_to_point, "MOST_OPERATIONS", most)
-        check(batches_of_all(table), table, most)
+    check(batches_of_all(table, most), table, most)
 
 
 @pytest.mark.parametrize("ranks", [65, 66, 129, 130, 300])
@@ -80,27 +79,23 @@ def test_each_message_is_in_one_batch_and_batches_match(table: Table, most: int)
 def test_an_exchange_of_all_ranks(ranks: int, messages: int):
     """One batch for up to 65 ranks; no more operations than the limit for any number."""
     for rank in (0, ranks // 2, ranks - 1):
-        pairs = [(peer, torch.ones(1)) for peer in range(ranks) if peer != rank for _ in range(messages)]
-        sizes = [len(batch) for batch in batches_of(pairs, pairs, rank, ranks)]
-        assert sum(sizes) == 2 * len(pairs)
+        peers = [peer for peer in range(ranks) if peer != rank for _ in range(messages)]
+        both = [(is_sent, peer) for is_sent in (False, True) for peer in peers]
+        sizes = [len(batch) for batch in cut_batches(both, rank, ranks, MOST_OPERATIONS)]
+        assert sum(sizes) == 2 * len(peers)
         assert max(sizes) <= MOST_OPERATIONS == 256
         assert len(sizes) == -(-(ranks - 1) // 64)
 
 
-def naive(sends, receives, rank: int, ranks: int) -> list[list[Message]]:
+def naive(messages: list[Message], rank: int, ranks: int, most: int) -> list[range]:
     """What must not be done: each rank's list is cut where the limit is reached."""
-    messages = [Message(False, *pair) for pair in receives] + [Message(True, *pair) for pair in sends]
-    messages = [message for message in messages if message.tensor.numel()]
-    most = point_to_point.MOST_OPERATIONS
-    return [messages[first : first + most] for first in range(0, len(messages), most)]
+    return [range(first, min(first + most, len(messages))) for first in range(0, len(messages), most)]
 
 
-def test_a_cut_by_place_is_noticed(monkeypatch):
-    monkeypatch.setitem(globals(), "batches_of", naive)
-    monkeypatch.setattr(point_to_point, "MOST_OPERATIONS", 4)
+def test_a_cut_by_place_is_noticed():
     table = [[[1] if peer != rank else [] for peer in range(8)] for rank in range(8)]
     with pytest.raises(BreaksRule, match="wait for each other"):
-        check(batches_of_all(table), table, 4)
+        check(batches_of_all(table, 4, naive), table, 4)
 
 
 @pytest.mark.parametrize("batches", [True, False])
@@ -122,7 +117,7 @@ def test_messages_make_the_calls_of_torch(monkeypatch, batches: bool):
         assert group is not None
         tag = 2**29  # of the first operation
         x, y, z = (torch.zeros(size) for size in (1, 2, 3))
-        kinds = [(dist.irecv, 0, x), (dist.isend, 2, y), (dist.isend, 0, z)]
+        kinds = [(dist.isend, 2, y), (dist.isend, 0, z), (dist.irecv, 0, x)]
         ops = [dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=tag) for kind, peer, tensor in kinds]
         works, wanted = dist.batch_isend_irecv(ops), calls[:]
         calls.clear()
@@ -130,6 +125,5 @@ def test_messages_make_the_calls_of_torch(monkeypatch, batches: bool):
     finally:
         dist.destroy_process_group()
     assert len(pending.works) == len(works) == (1 if batches else 3)
-    # Single messages: sends first, for gloo's thread.
-    assert repr(calls) == repr(wanted if batches else [*wanted[1:], wanted[0]])
+    assert repr(calls) == repr(wanted)
     assert len(calls) == (5 if batches else 3)

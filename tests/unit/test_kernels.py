@@ -299,7 +299,7 @@ def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
     assert [chosen(found, tensors, biased) for biased in (False, True)] == [plain, CUDA_EFFICIENT]
     if plain == CUDA_CUDNN_PREFERRED:  # has no windows and takes no packs
         for what in ({"window": (7, 0)}, {"pack": object()}):
-            assert found.choose_for_tile(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
+            assert found.choose_for_tile(tensors, causal=False, biased=False, **what) == CUDA_FLASH
         assert (found.small_tiles, found.windows) == (True, True)
 
 
@@ -308,8 +308,7 @@ def few_shapes(monkeypatch):
     """On a GPU on which no shape has been computed, kernels return themselves."""
     on_gpu(NEW_GPU, monkeypatch)
     monkeypatch.setattr(sdpa, "_computed_shapes", {})
-    monkeypatch.setattr(SdpaKernel, "forward", lambda self, *tensors, **options: self)
-    monkeypatch.setattr(SdpaKernel, "backward", lambda self, *tensors, **options: self)
+    monkeypatch.setattr(SdpaKernel, "bind", lambda self, *specs, **options: self)
 
 
 def make_tiles(
@@ -332,8 +331,7 @@ def kernels_of(length: int, *, named: Kernel | None = None, phase: str = "forwar
     found = set()
     for tensors in make_tiles(length, **options):
         kernel = kernel_for_tiles(tensors, named=named)
-        before, after = ([tensors[0]], [tensors[0], None]) if phase == "backward" else ([], [])
-        found.add(getattr(kernel, phase)(*before, *tensors, *after, causal=False, bias=None, scale=1.0))
+        found.add(kernel.bind(phase, tensors, biased=False, causal=False, scale=1.0))
     return found
 
 
@@ -392,7 +390,7 @@ def test_a_dry_run_makes_no_plan(computed: int, monkeypatch):
 
 def chosen(line: ByTile, tensors: Any, biased: bool) -> Any:
     """The kernel of a tile."""
-    return line.choose_for_tile(tensors, causal=False, bias=0 if biased else None)[0]
+    return line.choose_for_tile(tensors, causal=False, biased=biased)
 
 
 def kernel_of(kernel: Kernel) -> Any:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
+from cp_styles.bounded_cache import another_cache
 from cp_styles.kernels.sdpa import CUDA_FLASH
 from cp_styles.mask import Mask
 from cp_styles.plan.tiles import Cover
-from cp_styles.strategies.moving_kv import _QueriesByHeads
+from cp_styles.strategies.moving_kv import _Queries
 from cp_styles.strategies.schedule import Schedule, _make_block, make_schedule
 
 LENGTH = 48
@@ -45,7 +46,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_messages_of_two_ranks_match_by_order(part: int):
+def test_messages_of_two_ranks_match_by_order(part: int, monkeypatch):
+    monkeypatch.setattr("cp_styles.strategies.schedule._MOST_JOINED", (0, 100, 2**19, 2**19)[part])
+    with another_cache():
+        check_messages_of_two_ranks(part)
+
+
+def check_messages_of_two_ranks(part: int) -> None:
     for layout, mask, ranks, width, keep, heads in random.Random(part).sample(CASES, 40):
         made = schedules(LAYOUTS[layout], mask, ranks, width, keep, heads)
         for way in ("forward", "backward"):
@@ -59,19 +66,26 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                 ]
                 assert sorted(coming) == sorted(going)
                 for rank, step in enumerate(together):
-                    for index, (messages, block, _) in enumerate(step.arrivals):
+                    for index, (from_sources, sizes, block, _) in enumerate(step.arrivals):
                         assert block.heads == (0, heads[1])
-                        if (sent := [going[source, rank] for source, _ in messages if source != rank]) or step.travels:
-                            assert [size for _, size in messages] == [each.size for each in sent]
+                        sources = [*dict.fromkeys(from_sources)]
+                        if (sent := [going[source, rank] for source in sources if source != rank]) or step.travels:
+                            for source, each in zip(sources, sent, strict=True):
+                                of_source = zip(from_sources, sizes, strict=True)
+                                assert tuple(size for other, size in of_source if other == source) == each.sizes
                             assert block.rows == sum((each.rows for each in sent), ())
-                            assert block.size == sum(each.size for each in sent)
+                            assert block.size == sum(each.size for each in sent) == sum(sizes)
+                            # Rows of all sources are where the block says.
+                            for side, place in enumerate(block.places((0, heads[1]), (0, block.shape[1]))):
+                                first = sum(sizes[: len(sizes) // 2]) if side and not block.joined else 0
+                                assert place.offset == first + (block.dims[0] if side and block.joined else 0)
                         # Each arrival is computed at once, or in groups of its heads.
                         parts = [keys for keys in step.keys if keys.arrival == index]
                         assert [head for keys in parts for head in range(*keys.block.heads)] == list(range(heads[1]))
                         for keys in parts:
-                            assert (keys.source, keys.block.rows) == (messages[0][0], block.rows)
+                            assert (keys.source, keys.block.rows) == (sources[0], block.rows)
                         if way == "backward":
-                            assert len(messages) == 1
+                            assert len(sources) == 1
                 if way == "forward":
                     assert not any(step.gradients for step in together)
                     continue
@@ -100,17 +114,23 @@ def test_messages_of_two_ranks_match_by_order(part: int):
 @pytest.mark.parametrize("rows", [((4, 5),), ((0, 7),), ((0, 1), (5, 6)), ((0, 2), (3, 4), (6, 9))])
 @pytest.mark.parametrize("by_index", [False, True])
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_a_message_has_the_rows_and_heads(batch: int, heads, rows, by_index: bool, by_rows: bool):
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_message_has_the_rows_and_heads(batch: int, heads, rows, by_index: bool, by_rows: bool, joined: bool):
     """Also one row of one head, to which torch.cat(out=) writes nothing; keys in both memory orders."""
     k, v = torch.randn(batch, 3, 9, 4), torch.randn(batch, 3, 9, 6)
     if by_rows:
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    block = _make_block(heads, rows, k.shape, v.shape)
+    block = _make_block(heads, rows, k.shape, v.shape, joined=joined)
     chosen = [row for start, stop in rows for row in range(start, stop)]
-    message = block.pack(k, v, torch.tensor(chosen) if by_index else None)
-    assert message.shape == (block.size,)
-    for found, tensor in zip(block.views_of(message), (k, v), strict=True):
-        assert torch.equal(found, tensor[:, slice(*heads)][:, :, chosen])
+    messages = block.pack(k, v, torch.tensor(chosen) if by_index else None)
+    assert tuple(x.numel() for x in messages) == block.sizes
+    assert all(x.is_contiguous() for x in messages)
+    message = torch.cat([x.flatten() for x in messages])
+    for place, tensor in zip(block.places((0, len(range(*heads))), (0, len(chosen))), (k, v), strict=True):
+        assert torch.equal(message.as_strided(*place), tensor[:, slice(*heads)][:, :, chosen])
+    if len(chosen) > 1:
+        for place, tensor in zip(block.places((0, 1), (1, len(chosen))), (k, v), strict=True):
+            assert torch.equal(message.as_strided(*place), tensor[:, heads[0] : heads[0] + 1][:, :, chosen[1:]])
 
 
 @pytest.mark.parametrize(("keep", "joined"), [(0, [3, 4]), (1, [1, 2, 4]), (8, [1] * 7)])
@@ -120,7 +140,7 @@ def test_keys_that_arrive_together_are_one_tile(keep: int, joined: list[int]):
     cut, shape = head_tail(8 * 16, 8), (1, 2, 16, 4)
     how = Causal(), 3, False, False, True, rounds_of(8, 7), keep
     _, together = make_schedule(cut, cut, *how, shape, shape, shape, 1).forward
-    assert [len(arrival.messages) for arrival in together.arrivals] == joined
+    assert [len(arrival.sources) for arrival in together.arrivals] == joined
     tiles = [call for keys in together.keys for call in keys.calls]
     assert all(tile.cover is Cover.FULL and tile.q in ((0, 16), (8, 16)) for tile in tiles)
     assert sum(tile.kv[1] for tile in tiles) == 3 * 8 + 4 * 16
@@ -135,7 +155,7 @@ def test_a_ring_on_a_gpu_has_small_messages_in_pairs(small_tiles: bool, dim: int
     cut, shape = head_tail(8 * 16, 8), (1, 2, 16, dim)
     how = Causal(), 7, small_tiles, False, True, rounds_of(8, 1), 1
     _, *steps = make_schedule(cut, cut, *how, shape, shape, shape, 1).forward
-    assert [len(arrival.messages) for step in steps for arrival in step.arrivals] == joined
+    assert [len(arrival.sources) for step in steps for arrival in step.arrivals] == joined
 
 
 @pytest.mark.parametrize("dense_rows", [True, False])
@@ -143,12 +163,12 @@ def test_heads_of_another_step_replace_copies(dense_rows: bool):
     """The heads of a kernel's group, dense if it wants them so. Copies of ranges that overlap are not kept."""
     kernel = replace(CUDA_FLASH, dense_rows=dense_rows)
     grad, q, out, lse = whole = [*(torch.randn(2, 4, 3, 8) for _ in range(3)), torch.randn(2, 4, 3)]
-    queries = _QueriesByHeads(kernel, (grad, q), (out, lse))
+    queries = _Queries(kernel, (grad, q, out, lse))
     for heads in ((0, 4), (0, 2), (2, 4), (0, 3), (3, 4)):
-        (grad, q), (out, lse) = found = queries.select(heads)
+        grad, q, out, lse = found = queries.of_heads(heads)
         for x, y in zip((grad, q, out, lse), whole, strict=True):
             assert torch.equal(x, y[:, slice(*heads)])
-        assert found is queries.select(heads)
+        assert found is queries.of_heads(heads)
         assert all(x.transpose(1, 2).is_contiguous() == dense_rows for x in (grad, out))
     assert [*queries._by_heads] == [(0, 3), (3, 4)]
 

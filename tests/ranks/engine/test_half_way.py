@@ -358,7 +358,7 @@ class ForgottenSend:
 @on_every_rank(2)
 def test_a_rank_that_sends_and_receives_hears_of_an_end_by_what_it_receives():
     x = torch.empty(1)
-    pending = PendingTransfers([ForgottenSend(), EndedReceive()], [x, x], [0, 1], dist.group.WORLD)
+    pending = PendingTransfers([ForgottenSend(), EndedReceive()], [(True, 0, x), (False, 1, x)], dist.group.WORLD)
     with pytest.raises(TransferError, match="Connection closed by peer"):
         pending.wait()
 

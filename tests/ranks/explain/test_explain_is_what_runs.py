@@ -150,6 +150,8 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
             # Heads that are copied in float32 are a tile each. While one is made, the one before has its mask.
             masks = 3 + 4 * (dtype == torch.bfloat16)
             beside = 1024 + explicit * (64 * rows + masks * rows * LENGTH)
+            # The logsumexp of a range of rows, which is kept for the next tile with these queries.
+            beside += 2 * HEADS * rows * (8 if dtype == torch.float64 else 4)
             for what, mine in (
                 ("kept", sum(run.forward.live_at_end.values())),
                 ("forward", run.forward.peak),

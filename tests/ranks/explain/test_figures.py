@@ -103,6 +103,16 @@ def test_the_peaks_that_a_gpu_has_recorded():
                 assert all(-0.3 <= (peak - predicted) / 2**20 < 3.1 for peak in measured), (times.name, setting.name)
 
 
+def test_no_peak_grows():
+    """Over the engine that was recorded: a ring sends k and v as they lie, and gradients without a copy in 16 bits."""
+    for (times, case, name), then in figures.on_gpu.predictions().items():
+        if times == figures.on_gpu.NOW.name:
+            now = figures.on_gpu.predict(figures.on_gpu.NOW, figures.on_gpu.SETTINGS[case], name)
+            assert now["peak"] <= then["peak"], (case, name)
+            if case == "time causal P=8 rank=3 rows=4096 32:32":
+                assert round(now["peak"] / 2**20) == {"ring": 689, "ulysses": 353}[name]  # a ring had 848
+
+
 def test_the_figures_of_h200_are_fitted():
     """On the record's tiles; rounded to three digits."""
     fitted = figures.on_gpu.fit()

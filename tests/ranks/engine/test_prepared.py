@@ -1,0 +1,184 @@
+"""Steps that are prepared once: k and v as they lie in memory, kernels that are bound, and when they are bound anew."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_styles.functions.attention import context_attention
+from cp_styles.kernels import Kernel, ReferenceKernel
+from cp_styles.kernels.base import bind_tile
+from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_CUDNN_PREFERRED, CpuFlashKernel
+from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.mask import Causal
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies.base import ResidualPlaces
+from cp_styles.strategies.schedule import make_schedule
+from cp_styles.testing import run_ranks
+from tests.covering import sampled
+from tests.cuda_ops import ON_GPU
+from tests.oracle import allowed
+from tests.ranks.attention_case import EXACT, Problem
+from tests.ranks.engine.test_gpu_rules import MASKS, on_gpus, sees
+
+
+@pytest.fixture
+def in_two_messages(monkeypatch):
+    """k and v of each block are two messages, as those of a large one."""
+    monkeypatch.setattr("cp_styles.strategies.schedule._MOST_JOINED", 0)
+    make_schedule.cache_clear()
+    yield
+    make_schedule.cache_clear()
+
+
+def errors_of(problem: Problem, ranks: int, *, by_rows: bool = False, layout: Any = head_tail, **options: Any) -> float:
+    """The largest error of all ranks. ``by_rows``: tensors are [B, L, H, D] in memory, as a projection makes them."""
+
+    def on(rank: int) -> float:
+        leaves, cotangent = problem.shard(layout, rank, ranks)
+        if by_rows:
+            leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
+        out = context_attention(*leaves, dist.group.WORLD, layout=layout, **options)
+        out.backward(cotangent)
+        return max(problem.errors([out, *(x.grad for x in leaves)], layout, rank, ranks))
+
+    return max(run_ranks(on, ranks))
+
+
+@sampled(
+    2,
+    strategy=[Ring(), Ring(keep=0), Ring(keep=9), AllGather(), AllGather(keep=0), Ulysses(size=2)],
+    mask=["causal", "window", "documents"],
+    layout=[contiguous, head_tail, striped],
+    batch=[1, 2],
+    by_rows=[True, False],
+)
+def test_keys_as_they_lie(in_two_messages, strategy, mask: str, layout, batch: int, by_rows: bool):
+    length = 64
+    problem = Problem(length=length, batch=batch, kv_heads=2, heads=4, mask=allowed(sees(mask), length, length))
+    options = {"strategy": strategy, "mask": MASKS[mask], "layout": layout, "by_rows": by_rows}
+    assert errors_of(problem, 4, **options) < EXACT
+
+
+@sampled(1, strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses(size=2)], mask=["causal", "window", "documents"])
+def test_keys_as_they_lie_on_a_gpu(in_two_messages, strategy, mask: str):
+    """By the rules of NCCL: no message changes before it is sent, and no tensor is read before it has come."""
+    length = 64
+    problem = Problem(length=length, batch=1, kv_heads=2, heads=4, mask=allowed(sees(mask), length, length))
+    worst, _ = on_gpus(problem, 4, strategy=strategy, mask=MASKS[mask], kernel=ON_GPU)
+    assert worst < EXACT
+
+
+def test_keys_that_lie_in_rows_are_not_copied(in_two_messages):
+    """The messages are the memory of k and v."""
+    block = (
+        make_schedule(*(head_tail(32, 2),) * 2, Causal(), 0, False, False, False, ((1,),), 0, *((1, 4, 16, 8),) * 3, 1)
+        .forward[1]
+        .sends[0][1]
+    )
+    k, v = (torch.randn(1, 16, 4, 8).transpose(1, 2) for _ in range(2))
+    for message, tensor in zip(block.pack(k, v, None), (k, v), strict=True):
+        assert message.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+ALLOWED = [True]
+
+
+@dataclass(frozen=True)
+class Switched(ReferenceKernel):
+    """Takes tiles while it is allowed, and says that this may change."""
+
+    seen: ClassVar[list[int]] = []
+
+    def switches(self):
+        return (ALLOWED[0],)
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        return ALLOWED[0]
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        self.seen.append(len(q_BHLD))
+        return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
+
+    @property
+    def takes_all(self):
+        return False
+
+
+def test_a_kernel_is_bound_anew_when_a_switch_changes():
+    problem, counts = Problem(length=24), []
+    for allows in (True, True, False, True):
+        ALLOWED[0] = allows
+        Switched.seen.clear()
+        assert errors_of(problem, 2, mask=Causal(), kernel=Switched()) < EXACT
+        counts.append(len(Switched.seen))
+    assert counts[0] == counts[1] == counts[3] > counts[2] == 0
+
+
+def test_the_switches_of_cudnn():
+    """Each setting of torch on which its gates depend."""
+    seen = {CUDA_CUDNN_PREFERRED.switches()}
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        seen.add(CUDA_CUDNN_PREFERRED.switches())
+        torch.use_deterministic_algorithms(True)
+        seen.add(CUDA_CUDNN_PREFERRED.switches())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        seen.add(CUDA_CUDNN_PREFERRED.switches())
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert len(seen) == 4
+    assert CPU_FLASH.switches() == ()
+
+
+class OwnForward(CpuFlashKernel):
+    """A user's subclass of a kernel that is bound."""
+
+    called: ClassVar[list[str]] = []
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        self.called.append("forward")
+        return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
+
+
+def test_a_subclass_with_its_own_forward_is_asked():
+    OwnForward.called.clear()
+    assert errors_of(Problem(length=24), 2, mask=Causal(), kernel=OwnForward(**vars(CPU_FLASH))) < EXACT
+    assert len(OwnForward.called) >= 4
+
+
+@pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=lambda kernel: type(kernel).__name__)
+def test_a_bound_kernel_computes_what_its_phases_do(kernel: Kernel):
+    """Also with a scale of 0 and below, with head dims that differ, and for short causal tiles of a CPU."""
+    for length, scale in ((6, 0.3), (6, -0.3), (6, 0.0), (400, 0.3)):
+        q, k, v, grad = (torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+        options = {"causal": True, "scale": scale}
+        out, lse = kernel.forward(q, k, v, bias=None, **options)
+        forward, backward = (bind_tile(kernel, phase, (q, k, v), **options) for phase in ("forward", "backward"))
+        for _ in range(2):
+            for found, wanted in zip(forward.run(forward.queries((q,)), k, v), (out, lse), strict=True):
+                assert torch.equal(found, wanted)
+            found = backward.run(backward.queries((grad, q, out, lse)), k, v)
+            for x, y in zip(found, kernel.backward(grad, q, k, v, out, lse, bias=None, **options), strict=True):
+                assert torch.equal(x, y)
+
+
+def test_a_residual_at_any_offset():
+    """A hook of saved tensors may return one, whose kept keys a kernel would load in aligned pieces."""
+    places = ResidualPlaces([((2, 3), torch.float32), ((0, 4), torch.float64), ((5,), torch.bfloat16)])
+    (size,), dtype = places.spec
+    residual = torch.empty(size, dtype=dtype)
+    whole, _, part = places.views(residual)
+    whole.copy_(torch.randn(2, 3))
+    part.copy_(torch.randn(5))
+    elsewhere = torch.empty(size + 8, dtype=dtype)[8:].copy_(residual)
+    found = places.views(elsewhere)
+    assert [tuple(x.shape) for x in found] == [(2, 3), (0, 4), (5,)]
+    assert torch.equal(found[0], whole)
+    assert torch.equal(found[2], part)
+    assert all(x.storage_offset() * x.element_size() % 64 == 0 for x in found)
