@@ -209,9 +209,6 @@ messages: blocks of several sources lie one after another | unit/test_schedule.p
 kernel: a subclass's own forward is left out | ranks/engine/test_prepared.py -k own_forward
     bind_tile | if "bind" in defined else Kernel.bind(kernel, phase, specs, **options)
     becomes nothing
-kernel: keys in a message are not aligned | ranks/engine unit/test_cuda_kernels.py -k align
-    _BoundOp.__init__ | x is not None and _is_aligned(x.strides, x.offset, self.row_step)
-    becomes | x is not None
 residual: kept keys that are not aligned | ranks/engine/test_prepared.py -k any_offset
     ResidualPlaces.views | if residual.storage_offset() % _ALIGNMENT:
     becomes | if False:

@@ -23,7 +23,7 @@ class TensorSpec(NamedTuple):
     """The properties of a tensor by which kernels decide whether they take it.
 
     Attributes:
-        place: its ``strides`` and ``offset`` in a buffer whose memory is aligned. None if they are not known.
+        place: the place in a message, whose memory is aligned. None for tensors that are no part of a message.
     """
 
     shape: torch.Size

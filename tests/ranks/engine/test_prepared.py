@@ -1,5 +1,6 @@
 """Steps that are prepared once: k and v as they lie in memory, kernels that are bound, and when they are bound anew."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -83,38 +84,51 @@ def test_keys_that_lie_in_rows_are_not_copied(in_two_messages):
         assert message.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-ALLOWED = [True]
+class OfThread(threading.local):
+    """Of a rank, which is a thread."""
+
+    allows, tiles = True, 0
+
+
+NOW = OfThread()
 
 
 @dataclass(frozen=True)
 class Switched(ReferenceKernel):
-    """Takes tiles while it is allowed, and says that this may change."""
+    """Takes tiles while it is allowed to, and says that this may change."""
 
-    seen: ClassVar[list[int]] = []
+    takes_all = False
 
     def switches(self):
-        return (ALLOWED[0],)
+        return (NOW.allows,)
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
-        return ALLOWED[0]
+        return NOW.allows
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
-        self.seen.append(len(q_BHLD))
+        NOW.tiles += 1
         return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
-
-    @property
-    def takes_all(self):
-        return False
 
 
 def test_a_kernel_is_bound_anew_when_a_switch_changes():
-    problem, counts = Problem(length=24), []
-    for allows in (True, True, False, True):
-        ALLOWED[0] = allows
-        Switched.seen.clear()
-        assert errors_of(problem, 2, mask=Causal(), kernel=Switched()) < EXACT
-        counts.append(len(Switched.seen))
-    assert counts[0] == counts[1] == counts[3] > counts[2] == 0
+    problem = Problem(length=24)
+
+    def on(rank: int) -> tuple[list[int], float]:
+        counts, worst = [], 0.0
+        for NOW.allows in (True, True, False, True):
+            NOW.tiles = 0
+            leaves, cotangent = problem.shard(head_tail, rank, 2)
+            out = context_attention(
+                *leaves, dist.group.WORLD, layout=head_tail, mask=Causal(), strategy=Ring(), kernel=Switched()
+            )
+            out.backward(cotangent)
+            counts.append(NOW.tiles)
+            worst = max(worst, *problem.errors([out, *(x.grad for x in leaves)], head_tail, rank, 2))
+        return counts, worst
+
+    for counts, worst in run_ranks(on, 2):
+        assert worst < EXACT
+        assert counts[0] == counts[1] == counts[3] > counts[2] == 0
 
 
 def test_the_switches_of_cudnn():
