@@ -480,7 +480,7 @@ def start_batch(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
 
 
 ASYNC_ALL_TO_ALL = dist.distributed_c10d.AllToAllOptions()
-"""The options of ``ProcessGroup.alltoall`` that return a work. Seen: 2.11 to 2.14."""
+"""The options of ``ProcessGroup.alltoall_base`` that return a work. Seen: 2.11 to 2.14."""
 ASYNC_ALL_TO_ALL.asyncOp = True
 
 

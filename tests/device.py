@@ -76,10 +76,9 @@ class Staged:
         return True
 
 
-def _all_to_all(
-    group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
-) -> Staged:
-    return Staged(messages_of(receives, sends), group, 0)
+def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor, *call: Any) -> Staged:
+    *sizes, _ = call
+    return Staged(messages_of(received, sent, *sizes, group.rank()), group, 0)
 
 
 class _Done:
@@ -116,7 +115,7 @@ def messages_over_the_host(back: Callable[[torch.Tensor], torch.Tensor] = torch.
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(point_to_point, "makes_batches", lambda group, device: device.type == "cuda"))
         stack.enter_context(patch.object(point_to_point, "move_batch", Staged))
-        stack.enter_context(patch.object(dist.ProcessGroup, "alltoall", _all_to_all))
+        stack.enter_context(patch.object(dist.ProcessGroup, "alltoall_base", _all_to_all))
         for name in _COLLECTIVES:
             stack.enter_context(patch.object(dist, name, _over_the_host(getattr(dist, name), back)))
         yield

@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,15 @@ def hardware() -> Found:
     return found
 
 
-def messages_of(receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor]) -> list[Message]:
-    """The messages of an all-to-all of tensors by rank. As in NCCL, empty tensors are none."""
+def messages_of(
+    received: torch.Tensor, sent: torch.Tensor, to_receive: list[int], to_send: list[int], rank: int
+) -> list[Message]:
+    """The messages of an all-to-all of flat buffers, in which this rank's own block is copied here. As in NCCL, empty
+    blocks are none."""
+    receives, sends = received.split_with_sizes(to_receive), sent.split_with_sizes(to_send)
+    receives[rank].copy_(sends[rank])
     pairs = [*((True, each) for each in enumerate(sends)), *((False, each) for each in enumerate(receives))]
-    return [(is_sent, *each) for is_sent, each in pairs if each[1].numel()]
+    return [(is_sent, *each) for is_sent, each in pairs if each[0] != rank and each[1].numel()]
 
 
 class SideStream:

@@ -251,14 +251,13 @@ class Nccl:
         self.note(group, "batch", tuple((kinds[is_sent], peer, tensor.numel()) for is_sent, peer, tensor in batch))
         return self._start(batch, group)
 
-    def all_to_all(
-        self, group: dist.ProcessGroup, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], options: Any
-    ) -> Any:
-        """For ``ProcessGroup.alltoall``."""
+    def all_to_all(self, group: dist.ProcessGroup, received: Any, sent: Any, *call: Any) -> Any:
+        """For ``ProcessGroup.alltoall_base``."""
+        *sizes, options = call
         if not options.asyncOp:
             raise BreaksRule("an all-to-all on the stream of the caller")
         self.note(group, "all-to-all")
-        return self._start(messages_of(receives, sends), group)
+        return self._start(messages_of(received, sent, *sizes, group.rank()), group)
 
     def _start(self, batch: Sequence[Message], group: dist.ProcessGroup) -> _Work:
         work = _Work(self.unfinished)
@@ -449,7 +448,7 @@ def gpus(
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         patch.setattr(point_to_point, "move_batch", _current.batch)
         patch.setattr(point_to_point, "makes_batches", lambda group, device: batches and device.type == "cuda")
-        patch.setattr(dist.ProcessGroup, "alltoall", lambda group, *call: _nccl().all_to_all(group, *call))
+        patch.setattr(dist.ProcessGroup, "alltoall_base", lambda group, *call: _nccl().all_to_all(group, *call))
         for path in waits:
             patch.setattr(path, waiting(resolve_name(path)))
         if nccl_only:

@@ -192,7 +192,7 @@ strategy: causal tiles attended in full | ranks/engine/test_parity_grid.py
     _Binder._bind | tile.cover is Cover.CAUSAL
     becomes | False
 strategy: the queries of another tile | ranks/engine/test_parity_grid.py
-    _Queries.select | before == (id(call.bound), call.q_heads, call.tile.q)
+    _Queries.select | before == (call.bound, call.q_heads, call.tile.q)
     becomes | before is not None
 strategy: a kernel is not bound anew | ranks/engine/test_prepared.py -k switch_changes
     _Setup.prepare | key = phase, kernel.switches()
@@ -665,10 +665,10 @@ messages: each has a batch of its own | unit/test_account.py -k ring
     exchange | for batch in batches:
     becomes | for batch in [[one] for many in batches for one in many]:
 messages: heads move one by one | unit/test_account.py -k Ulysses
-    exchange_blocks | 2 * ranks > MOST_OPERATIONS or
-    becomes | True or
+    has_all_to_all | 2 * group.size() <= MOST_OPERATIONS and
+    becomes | False and
 messages: a backend without batches gets an all-to-all | ranks/engine/test_gpu_rules.py -k all_to_all
-    exchange_blocks | or not makes_batches(group, device)
+    has_all_to_all | and makes_batches(group, device)
     becomes nothing
 checks: a projection by signs | unit/test_replicas.py
     project | torch.randn(values.numel(), generator=generator, dtype=torch.float64, device="cpu")

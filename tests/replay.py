@@ -130,16 +130,17 @@ class Transport:
             "makes_batches": lambda group, device: device.type == "cuda",
         }
 
-        def alltoall(group: dist.ProcessGroup, receives: Any, sends: Any, *_: Any) -> Transport:
+        def alltoall_base(group: dist.ProcessGroup, received: Any, sent: Any, *call: Any) -> Transport:
+            *sizes, _ = call
             with self._side.context():
-                for is_sent, peer, tensor in messages_of(receives, sends):
+                for is_sent, peer, tensor in messages_of(received, sent, *sizes, group.rank()):
                     (self._send if is_sent else self._receive)(group, tensor, peer)
             return self
 
         try:
             with (
                 patch.multiple(point_to_point, move_batch=move_batch, **batches),
-                patch.multiple(dist.ProcessGroup, send=send, recv=recv, alltoall=alltoall),
+                patch.multiple(dist.ProcessGroup, send=send, recv=recv, alltoall_base=alltoall_base),
             ):
                 yield
         finally:

@@ -22,17 +22,26 @@ tensor has that order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from cp_styles._compat import is_traced, resolve_group, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives.peers import Peers
-from cp_styles.collectives.rows import Rows
-from cp_styles.comm.point_to_point import PendingTransfers, exchange_blocks, transfer_error
+from cp_styles.collectives.rows import Rows, row_orders
+from cp_styles.comm.point_to_point import (
+    PendingTransfers,
+    exchange,
+    has_all_to_all,
+    open_group,
+    post_all_to_all,
+    transfer_error,
+)
+from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import Chunk
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -143,8 +152,10 @@ class Blocks:
         row_sizes = [size * prod(lead) * self._widths[rank] for size in sizes]
         column_sizes = [prod(self._own_shape) * width for width in self._widths]
         self.sent, self.received = (column_sizes, row_sizes) if op.to_columns else (row_sizes, column_sizes)
+        self._total_received = sum(self.received)
         self.shared = op.to_columns and all(len(set(columns)) == 1 for columns in op.columns)
         self._is_even = all(map(_is_even_cut, op.columns))
+        self._places: dict[Any, Any] = {}
 
     def post(
         self, tensors: list[torch.Tensor], group: dist.ProcessGroup, out: torch.Tensor | None = None
@@ -159,16 +170,23 @@ class Blocks:
         # one a killed rank is noticed only after the timeout of the group. On idle cores both take equal processor
         # time; on busy ones an all-to-all takes less.
         rank, ranks = self.op.peers.rank, self.op.peers.size
+        at_once = has_all_to_all(group, tensors[0].device)
         if not self.op.to_columns:
-            packed = self._pack_rows(tensors)
-            wire = packed.new_empty(sum(self.received))  # allocated here, where the tensors are free
+            packed = self._pack_rows(tensors, self._orders)
+            wire = packed.new_empty(self._total_received)  # allocated here, where the tensors are free
+            if at_once:
+                return StartedExchange(wire, self, post_all_to_all(wire, packed, (self.received, self.sent), group))
             outgoing, incoming = packed.split_with_sizes(self.sent), wire.split_with_sizes(self.received)
             incoming[rank].copy_(outgoing[rank])
-            return StartedExchange(wire, self, exchange_blocks(outgoing, incoming, group))
-        columns, before, after = self._prepare_columns(tensors), sum(self.sent[:rank]), sum(self.sent[rank + 1 :])
-        wire = out
-        if wire is None or not self.op.rows.is_in_order:
-            wire = columns[0].new_empty(sum(self.received))
+            return StartedExchange(wire, self, self._exchange(outgoing, incoming, group))
+        columns, wire = self._prepare_columns(tensors), out
+        if wire is None or self._orders is not None:
+            wire = columns[0].new_empty(self._total_received)
+        if at_once:
+            packed = wire.new_empty(sum(self.sent))
+            self._fill(packed, 0, ranks, columns)
+            return StartedExchange(wire, self, post_all_to_all(wire, packed, (self.received, self.sent), group), out)
+        before, after = sum(self.sent[:rank]), sum(self.sent[rank + 1 :])
         packed, incoming = wire.new_empty(before + after), wire.split_with_sizes(self.received)
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of its peer that holds a lock which it then polls for. So every second
@@ -178,10 +196,18 @@ class Blocks:
         self._fill(packed.narrow(0, 0, before), 0, rank, columns)
         self._fill(packed.narrow(0, before, after), rank + 1, ranks, columns)
         outgoing = packed.split_with_sizes([*self.sent[:rank], 0, *self.sent[rank + 1 :]])
-        pending = exchange_blocks(outgoing, incoming, group)
+        pending = self._exchange(outgoing, incoming, group)
         if not rank % 2:
             self._fill(incoming[rank], rank, rank + 1, columns)
         return StartedExchange(wire, self, pending, out)
+
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> PendingTransfers:
+        """Start to send and receive a block for each rank. This rank's own block does not move."""
+        open_group(group, incoming[0].device)
+        peers = [peer for peer in range(self.op.peers.size) if peer != self.op.peers.rank]
+        return exchange([(peer, outgoing[peer]) for peer in peers], [(peer, incoming[peer]) for peer in peers], group)
 
     def finish(self, started: StartedExchange) -> Tensors:
         """Wait for the transfers of :meth:`post`, and unpack. As :meth:`Exchange.finish`, but results to rows have the
@@ -190,7 +216,17 @@ class Blocks:
         assert isinstance(pending, PendingTransfers)
         assert wire is not None
         pending.wait()
-        return self.unpack_columns(wire, out) if self.op.to_columns else self.unpack_rows(wire, rows_outermost=True)
+        if self.op.to_columns:
+            if self._orders is not None:
+                whole = None if out is None else out.view(self._whole_shape)
+                wire = torch.index_select(wire.view(self._whole_shape), 0, self._orders.on(wire.device)[1], out=whole)
+            return tuple(self.view_columns(wire))
+        if not self._is_even:
+            return self.unpack_rows(wire, rows_outermost=True)
+        front, column = (len(self._widths), *self._own_shape), self._axis
+        parts = self._views(wire, front, 0, column)  # the ranks in front of their columns
+        parts = [_make_contiguous(x.flatten(column, column + 1)) for x in parts]
+        return tuple([x.movedim(0, self.op.row_dim) for x in parts])
 
     def pack(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Copy the tensors to a flat buffer with a block for each rank, or a single block if it is :attr:`shared`."""
@@ -213,42 +249,73 @@ class Blocks:
 
     def _prepare_columns(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Views with the rows first, and a dim for the ranks in front of the rows if columns are cut evenly."""
-        c, ranks = self._axis, len(self._widths)
-        views = [x.movedim(self.op.row_dim, 0) for x in tensors]
-        if not self._is_even:
-            return views
-        sizes = [(*x.shape[:c], ranks, x.shape[c] // ranks, *x.shape[c + 1 :]) for x in views]
-        return [x.view(size).movedim(c, 0) for x, size in zip(views, sizes, strict=True)]
+        c, row, ranks = self._axis, self.op.row_dim, len(self._widths)
+        if is_traced() or not self._is_even:  # a graph cannot read the offset of a tensor
+            views = [x.movedim(row, 0) for x in tensors]
+            sizes = [(*x.shape[:c], ranks, x.shape[c] // ranks, *x.shape[c + 1 :]) for x in views if self._is_even]
+            return [x.view(size).movedim(c, 0) for x, size in zip(views, sizes, strict=True)] if sizes else views
+        views = []
+        for x in tensors:
+            strides, shape = x.stride(), x.shape
+            size, steps = ([each[row], *each[:row], *each[row + 1 :]] for each in (shape, strides))
+            size[c] //= ranks
+            views.append(x.as_strided((ranks, *size), (size[c] * steps[c], *steps), x.storage_offset()))
+        return views
 
     def _fill(self, flat: torch.Tensor, first: int, last: int, columns: list[torch.Tensor]) -> None:
         """Fill ``flat`` with the blocks of the ranks ``first`` to ``last - 1``, from :meth:`_prepare_columns`."""
         if first == last:
             return
         if self._is_even:  # a copy for each tensor, instead of one for each rank and tensor
-            block = flat.view(last - first, *self._own_shape, self._widths[first])
-            for part, x in zip(self._split_block(block, first), columns, strict=True):
-                part.copy_(x.narrow(0, first, last - first))
+            if last - first < len(self._widths):
+                columns = [x.narrow(0, first, last - first) for x in columns]
+            front = last - first, *self._own_shape
+            is_graph = is_traced()  # its sizes may be symbols
+            parts = self._split_block(flat.view(*front, self._widths[first]), first) if is_graph else ()
+            for part, x in zip(parts or self._views(flat, front, first, 0), columns, strict=True):
+                part.copy_(x)
             return
         for rank, block in enumerate(flat.split(self.sent[first:last]), first):
             parts = self._split_block(block.view(*self._own_shape, self._widths[rank]), rank)
             for part, x, (start, stop) in zip(parts, columns, [cut[rank] for cut in self.op.columns], strict=True):
                 part.copy_(x.narrow(self._axis, start, stop - start))
 
-    def unpack_columns(self, wire: torch.Tensor, out: torch.Tensor | None = None) -> Tensors:
-        whole = self.op.rows.to_global(
-            wire.view(self._whole_shape), None if out is None else out.view(self._whole_shape)
-        )
-        return self.view_columns(whole)
-
-    def view_columns(self, whole: torch.Tensor) -> Tensors:
-        """Views of this rank's columns in ``whole``, which has all rows in the order of positions."""
-        parts = self._split_block(whole.view(self._whole_shape), self.op.peers.rank)
+    def unpack_columns(self, wire: torch.Tensor) -> Tensors:
+        parts = self._split_block(self.op.rows.to_global(wire.view(self._whole_shape)), self.op.peers.rank)
         return tuple([part.movedim(0, self.op.row_dim) for part in parts])
 
-    def _pack_rows(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Copy to a flat buffer: rows in rank order, each with this rank's columns of all tensors. Empties the list."""
+    def view_columns(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Views of this rank's columns in ``whole``, which has all rows in the order of positions."""
+        return self._views(whole, self._whole_shape[:-1], self.op.peers.rank, self.op.row_dim)
+
+    def _views(self, flat: torch.Tensor, front: Sizes, rank: int, first_dim: int) -> list[torch.Tensor]:
+        """The views of :meth:`_split_block` in a buffer of ``[*front, width]``, with the first dim at ``first_dim``."""
+        key = front, rank, first_dim
+        if key not in self._places:
+            places, before, width = [], 0, self._widths[rank]
+            for shape in self._columns[rank]:
+                size = *front, *shape
+                strides = *(width * prod(front[dim + 1 :]) for dim in range(len(front))), *_dense(shape)
+                dims = [*range(1, first_dim + 1), 0, *range(first_dim + 1, len(size))]
+                places.append(([size[dim] for dim in dims], [strides[dim] for dim in dims], before))
+                before += prod(shape)
+            self._places[key] = places
+        first = flat.storage_offset()
+        return [flat.as_strided(size, strides, first + before) for size, strides, before in self._places[key]]
+
+    @cached_property
+    def _orders(self) -> DeviceTables | None:
+        return row_orders(self.op.rows.layout)
+
+    def _pack_rows(self, tensors: list[torch.Tensor], orders: DeviceTables | None = None) -> torch.Tensor:
+        """Copy to a flat buffer: rows in rank order, each with this rank's columns of all tensors. Empties the list.
+
+        ``orders``: of the rows, if the caller has them.
+        """
         if len(tensors) == 1:
-            return self.op.rows.to_ranks(tensors.pop().movedim(self.op.row_dim, 0)).contiguous().view(-1)
+            x = tensors.pop().movedim(self.op.row_dim, 0)
+            x = self.op.rows.to_ranks(x) if orders is None else x.index_select(0, orders.on(x.device)[0])
+            return x.contiguous().view(-1)
         wire = tensors[0].new_empty(self._whole_shape)
         for part in self._split_block(wire, self.op.peers.rank):
             self.op.rows.to_ranks(tensors.pop(0).movedim(self.op.row_dim, 0), part)
@@ -326,6 +393,11 @@ def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
     """Whether each column goes to one rank, in rank order, and all ranks get the same number."""
     is_cut = columns[0][0] == 0 and all(left[1] == right[0] for left, right in pairwise(columns))
     return is_cut and len({stop - start for start, stop in columns}) == 1
+
+
+def _dense(shape: Sizes) -> Sizes:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

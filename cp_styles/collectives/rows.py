@@ -51,7 +51,7 @@ for each rank), or None for contiguous parts that are as equal as possible (the 
 
 
 @remembered(64)
-def _orders(layout: SequenceLayout) -> DeviceTables | None:
+def row_orders(layout: SequenceLayout) -> DeviceTables | None:
     """The position of each row in rank order, and the row of each position. None if both orders are equal."""
     positions = torch.cat([layout.positions(rank, "cpu") for rank in range(layout.ranks)])
     in_order = torch.arange(len(positions), device="cpu")
@@ -83,11 +83,11 @@ class Rows(NamedTuple):
     @property
     def is_in_order(self) -> bool:
         """Whether the concatenated shards are in global order."""
-        return _orders(self.layout) is None
+        return row_orders(self.layout) is None
 
     def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
-        if not is_traced() and (orders := _orders(self.layout)) is not None:
+        if not is_traced() and (orders := row_orders(self.layout)) is not None:
             return torch.index_select(whole, 0, orders.on(whole.device)[0], out=out)
         if isinstance(chunks := self.layout.held, Stripes):
             out = whole.new_empty(whole.shape) if out is None else out
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 
         One copy, to ``out`` if it is not None. No copy where the two orders are equal.
         """
-        if not is_traced() and (orders := _orders(self.layout)) is not None:
+        if not is_traced() and (orders := row_orders(self.layout)) is not None:
             return torch.index_select(shards, 0, orders.on(shards.device)[1], out=out)
         if isinstance(chunks := self.layout.held, Stripes):
             return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)

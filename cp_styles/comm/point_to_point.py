@@ -263,26 +263,25 @@ def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> 
     return end()
 
 
-def exchange_blocks(
-    sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> PendingTransfers:
-    """Start to send and receive contiguous tensors, one for each rank of ``group``. This rank's own do not move.
+def has_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether one call of the host moves the messages between all ranks of a group, as over NCCL."""
+    return 2 * group.size() <= MOST_OPERATIONS and makes_batches(group, device)
 
-    Communication: as :func:`exchange`. Over NCCL it is an all-to-all, one call of the host for at most
-    :data:`MOST_OPERATIONS` messages. All ranks must call this, because it may set up the group.
+
+def post_all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, sizes: tuple[list[int], list[int]], group: dist.ProcessGroup
+) -> PendingTransfers:
+    """Start an all-to-all of flat buffers, with a block for each rank. ``sizes``: of the blocks, received and sent.
+
+    A deferred check of the ranks runs first. All ranks must call this, because it may set up the group.
     """
-    device, rank, ranks = receives[0].device, group.rank(), len(sends)
-    if 2 * ranks > MOST_OPERATIONS or not makes_batches(group, device):
-        open_group(group, device)
-        peers = [peer for peer in range(ranks) if peer != rank]
-        return exchange([(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], group)
-    none = receives[rank].new_empty(0)  # NCCL skips empty tensors
-    sends, receives = ([*tensors[:rank], none, *tensors[rank + 1 :]] for tensors in (sends, receives))
-    with collective(group, state_of(group).operations.user):
-        # As dist.all_to_all, whose checks take 4 calls for each tensor.
-        work = group.alltoall(receives, sends, ASYNC_ALL_TO_ALL)
-    messages = [(kind, *pair) for kind, side in ((True, sends), (False, receives)) for pair in enumerate(side)]
-    return PendingTransfers([work], messages, group)
+    state_of(group).operations.run_deferred_check()
+    try:
+        # As dist.all_to_all_single, without its checks.
+        work = group.alltoall_base(received, sent, *sizes, ASYNC_ALL_TO_ALL)
+    except RuntimeError as error:
+        raise transfer_error(error, range(group.size()), group) from error
+    return PendingTransfers([work], [(True, peer, sent) for peer in range(group.size())], group)
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:

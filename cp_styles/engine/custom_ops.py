@@ -316,7 +316,7 @@ def _save(ctx, inputs, output) -> None:
         with contextlib.suppress(ValueError):  # a strategy that cannot run raises on every rank when the graph runs
             reads_inputs = rebuild(config.parts[1]).on(group_of_name(config.group_name).size()).reads_inputs
     # If the backward needs shapes only, it makes tensors without values. So the inputs are freed in the forward.
-    ctx.shapes = () if reads_inputs else tuple((x.shape, x.dtype, x.device) for x in (q, k, v, out))
+    ctx.shapes = () if reads_inputs else tuple([(x.shape, (x.dtype, x.device)) for x in (q, k, v, out)])
     inputs = (q, k, v, out) if reads_inputs else (None,) * 4
     # ``lse`` is saved even if it is empty: first_derivatives_only looks for a saved tensor that requires grad.
     ctx.save_for_backward(*inputs, residual, sink, attn_mask, dense, call, learned, lse)
@@ -330,7 +330,8 @@ def _differentiate(ctx, grad, _residual, _call, grad_lse):
     if grad is None and grad_lse is None:
         return (None,) * 14
     if ctx.shapes:
-        q, k, v, out = (torch.empty(1, dtype=dtype, device=device).expand(size) for size, dtype, device in ctx.shapes)
+        empty = {kind: torch.empty(1, dtype=kind[0], device=kind[1]) for kind in {kind for _, kind in ctx.shapes}}
+        q, k, v, out = [empty[kind].expand(size) for size, kind in ctx.shapes]
     grad = torch.zeros_like(out) if grad is None else grad
     if not ctx.keep:
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")

@@ -50,7 +50,8 @@ class Kernel(ABC):
     """Base of kernels: the attention of one tile on one device, forward and backward. No communication.
 
     A kernel has no state, is immutable and compares by value. L and M of a tile are never 0. Subclasses define
-    :meth:`forward`, :meth:`backward` and :meth:`check`; CONTRIBUTING.md has an example. :meth:`check` raises
+    :meth:`forward`, :meth:`backward` and :meth:`check`, and :meth:`bind` if many tiles share some work; CONTRIBUTING.md
+    has an example. :meth:`check` raises
     NotImplementedError for tensors that the kernel does not take.
     """
 

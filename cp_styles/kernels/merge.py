@@ -252,6 +252,9 @@ class RowSum:
             else:
                 part_of(self._sum, heads, (0, self._shape[2])).index_add_(2, index, tile.to(self._dtype))
             return
+        if self._waiting and (same := self._waiting.get((heads, rows, index))) is not None:
+            same.add_(tile)
+            return
         for ((head, last_head), (row, last_row), sum_index), larger in self._waiting.items() if self._waiting else ():
             contains = head <= heads[0] and heads[1] <= last_head and row <= rows[0] <= rows[1] <= last_row
             if index is sum_index and contains:

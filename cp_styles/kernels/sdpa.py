@@ -224,6 +224,7 @@ class _BoundOp:
         self.constants = {name: values[common] for name, common in names.items() if common in values}
         self.names = {common: name for name, common in names.items()}
         self.key, self.value, self.bias = (self.names.get(common, "") for common in ("key", "value", "attn_mask"))
+        self.random: dict[str, torch.Tensor] | None = None  # made by the first call
         self.row_step = kernel.row_bytes // q.dtype.itemsize or 1
         # In a message, rows are aligned if the head dims need no padding.
         self.placed = self.dims == self.op_dims and None not in [getattr(x, "place", None) for x in (k, v)]
@@ -330,12 +331,11 @@ class _BoundBackward(_BoundOp):
             grad, q, out = map(self._by_rows, (grad, q, out))
         lse, names = lse.unsqueeze(-1) if kernel.lse_column else lse, self.names
         arguments = {"grad_out": grad, "query": q, "out": out, "logsumexp": lse}
-        # The state of random numbers, which is not read without dropout.
-        if "philox_seed" in names:
-            arguments["philox_seed"] = arguments["philox_offset"] = lse.new_empty(2, dtype=torch.int64)
-        if "rng_state" in names:
-            arguments["rng_state"] = arguments["unused"] = lse.new_empty(2, dtype=torch.uint64)
-        return {names[common]: tensor for common, tensor in arguments.items()}
+        if self.random is None:  # the state of random numbers, which is not read without dropout
+            kinds = dict.fromkeys(("philox_seed", "philox_offset"), torch.int64)
+            kinds |= dict.fromkeys(("rng_state", "unused"), torch.uint64)
+            self.random = {names[x]: lse.new_empty(2, dtype=dtype) for x, dtype in kinds.items() if x in names}
+        return self.random | {names[common]: tensor for common, tensor in arguments.items()}
 
     def run(self, queries: Any, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None):
         dq, dk, dv, *_ = self._run_op(k, v, bias, **queries)

@@ -186,10 +186,10 @@ class ResidualPlaces:
         # A hook of saved tensors may return a residual at any offset, or an empty one whose strides cannot be viewed.
         if residual.storage_offset() % _ALIGNMENT:
             residual = residual.clone()
-        views, offset = [], residual.storage_offset()
-        for start, (shape, strides, dtype) in self._places:
-            if 0 in shape:
-                views.append(residual.new_empty(shape, dtype=dtype))
-                continue
-            views.append(residual.view(dtype).as_strided(shape, strides, (offset + start) // dtype.itemsize))
-        return views
+        offset = residual.storage_offset()
+        return [
+            residual.view(dtype).as_strided(shape, strides, (offset + start) // dtype.itemsize)
+            if 0 not in shape
+            else residual.new_empty(shape, dtype=dtype)
+            for start, (shape, strides, dtype) in self._places
+        ]

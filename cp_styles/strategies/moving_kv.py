@@ -30,7 +30,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import Bound, TensorSpec, TilePositions, bind_tile
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
-from cp_styles.kernels.packing import part_of
+from cp_styles.kernels.packing import is_dense, part_of
 from cp_styles.mask import Mask
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
@@ -504,9 +504,9 @@ class _Queries:
     # once, if the copies are small: see [Note: memory].
 
     def __init__(self, kernel: Kernel, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors, query = tensors, tensors[len(tensors) // 4]
+        self._tensors, (query,) = tensors, tensors[1:2] or tensors
         self._narrow, self._everything = query.dtype, ((0, query.shape[1]), (0, query.shape[2]))
-        small = len(tensors) > 1 and tensors[0].nbytes + tensors[2].nbytes <= _MAX_COPY_BYTES
+        small = bool(tensors[1:]) and tensors[0].nbytes + tensors[2].nbytes <= _MAX_COPY_BYTES
         self._copies = small and kernel.dense_rows
         self._by_heads = {} if self._copies else {self._everything[0]: tensors}
         self.latest: tuple[Any, Any] = None, None
@@ -514,7 +514,7 @@ class _Queries:
     def select(self, call: _Call, dtype: torch.dtype) -> Any:
         """The arguments of a call, in ``dtype``. Unless they are copies, they are kept for the next call."""
         before, arguments = self.latest
-        if before == (id(call.bound), call.q_heads, call.tile.q):
+        if before == (call.bound, call.q_heads, call.tile.q):
             return arguments
         self.latest = before, arguments = None, None  # free the memory first
         group, (first, stop), rows = call.keys.q_heads, call.q_heads, call.tile.q
@@ -525,7 +525,7 @@ class _Queries:
             return call.bound.queries([x.to(dtype) if x.dtype == self._narrow else x for x in tensors])
         arguments = call.bound.queries(tensors)
         if call.q_index is None and call.tile.cover is not Cover.PARTIAL:
-            self.latest = (id(call.bound), call.q_heads, call.tile.q), arguments
+            self.latest = (call.bound, call.q_heads, call.tile.q), arguments
         return arguments
 
     def of_heads(self, heads: Span) -> Sequence[torch.Tensor]:
@@ -535,7 +535,10 @@ class _Queries:
                 self._by_heads.clear()  # overlapping ranges belong to another step
             grad, query, out, lse = [part_of(x, heads, self._everything[1]) for x in self._tensors]
             if self._copies:
-                grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
+                grad, out = [
+                    x if is_dense(x.shape, x.stride(), (0, 2, 1, 3)) else x.transpose(1, 2).contiguous().transpose(1, 2)
+                    for x in (grad, out)
+                ]
                 lse = lse.contiguous()
             self._by_heads[heads] = grad, query, out, lse
         return self._by_heads[heads]

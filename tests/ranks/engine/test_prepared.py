@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.base import ResidualPlaces
 from cp_styles.strategies.schedule import make_schedule
 from cp_styles.testing import run_ranks
+from tests.benchmarks import figures
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.oracle import allowed
@@ -70,6 +72,14 @@ def test_keys_as_they_lie_on_a_gpu(in_two_messages, strategy, mask: str):
     problem = Problem(length=length, batch=1, kv_heads=2, heads=4, mask=allowed(sees(mask), length, length))
     worst, _ = on_gpus(problem, 4, strategy=strategy, mask=MASKS[mask], kernel=ON_GPU)
     assert worst < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("Ring()", "12.0 / 5.8 / 14.5 / 8.3"), ("Ring(keep=0)", "9.6 / 5.5 / 13.5 / 8.0")]
+)
+def test_the_peaks_of_large_blocks(in_two_messages, name: str, wanted: str):
+    assert " / ".join(figures.peak(name, *shape, 8) for shape in figures.MEMORY_SHAPES) == wanted
+    assert wanted in (Path(figures.__file__).parents[2] / "tutorials/performance.md").read_text()
 
 
 def test_keys_that_lie_in_rows_are_not_copied(in_two_messages):

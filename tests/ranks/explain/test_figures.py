@@ -108,7 +108,7 @@ def test_no_peak_grows():
     for (times, case, name), then in figures.on_gpu.predictions().items():
         if times == figures.on_gpu.NOW.name:
             now = figures.on_gpu.predict(figures.on_gpu.NOW, figures.on_gpu.SETTINGS[case], name)
-            assert now["peak"] <= then["peak"], (case, name)
+            assert now["peak"] <= then["peak"] + 16, (case, name)  # a bound kernel keeps two numbers for its op
             if case == "time causal P=8 rank=3 rows=4096 32:32":
                 assert round(now["peak"] / 2**20) == {"ring": 689, "ulysses": 353}[name]  # a ring had 848
 
