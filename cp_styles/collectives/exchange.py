@@ -257,7 +257,8 @@ class Blocks:
         views = []
         for x in tensors:
             strides, shape = x.stride(), x.shape
-            size, steps = ([each[row], *each[:row], *each[row + 1 :]] for each in (shape, strides))
+            size = [shape[row], *shape[:row], *shape[row + 1 :]]
+            steps = [strides[row], *strides[:row], *strides[row + 1 :]]
             size[c] //= ranks
             views.append(x.as_strided((ranks, *size), (size[c] * steps[c], *steps), x.storage_offset()))
         return views

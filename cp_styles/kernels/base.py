@@ -23,13 +23,13 @@ class TensorSpec(NamedTuple):
     """The properties of a tensor by which kernels decide whether they take it.
 
     Attributes:
-        place: the place in a message, whose memory is aligned. None for tensors that are no part of a message.
+        in_message: of a key or value, whether it is a view in a message, whose memory is aligned.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    place: Any = None
+    in_message: bool = False
 
 
 class TilePositions(NamedTuple):
@@ -150,8 +150,9 @@ class Kernel(ABC):
         """The ``phase``, "forward" or "backward", for tiles whose query, key and value are like ``specs``.
 
         A strategy calls it once for many tiles, so a kernel can do here what they share. The default calls the phase.
-        ``specs`` have shape, dtype and device, and may have a place, see TensorSpec. ``biased``: the tiles have a bias,
-        which they get when they run. The remaining arguments are the keywords of the phase but ``where``.
+        ``specs`` have shape, dtype and device; of key and value, they may say that these are in a message, see
+        TensorSpec. ``biased``: the tiles have a bias, which they get when they run. The remaining arguments are the
+        keywords of the phase but ``where``.
         """
         options = {"causal": causal, "scale": scale} | ({} if biased else {"bias": None})
         options |= ({"window": window} if self.windows else {}) | ({"pack": pack} if self.small_tiles else {})

@@ -227,7 +227,7 @@ class _BoundOp:
         self.random: dict[str, torch.Tensor] | None = None  # made by the first call
         self.row_step = kernel.row_bytes // q.dtype.itemsize or 1
         # In a message, rows are aligned if the head dims need no padding.
-        self.placed = self.dims == self.op_dims and None not in [getattr(x, "place", None) for x in (k, v)]
+        self.aligned = self.dims == self.op_dims and getattr(k, "in_message", False)
 
     def _by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as _PACKED takes it: [B, L, H, D], of a pack [B T, H, D]."""
@@ -256,7 +256,7 @@ class _BoundOp:
 
     def _run_op(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, **tensors: torch.Tensor) -> Any:
         """Call the op with ``tensors`` and with aligned key and value."""
-        if not self.placed:
+        if not self.aligned:
             k, v = self._align(k, 0), self._align(v, 1)
         if not self.kernel.grouped:  # repeat keys and values for the query heads
             k, v = (x.repeat_interleave(self.q_shape[1] // self.k_shape[1], dim=1) for x in (k, v))

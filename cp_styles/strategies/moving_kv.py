@@ -265,13 +265,15 @@ class _Binder:
         part = (first + kv_heads[0], first + kv_heads[1]), tile.kv if kv_index is None else (0, keys.block.shape[1])
         if arrived is not None:
             places = arrived.places(*part)
-        known = None if places is None or kv_index is not None or self.dtype != query.dtype else places  # not of copies
+        in_message = (
+            places is not None and kv_index is None and self.dtype == query.dtype
+        )  # key and value are no copies
         sizes = (q_heads[1] - q_heads[0], rows[0]), *[(kv_heads[1] - kv_heads[0], rows[1])] * 2
-        key = sizes, tile.cover, tile.window, id(pack), known
+        key = sizes, tile.cover, tile.window, id(pack), in_message
         if key not in self.bounds:
             specs = [
-                TensorSpec(torch.Size((x.shape[0], *size, x.shape[3])), self.dtype, x.device, place)
-                for x, size, place in zip(self.tensors, sizes, (None, *(known or (None, None))), strict=True)
+                TensorSpec(torch.Size((x.shape[0], *size, x.shape[3])), self.dtype, x.device, in_message)
+                for x, size in zip(self.tensors, sizes, strict=True)
             ]
             options = {"causal": tile.cover is Cover.CAUSAL, "scale": self.attention.scale, "pack": pack}
             options |= {"biased": tile.cover is Cover.PARTIAL, "window": tile.window}
