@@ -210,7 +210,7 @@ def explained(setting: Setting, name: str, *, then: bool) -> Explanation:
 
 
 def predict(times: Times, setting: Setting, name: str) -> Line:
-    """What the package predicts today: the peak over the inputs in bytes, and milliseconds of the device."""
+    """The prediction of this tree: the peak over the inputs in bytes, and milliseconds of the device."""
     run = explained(setting, name, then=times.then).runs[setting.rank]
     machine = replace(H200, bandwidth=1e30, latency=0.0)  # in replay.py no message travels
     ms = 1e3 * sum(seconds_of(phase, setting.rank, machine).total for phase in (run.forward, run.backward))

@@ -316,8 +316,8 @@ def python_calls(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("kernel", [DEFAULT, NAMED_CUDNN], ids=["flash", "cuDNN"])
 def test_python_calls_of_a_tile(kernel: Kernel, ops):
-    """Of a kernel that is bound, forward and backward, with keys that are not in a message. With 42 to 65 calls, the
-    host took longer than an H200 for short tiles."""
+    """A bound kernel, forward and backward, with keys that are not in a message. With 42 to 65 calls, the host took
+    longer than an H200 for short tiles."""
     (q, k, v), grad = attention_inputs(length=128, heads=4, kv_heads=2, dim=16, batch=1, dtype=torch.bfloat16)
     forward, backward = (bind_tile(kernel, phase, (q, k, v), causal=False, scale=0.25) for phase in PHASES)
     out, lse = forward.run(forward.queries((q,)), k, v)

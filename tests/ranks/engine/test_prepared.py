@@ -95,7 +95,7 @@ def test_keys_that_lie_in_rows_are_not_copied(in_two_messages):
 
 
 class OfThread(threading.local):
-    """Of a rank, which is a thread."""
+    """The state of a rank, which is a thread."""
 
     allows, tiles = True, 0
 
@@ -178,7 +178,7 @@ def test_a_subclass_with_its_own_forward_is_asked():
 
 @pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=lambda kernel: type(kernel).__name__)
 def test_a_bound_kernel_computes_what_its_phases_do(kernel: Kernel):
-    """Also with a scale of 0 and below, with head dims that differ, and for short causal tiles of a CPU."""
+    """Scales of 0 and below count too, and short causal tiles of a CPU."""
     for length, scale in ((6, 0.3), (6, -0.3), (6, 0.0), (400, 0.3)):
         q, k, v, grad = (torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
         options = {"causal": True, "scale": scale}
