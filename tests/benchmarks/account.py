@@ -10,8 +10,9 @@ The agreement of the ranks is left out: see agreement.py.
     ops        of torch, by kind. At top level: no op of torch calls them
     messages   received, and batches
 
-The harness is tests/replay.py. Its functions stand for C functions, and count as one call. Not collected by pytest;
-tests/unit/test_account.py holds the numbers.
+The harness is tests/replay.py. Its functions stand for C functions, and count as one call. --peers counts the calls and
+ops of torch's ring, and of ring-flash-attention and yunchang where they can be imported, in the same way: see peers.py.
+Not collected by pytest; tests/unit/test_account.py holds the numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import operator
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,6 +46,7 @@ from cp_styles.strategies import Strategy, moving_kv
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tests import replay
+from tests.benchmarks.peers import peers
 from tests.cuda_ops import on_cpu
 from tests.replay import Transport
 from tests.tables import STRATEGIES
@@ -88,15 +91,20 @@ def ops_that_allocate() -> Iterator[None]:
     def cudnn(q: torch.Tensor, k: torch.Tensor, *_: Any, scale: float | None = None):
         return like(q), lse(q, *q.shape[:3], 1), none, none, q.shape[2], k.shape[2], seed, seed, none
 
+    def on_cpu(q: torch.Tensor, k: torch.Tensor, *_: Any, **options: Any):  # of peers
+        return like(q), lse(q)
+
     def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: torch.Tensor | None, *_: Any, **options: Any):
         size = (q.shape[0], q.shape[2], q.shape[1]) if cuts is None else (q.shape[-2], q.shape[0])
         return like(q), lse(q, *size), none, none, none
 
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, forward in (("flash", flash), ("cudnn", cudnn)):
-            library.impl(f"_scaled_dot_product_{name}_attention", forward, "CPU")
-            library.impl(f"_scaled_dot_product_{name}_attention_backward", gradients, "CPU")
+        for name, forward in (("flash", flash), ("cudnn", cudnn), ("flash", on_cpu)):
+            name = f"_scaled_dot_product_{name}_attention" + "_for_cpu" * (forward is on_cpu)
+            with warnings.catch_warnings(action="ignore"):  # of an op that is there
+                library.impl(name, forward, "CPU")
+                library.impl(f"{name}_backward", gradients, "CPU")
         library.impl("_flash_attention_forward", varlen, "CPU")
         library.impl("_flash_attention_backward", gradients, "CPU")
         yield
@@ -139,6 +147,15 @@ class Calls(Counter[str]):
             self[_place(frame.f_back if _is_harness(frame) else frame)] += 1
         elif event == "c_call" and argument is not sys.setprofile:
             self[_place(frame)] += 1
+
+
+class CallsAnywhere(Calls):
+    """Counts calls under one key."""
+
+    def _hear(self, frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame.f_back if event == "call" and _is_harness(frame) else frame
+        if event in ("call", "c_call") and caller is not None and not _is_harness(caller):
+            self[""] += argument is not sys.setprofile
 
 
 def _place(frame: FrameType | None) -> str:
@@ -190,6 +207,25 @@ def count_ops(run: Callable[[], object]) -> Ops:
                 above = above.cpu_parent
             found.top[kind] += above is None
     return found
+
+
+def of_peer(name: str, ranks: int, rows: int) -> tuple[int, Ops]:
+    """The calls and ops of a peer, as :func:`account` counts them. KeyError: it cannot be made here."""
+    transport, rank = Counted(), 3 if ranks > 2 else 0
+    with ops_that_allocate(), transport.world(rank, ranks):
+        peer = peers()[0][name]
+        leaves = [torch.zeros(1, rows, heads, DIM, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        leaves = [(x if peer.rows_first else x.transpose(1, 2)).requires_grad_() for x in leaves]
+        grad = torch.zeros_like(leaves[0])
+
+        def both() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(peer.attend(*leaves), leaves, grad)
+
+        for _ in range(2):
+            both()
+        with CallsAnywhere() as calls:
+            both()
+        return calls[""], count_ops(both)
 
 
 class Account(NamedTuple):
@@ -246,6 +282,7 @@ def main() -> None:
     options.add_argument("strategies", nargs="*", default=SHOWN, metavar="STRATEGY", help=", ".join(STRATEGIES))
     options.add_argument("--ranks", type=int, nargs="*", default=[8, 2])
     options.add_argument("--rows", type=int, default=4096, help="of a rank")
+    options.add_argument("--peers", action="store_true", help="count those of other packages too")
     options.add_argument("--files", action="store_true", help="print the calls by the file of their caller")
     chosen = options.parse_args()
     if unknown := set(chosen.strategies) - STRATEGIES.keys():
@@ -265,6 +302,13 @@ def main() -> None:
                 flush=True,
             )
             by_file[f"{name}, {ranks} ranks"] = it.calls
+        for name in peers()[0] if chosen.peers else ():
+            calls, ops = of_peer(name, ranks, chosen.rows)
+            kinds = ", ".join(f"{count} {kind}" for kind, count in ops.top.most_common())
+            print(
+                f"| {name} | {ranks} | {calls:,} | | {ops.top.total()} ({kinds}) | {ops.every.total()} | | |",
+                flush=True,
+            )
     for name, calls in by_file.items() if chosen.files else ():
         print(f"\n{name}:")
         for file, count in calls.most_common():
