@@ -15,12 +15,14 @@ forward and backward, in rounds interleaved with the ideal's, one process a rank
     ms        median time of the slowest rank
 
 --peers adds torch's own ring, and ring-flash-attention and yunchang where they can be imported; see peers.py.
+--all-to-all adds Ulysses() over gloo's all-to-all, in place of its messages.
 --bare adds the schedule of Ring() with nothing around it; see bare.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -32,6 +34,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,6 +59,7 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
+from cp_styles.collectives import exchange
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import Balancer
@@ -118,12 +122,14 @@ class Row:
 
 
 class Contender(NamedTuple):
-    """``kernel`` knows the time inside kernels; None where it is not known, or is all of it."""
+    """``kernel`` knows the time inside kernels; None where it is not known, or is all of it. ``at_once``: heads move in
+    an all-to-all of gloo, and not in messages."""
 
     row: Row
     attend: Attend
     inputs: list[torch.Tensor]
     kernel: TimedKernel | None
+    at_once: bool = False
 
 
 def parse() -> argparse.Namespace:
@@ -143,6 +149,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
+    parser.add_argument("--all-to-all", action="store_true", help="Ulysses over the all-to-all of gloo in the same run")
     parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
     parser.add_argument("--json", metavar="FILE", help="write wall, overhead and ms of each, which times.py reads")
     parser.add_argument(
@@ -185,11 +192,14 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
     contenders = [Contender(Row("ideal: heads split, nothing sent"), ideal(args), whole, None)]
     local = args.seq_len // args.ranks
     shard = tensors([(heads, local) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)])
-    for name in args.only or STRATEGIES:
+    names = [(name, False) for name in args.only or STRATEGIES]
+    names += [(name, True) for name, _ in names if args.all_to_all and isinstance(STRATEGIES[name][0], Ulysses)]
+    for name, at_once in names:
         strategy, balancer = STRATEGIES[name]
         kernel = None if args.door in ("flex", "varlen") else TimedKernel()
         attend = ours(args, mesh, strategy, balancer(args.seq_len, args.ranks), kernel)
-        contenders.append(Contender(Row(name), attend, shard, kernel))
+        row = Row(f"{name}, all-to-all of gloo" if at_once else name)
+        contenders.append(Contender(row, attend, shard, kernel, at_once))
     missing: dict[str, str] = {}
     if args.bare:
         kernel = TimedKernel()
@@ -270,7 +280,12 @@ def ours(
 
 
 def measure(contender: Contender, *, first: bool) -> None:
-    row, attend, inputs, kernel = contender
+    with patch.object(exchange, "has_all_to_all", lambda *_: True) if contender.at_once else contextlib.nullcontext():
+        _measure(contender, first=first)
+
+
+def _measure(contender: Contender, *, first: bool) -> None:
+    row, attend, inputs, kernel, _ = contender
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     if first:
         with CommunicationTrace() as trace:
