@@ -270,10 +270,12 @@ class Blocks:
         if self._is_even:  # a copy for each tensor, instead of one for each rank and tensor
             if last - first < len(self._widths):
                 columns = [x.narrow(0, first, last - first) for x in columns]
-            front = last - first, *self._own_shape
-            is_graph = is_traced()  # its sizes may be symbols
-            parts = self._split_block(flat.view(*front, self._widths[first]), first) if is_graph else ()
-            for part, x in zip(parts or self._views(flat, front, first, 0), columns, strict=True):
+            front, w = (last - first, *self._own_shape), self._widths[first]
+            # Sizes of a graph may be symbols.
+            parts = (
+                self._split_block(flat.view(*front, w), first) if is_traced() else self._views(flat, front, first, 0)
+            )
+            for part, x in zip(parts, columns, strict=True):
                 part.copy_(x)
             return
         for rank, block in enumerate(flat.split(self.sent[first:last]), first):
@@ -296,7 +298,8 @@ class Blocks:
             places, before, width = [], 0, self._widths[rank]
             for shape in self._columns[rank]:
                 size = *front, *shape
-                strides = *(width * prod(front[dim + 1 :]) for dim in range(len(front))), *_dense(shape)
+                strides = [width * prod(front[dim + 1 :]) for dim in range(len(front))]
+                strides += [prod(shape[dim + 1 :]) for dim in range(len(shape))]
                 dims = [*range(1, first_dim + 1), 0, *range(first_dim + 1, len(size))]
                 places.append(([size[dim] for dim in dims], [strides[dim] for dim in dims], before))
                 before += prod(shape)
@@ -394,11 +397,6 @@ def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
     """Whether each column goes to one rank, in rank order, and all ranks get the same number."""
     is_cut = columns[0][0] == 0 and all(left[1] == right[0] for left, right in pairwise(columns))
     return is_cut and len({stop - start for start, stop in columns}) == 1
-
-
-def _dense(shape: Sizes) -> Sizes:
-    """The strides of a contiguous tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

@@ -80,11 +80,6 @@ class Rows(NamedTuple):
         """Size of the tensor of ``rank`` in this dim, with padding."""
         return self.sizes[rank] if self.shard is None else self.shard
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the concatenated shards are in global order."""
-        return row_orders(self.layout) is None
-
     def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
         if not is_traced() and (orders := row_orders(self.layout)) is not None:
@@ -102,21 +97,18 @@ class Rows(NamedTuple):
             target.copy_(piece)
         return out
 
-    def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Reorder dim 0 from rank order (concatenated shards) to global order.
-
-        One copy, to ``out`` if it is not None. No copy where the two orders are equal.
-        """
+    def to_global(self, shards: torch.Tensor) -> torch.Tensor:
+        """Reorder dim 0 from rank order (concatenated shards) to global order. No copy if both orders are equal."""
         if not is_traced() and (orders := row_orders(self.layout)) is not None:
-            return torch.index_select(shards, 0, orders.on(shards.device)[1], out=out)
+            return shards.index_select(0, orders.on(shards.device)[1])
         if isinstance(chunks := self.layout.held, Stripes):
-            return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)
+            return shards.index_select(0, chunks.rows_rank_by_rank(shards.device))
         ranges = join_ranges(chain.from_iterable(chunks))
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)
         pieces = sorted((start, offset, stop - start) for offset, (start, stop) in zip(at, ranges, strict=False))
-        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces], out=out)
+        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces])
 
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A shard without its padding (a view)."""

@@ -264,17 +264,14 @@ def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> 
 
 
 def has_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether one call of the host moves the messages between all ranks of a group, as over NCCL."""
-    return 2 * group.size() <= MOST_OPERATIONS and makes_batches(group, device)
+    """Whether one call moves the messages between all ranks: over NCCL, and in a dry run for it (``at_once``)."""
+    return 2 * group.size() <= MOST_OPERATIONS and (makes_batches(group, device) or getattr(group, "at_once", False))
 
 
 def post_all_to_all(
     received: torch.Tensor, sent: torch.Tensor, sizes: tuple[list[int], list[int]], group: dist.ProcessGroup
 ) -> PendingTransfers:
-    """Start an all-to-all of flat buffers, with a block for each rank. ``sizes``: of the blocks, received and sent.
-
-    A deferred check of the ranks runs first. All ranks must call this, because it may set up the group.
-    """
+    """Start an all-to-all of flat buffers, with a block of these ``sizes`` for each rank, after a deferred check."""
     state_of(group).operations.run_deferred_check()
     try:
         # As dist.all_to_all_single, without its checks.

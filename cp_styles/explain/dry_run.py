@@ -95,6 +95,7 @@ class DryRunGroup(dist.ProcessGroup):
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.recorder = recorder
         self.members = tuple(members)
+        self.at_once = recorder.device.type == "cuda"
         self._subgroups: list[DryRunGroup] = []  # they live as long as this group, like subgroups of a real group
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore
@@ -103,12 +104,22 @@ class DryRunGroup(dist.ProcessGroup):
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore
         return self._start(tensors, peer, False)
 
+    def alltoall_base(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, received: torch.Tensor, sent: torch.Tensor, to_receive: list[int], to_send: list[int], options: Any
+    ) -> _StartedTransfer:
+        recorder, first = self.recorder, self.recorder.transfers
+        for buffer, sizes, outgoing in ((sent, to_send, True), (received, to_receive, False)):
+            recorder.label("messages", buffer)
+            for peer, size in enumerate(sizes):
+                if size and peer != self.rank():
+                    recorder.add_transfer(self.members[peer], size * buffer.itemsize, outgoing)
+        return _StartedTransfer(recorder, range(first, recorder.transfers))
+
     def _start(self, tensors: Sequence[torch.Tensor], peer: int, outgoing: bool) -> _StartedTransfer:
         (tensor,) = tensors
         self.recorder.label("messages", tensor)
-        self.recorder.events.append(Transfer(self.members[peer], tensor.nbytes, outgoing))
-        self.recorder.transfers += 1
-        return _StartedTransfer(self.recorder, self.recorder.transfers - 1)
+        number = self.recorder.add_transfer(self.members[peer], tensor.nbytes, outgoing)
+        return _StartedTransfer(self.recorder, range(number, number + 1))
 
     def subgroup(self, members: Sequence[int]) -> DryRunGroup | None:
         """The group of some of the members, with this rank. None for a group of one."""
@@ -128,11 +139,11 @@ def split_dry_run(group: DryRunGroup | None, size: int) -> tuple[DryRunGroup | N
 
 
 class _StartedTransfer:
-    def __init__(self, recorder: _Recorder, number: int) -> None:
-        self._recorder, self._number = recorder, number
+    def __init__(self, recorder: _Recorder, numbers: range) -> None:
+        self._recorder, self._numbers = recorder, numbers
 
     def wait(self) -> None:
-        self._recorder.events.append(WaitEvent(self._number))
+        self._recorder.events += map(WaitEvent, reversed(self._numbers))
 
 
 # -- operations and memory --
@@ -163,6 +174,12 @@ class _Recorder(TorchDispatchMode):
         self.transfers = 0
         self.pack: tuple[Any, ...] | None = None
         self.in_kernel = False
+
+    def add_transfer(self, peer: int, nbytes: int, outgoing: bool) -> int:
+        """Record a message. Returns its number in the phase."""
+        self.events.append(Transfer(peer, nbytes, outgoing))
+        self.transfers += 1
+        return self.transfers - 1
 
     def end_phase(self) -> Phase:
         """Return the events and the memory of the phase, and begin the next phase."""

@@ -361,7 +361,7 @@ def test_the_calls_of_documents_after_ulysses():
     shapes = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
     layouts, documents = (head_tail(8 * 8192, 8),) * 2, (1310,) * 50 + (36,)
     run = dry_run(Ulysses(), layouts, Documents(documents) & Causal(), kernel_of(shapes, None), shapes, 3)
-    for phase, copies in ((run.forward, 17), (run.backward, 19)):
+    for phase, copies in ((run.forward, 10), (run.backward, 14)):
         assert len(phase.calls) == 1
         assert sum(isinstance(event, MemoryOp) for event in phase.events) == copies
     assert round(run.backward.peak / 2**20) == 655
