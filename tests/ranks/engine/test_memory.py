@@ -144,7 +144,7 @@ def test_ulysses_holds_less_if_its_gradients_are_large(ranks: int, kv_heads: int
 @pytest.mark.parametrize(
     ("strategy", "ranks", "expected"),
     [
-        pytest.param(Ring(), 2, (6.04, 12.53, 3.79, 7.78, 6.09, 12.03, 5.34, 6.53), marks=pytest.mark.nightly),
+        pytest.param(Ring(), 2, (6.04, 12.53, 3.79, 7.78, 6.09, 12.03, 5.34, 6.28), marks=pytest.mark.nightly),
         (Ring(), 4, (8.78, 15.78, 4.28, 8.03, 10.09, 14.78, 6.34, 6.66)),
         pytest.param(AllGather(), 4, (11.04, 15.53, 5.04, 7.78, 10.09, 15.03, 6.34, 7.16), marks=pytest.mark.nightly),
         pytest.param(Ulysses(), 4, (6.00, 11.03, 4.00, 8.03, 6.00, 11.03, 4.00, 8.03), marks=pytest.mark.nightly),
