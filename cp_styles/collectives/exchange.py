@@ -332,7 +332,7 @@ class Blocks:
         if self._is_even:  # one permuted copy of each tensor
             ranks = len(self._widths)
             block = wire.view(ranks, *self._own_shape, self._widths[0])
-            parts = [x if rows_outermost else x.movedim(1, row_dim + 1) for x in self._split_block(block, 0)]
+            parts = [x.movedim(1, row_dim + 1) for x in self._split_block(block, 0)]
             parts = [x.movedim(0, column_dim).flatten(column_dim, column_dim + 1) for x in parts]
             merged = [_make_contiguous(x) for x in parts]  # flatten() returns a view if each rank has one column
         else:

@@ -375,7 +375,7 @@ class CpuFlashKernel(SdpaKernel):
     """torch's flash attention for CPU. It computes the backward of short causal tiles in four ranges of the rows.
 
     Each range has the keys up to its last row, and an explicit mask. The backward then holds gradients of a range in
-    addition to their sums. ``python tests/benchmarks/causal_tile.py`` compares the times.
+    addition to their sums.
     """
 
     # torch computes whole blocks of 512 keys, also where causal hides most of a block. So the backward of a causal tile

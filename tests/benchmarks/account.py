@@ -282,7 +282,7 @@ def main() -> None:
     options.add_argument("strategies", nargs="*", default=SHOWN, metavar="STRATEGY", help=", ".join(STRATEGIES))
     options.add_argument("--ranks", type=int, nargs="*", default=[8, 2])
     options.add_argument("--rows", type=int, default=4096, help="of a rank")
-    options.add_argument("--peers", action="store_true", help="count those of other packages too")
+    options.add_argument("--peers", action="store_true", help="count the calls of other packages too")
     options.add_argument("--files", action="store_true", help="print the calls by the file of their caller")
     chosen = options.parse_args()
     if unknown := set(chosen.strategies) - STRATEGIES.keys():

@@ -29,7 +29,7 @@ from tests.ranks.engine.test_gpu_rules import MASKS, on_gpus, sees
 
 @pytest.fixture
 def in_two_messages(monkeypatch):
-    """k and v of each block are two messages, as those of a large one."""
+    """Each block is sent in two messages, k and v, as a large block is."""
     monkeypatch.setattr("cp_styles.strategies.schedule._MOST_JOINED", 0)
     make_schedule.cache_clear()
     yield
