@@ -153,6 +153,7 @@ class Blocks:
         column_sizes = [prod(self._own_shape) * width for width in self._widths]
         self.sent, self.received = (column_sizes, row_sizes) if op.to_columns else (row_sizes, column_sizes)
         self._total_received = sum(self.received)
+        self._largest = max(sizes) * prod(lead) * max(self._widths)  # block of any two ranks
         self.shared = op.to_columns and all(len(set(columns)) == 1 for columns in op.columns)
         self._is_even = all(map(_is_even_cut, op.columns))
         self._places: dict[Any, Any] = {}
@@ -166,11 +167,9 @@ class Blocks:
         contiguous in memory is sent without packing. To columns, ``out``, flat, gets the result. Not for complex
         numbers.
         """
-        # Over gloo these are messages, because its all-to-all copies more, and sends a rank its own block. In a large
-        # one a killed rank is noticed only after the timeout of the group. On idle cores both take equal processor
-        # time; on busy ones an all-to-all takes less.
+        # Large blocks are messages over gloo, because its all-to-all copies more, and sends a rank its own block.
         rank, ranks = self.op.peers.rank, self.op.peers.size
-        at_once = has_all_to_all(group, tensors[0].device)
+        at_once = has_all_to_all(group, tensors[0].device, self._largest * tensors[0].itemsize)
         if not self.op.to_columns:
             packed = self._pack_rows(tensors, self._orders)
             wire = packed.new_empty(self._total_received)  # allocated here, where the tensors are free

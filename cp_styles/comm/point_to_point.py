@@ -263,9 +263,20 @@ def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> 
     return end()
 
 
-def has_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether one call moves the messages between all ranks: over NCCL, and in a dry run for it (``at_once``)."""
-    return 2 * group.size() <= MOST_OPERATIONS and (makes_batches(group, device) or getattr(group, "at_once", False))
+MOST_OVER_GLOO = 2**18
+"""The largest block of an all-to-all over gloo, in bytes."""
+
+
+def has_all_to_all(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> bool:
+    """Whether one call moves the blocks of all ranks: over NCCL, and over gloo if the largest has few ``nbytes``.
+
+    ``nbytes`` must be equal on all ranks. A dry run says by ``runs_on`` which device it predicts.
+    """
+    predicted = getattr(group, "runs_on", None)
+    if makes_batches(group, device) if predicted is None else predicted.type == "cuda":
+        return 2 * group.size() <= MOST_OPERATIONS
+    is_gloo = predicted is not None or (device.type == "cpu" and cpu_backend_of(group, "gloo") is not None)
+    return is_gloo and nbytes <= MOST_OVER_GLOO
 
 
 def post_all_to_all(

@@ -95,7 +95,7 @@ class DryRunGroup(dist.ProcessGroup):
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.recorder = recorder
         self.members = tuple(members)
-        self.at_once = recorder.device.type == "cuda"
+        self.runs_on = recorder.device
         self._subgroups: list[DryRunGroup] = []  # they live as long as this group, like subgroups of a real group
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore

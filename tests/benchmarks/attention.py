@@ -15,14 +15,13 @@ forward and backward, in rounds interleaved with the ideal's, one process a rank
     ms        median time of the slowest rank
 
 --peers adds torch's own ring, and ring-flash-attention and yunchang where they can be imported; see peers.py.
---all-to-all adds Ulysses() over gloo's all-to-all, in place of its messages.
+--over-gloo adds Ulysses() with all blocks in gloo's all-to-all, and with all blocks in messages.
 --bare adds the schedule of Ring() with nothing around it; see bare.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -59,7 +58,7 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
-from cp_styles.collectives import exchange
+from cp_styles.comm import point_to_point
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import Balancer
@@ -122,14 +121,14 @@ class Row:
 
 
 class Contender(NamedTuple):
-    """``kernel`` knows the time inside kernels; None where it is not known, or is all of it. ``at_once``: heads move in
-    an all-to-all of gloo, and not in messages."""
+    """``kernel`` knows the time inside kernels; None where it is not known, or is all of it. ``most_over_gloo``:
+    the largest block in bytes of an all-to-all over gloo, if it is not the package's."""
 
     row: Row
     attend: Attend
     inputs: list[torch.Tensor]
     kernel: TimedKernel | None
-    at_once: bool = False
+    most_over_gloo: int | None = None
 
 
 def parse() -> argparse.Namespace:
@@ -149,7 +148,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
-    parser.add_argument("--all-to-all", action="store_true", help="Ulysses over the all-to-all of gloo in the same run")
+    parser.add_argument(
+        "--over-gloo", action="store_true", help="Ulysses by all-to-all and by messages in the same run"
+    )
     parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
     parser.add_argument("--json", metavar="FILE", help="write wall, overhead and ms of each, which times.py reads")
     parser.add_argument(
@@ -192,14 +193,14 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
     contenders = [Contender(Row("ideal: heads split, nothing sent"), ideal(args), whole, None)]
     local = args.seq_len // args.ranks
     shard = tensors([(heads, local) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)])
-    names = [(name, False) for name in args.only or STRATEGIES]
-    names += [(name, True) for name, _ in names if args.all_to_all and isinstance(STRATEGIES[name][0], Ulysses)]
-    for name, at_once in names:
+    ways: list[tuple[str, str, int | None]] = [(name, name, None) for name in args.only or STRATEGIES]
+    if args.over_gloo:
+        ways += [("Ulysses()", "Ulysses(), an all-to-all", 2**62), ("Ulysses()", "Ulysses(), messages", 0)]
+    for name, label, most in ways:
         strategy, balancer = STRATEGIES[name]
         kernel = None if args.door in ("flex", "varlen") else TimedKernel()
         attend = ours(args, mesh, strategy, balancer(args.seq_len, args.ranks), kernel)
-        row = Row(f"{name}, all-to-all of gloo" if at_once else name)
-        contenders.append(Contender(row, attend, shard, kernel, at_once))
+        contenders.append(Contender(Row(label), attend, shard, kernel, most))
     missing: dict[str, str] = {}
     if args.bare:
         kernel = TimedKernel()
@@ -280,7 +281,8 @@ def ours(
 
 
 def measure(contender: Contender, *, first: bool) -> None:
-    with patch.object(exchange, "has_all_to_all", lambda *_: True) if contender.at_once else contextlib.nullcontext():
+    most = point_to_point.MOST_OVER_GLOO if contender.most_over_gloo is None else contender.most_over_gloo
+    with patch.object(point_to_point, "MOST_OVER_GLOO", most):
         _measure(contender, first=first)
 
 

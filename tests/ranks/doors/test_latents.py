@@ -341,11 +341,11 @@ def bytes_sent(ranks: int, strategy: Any, *, latents: bool, dtype: torch.dtype =
                 out = context_latent_attention(q, latent, rot, weight, cp_mesh(ranks), **options)
             else:
                 out = context_attention(q, *expand(latent, rot, weight), cp_mesh(ranks), **options)
-        sent.append(sum(size for name, size in trace.events if name == "send"))
+        sent.append(sum(size for name, size in trace.events if name in ("send", "all_to_all")))
         with CommunicationTrace() as trace:
             if trains:
                 out.sum().backward()
-        sent.append(sum(size for name, size in trace.events if name == "send"))
+        sent.append(sum(size for name, size in trace.events if name in ("send", "all_to_all")))
         return sent[0], sent[1]
 
     return tuple(map(sum, zip(*run_ranks(on, ranks), strict=True)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cp_styles.comm import point_to_point
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel
@@ -62,12 +63,12 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
     traces, kernels = zip(*run_ranks(on, ranks), strict=True)
     sent = 0
     for trace in traces:
-        assert set(trace.calls) <= {"send", "all_gather"}
+        assert set(trace.calls) <= {"send", "all_to_all", "all_gather"}
         agreed = [size for name, size in trace.events if name == "all_gather"]
         # On the call; and before the first backward, that all ranks are through with their forwards.
         meetings = 2 if ranks > 1 else 0
         assert agreed == [WIDTH * 8 * (ranks - 1)] * meetings
-        sent += sum(size for name, size in trace.events if name == "send")
+        sent += sum(size for name, size in trace.events if name != "all_gather")
     return sent / (problem.inputs[0].nbytes / ranks), list(traces), list(kernels)
 
 
@@ -182,11 +183,27 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_h
     assert log == expected.replace("home", "send send").split()
 
 
-def test_the_three_gradients_of_heads_travel_in_one_message():
+@pytest.mark.parametrize(("most", "calls"), [(0, {"send": 4 * 3}), (2**18, {"all_to_all": 4})])
+def test_the_three_gradients_of_heads_travel_in_one_message(most: int, calls: dict[str, int], monkeypatch):
     """Heads there, output back, its gradient there, and the gradients of query, key and value back."""
+    monkeypatch.setattr(point_to_point, "MOST_OVER_GLOO", most)
     problem = Problem(length=LENGTH, dtype=torch.float32)
     _, traces, _ = costs(problem, 4, "function", strategy=Ulysses(), layout=contiguous, mask=Causal())
-    assert [trace.calls["send"] for trace in traces] == [4 * 3] * 4
+    assert [{name: count for name, count in trace.calls.items() if name != "all_gather"} for trace in traces] == [
+        calls
+    ] * 4
+
+
+def test_the_largest_block_of_all_ranks_decides_how_heads_travel(monkeypatch):
+    """All ranks must take one way. Blocks of rank 0 and of its peers have other sizes."""
+    problem = Problem(length=17, heads=4, kv_heads=4, dtype=torch.float32)
+    largest = problem.inputs[0][:, :2, :9].numel() * 3 * 4  # rows of rank 0, of two heads of each of three tensors
+    monkeypatch.setattr(point_to_point, "MOST_OVER_GLOO", largest)
+    _, traces, _ = costs(problem, 2, "function", strategy=Ulysses(), layout=contiguous, mask=Causal())
+    assert [trace.calls["all_to_all"] for trace in traces] == [4] * 2
+    monkeypatch.setattr(point_to_point, "MOST_OVER_GLOO", largest - 1)
+    _, traces, _ = costs(problem, 2, "function", strategy=Ulysses(), layout=contiguous, mask=Causal())
+    assert [(trace.calls["all_to_all"], trace.calls["send"]) for trace in traces] == [(2, 2)] * 2
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=1)], ids=plain)

@@ -295,7 +295,7 @@ cp: all_gather 5, all_reduce 3, send 3
 tp: all_gather 7, all_reduce 3, reduce_scatter 6
 cp: all_gather 5, all_reduce 3, send 3
 tp: all_gather 10, all_reduce 3, reduce_scatter 9
-cp: all_gather 5, all_reduce 3, send 4
+cp: all_gather 5, all_reduce 3, all_to_all 4
 tp: all_gather 9, all_reduce 5, reduce_scatter 6
 cp: all_gather 5, all_reduce 3, send 3
 tp: all_gather 6, all_reduce 6, reduce_scatter 6""",
