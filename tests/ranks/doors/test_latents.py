@@ -423,6 +423,7 @@ def test_a_call_is_explained():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("large_blocks")
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()])
 def test_the_memory_is_as_explained(strategy: Any, dtype: torch.dtype):
     """Latents are kept, and no heads. The peaks include expanded heads, their gradients and the weight's."""

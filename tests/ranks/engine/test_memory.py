@@ -35,6 +35,8 @@ from tests.covering import sampled
 from tests.doors import causal_blocks, door
 from tests.ranks.attention_case import Core, cp_mesh
 
+pytestmark = pytest.mark.usefixtures("large_blocks")
+
 HEADS, DIM = 8, 64
 ROWS = 32  # a rank's
 # What the op says to its backward beside tensors, and the padding of the logsumexp: bytes.

@@ -8,7 +8,6 @@ from math import inf
 
 import pytest
 
-from cp_styles.comm import point_to_point
 from tests import cases
 from tests import covering as of_rows
 from tests.cases import DIMENSIONS, GRID, Case, covering, grid, judge, pairs_of, sensible
@@ -38,9 +37,8 @@ def test_grid(part: int):
 
 
 @of_rows.in_parts(6, by_day=1)
-def test_heads_in_messages(part: int, monkeypatch: pytest.MonkeyPatch):
-    """Blocks of heads that are too large for an all-to-all over gloo."""
-    monkeypatch.setattr(point_to_point, "MOST_OVER_GLOO", 0)
+@pytest.mark.usefixtures("large_blocks")
+def test_heads_in_messages(part: int):
     check([row for row in in_turns() if "Ulysses" in row.strategy][part::6])
 
 

@@ -165,10 +165,14 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
             # Heads that are copied in float32 are a tile each. While one is made, the one before has its mask.
             masks = 3 + 4 * (dtype == torch.bfloat16)
             beside = 1024 + explicit * (64 * rows + masks * rows * LENGTH)
-            # A mask of a user computes distances of positions and remainders, in int64, and two more booleans of a pair.
-            beside += (2 * 8 + 2) * rows * LENGTH * name.startswith("dilated")
+            # A mask of a user computes distances of positions and remainders of them, in int64.
+            pairs = max(queries * keys for call in run.forward.calls for *_, queries, keys in call.tiles)
+            beside += 2 * 8 * pairs * name.startswith("dilated")
             # The logsumexp of a range of rows, which is kept for the next tile with these queries.
             beside += 2 * HEADS * rows * (8 if dtype == torch.float64 else 4)
+            # The thread of gloo may hold the sent blocks of an all-to-all for a moment after the wait.
+            at_once = [nbytes for way, nbytes in found["sent"] + found["sent back"] if way == "all_to_all"]
+            beside += max(at_once, default=0) * ranks // max(ranks - 1, 1)
             for what, mine in (
                 ("kept", sum(run.forward.live_at_end.values())),
                 ("forward", run.forward.peak),
