@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -53,11 +53,17 @@ for each rank), or None for contiguous parts that are as equal as possible (the 
 @remembered(64)
 def row_orders(layout: SequenceLayout) -> DeviceTables | None:
     """The position of each row in rank order, and the row of each position. None if both orders are equal."""
-    positions = torch.cat([layout.positions(rank, "cpu") for rank in range(layout.ranks)])
-    in_order = torch.arange(len(positions), device="cpu")
-    if torch.equal(positions, in_order):
-        return None
-    return DeviceTables(positions, torch.empty_like(positions).index_copy_(0, positions, in_order))
+    return None if _is_in_order(layout) else DeviceTables(*_make_orders(layout, torch.device("cpu")))
+
+
+def _is_in_order(layout: SequenceLayout) -> bool:
+    return not isinstance(layout.held, Stripes) and len(join_ranges(chain.from_iterable(layout.held))) <= 1
+
+
+def _make_orders(layout: SequenceLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.cat([layout.positions(rank, device) for rank in range(layout.ranks)])
+    in_order = torch.arange(len(positions), device=device)
+    return positions, torch.empty_like(positions).index_copy_(0, positions, in_order)
 
 
 class Rows(NamedTuple):
@@ -82,33 +88,22 @@ class Rows(NamedTuple):
 
     def to_ranks(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from global order to rank order: the inverse of :meth:`to_global`."""
-        if not is_traced() and (orders := row_orders(self.layout)) is not None:
-            return torch.index_select(whole, 0, orders.on(whole.device)[0], out=out)
-        if isinstance(chunks := self.layout.held, Stripes):
-            out = whole.new_empty(whole.shape) if out is None else out
-            return out.index_copy_(0, chunks.rows_rank_by_rank(whole.device), whole)
-        ranges = join_ranges(chain.from_iterable(chunks))
-        if len(ranges) <= 1:
-            return whole if out is None else out.copy_(whole)
-        pieces = [whole.narrow(0, start, stop - start) for start, stop in ranges]
-        if out is None:
-            return torch.cat(pieces)
-        for target, piece in zip(out.split([len(piece) for piece in pieces]), pieces, strict=True):
-            target.copy_(piece)
-        return out
+        orders = self._orders(whole.device)
+        if orders is not None and (out is None or not is_traced()):  # a graph breaks at an out with strides
+            return torch.index_select(whole, 0, orders[0], out=out)
+        whole = whole if orders is None else whole.index_select(0, orders[0])
+        return whole if out is None else out.copy_(whole)
 
     def to_global(self, shards: torch.Tensor) -> torch.Tensor:
         """Reorder dim 0 from rank order (concatenated shards) to global order. No copy if both orders are equal."""
-        if not is_traced() and (orders := row_orders(self.layout)) is not None:
-            return shards.index_select(0, orders.on(shards.device)[1])
-        if isinstance(chunks := self.layout.held, Stripes):
-            return shards.index_select(0, chunks.rows_rank_by_rank(shards.device))
-        ranges = join_ranges(chain.from_iterable(chunks))
-        if len(ranges) <= 1:
-            return shards
-        at = accumulate((stop - start for start, stop in ranges), initial=0)
-        pieces = sorted((start, offset, stop - start) for offset, (start, stop) in zip(at, ranges, strict=False))
-        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces])
+        orders = self._orders(shards.device)
+        return shards if orders is None else shards.index_select(0, orders[1])
+
+    def _orders(self, device: torch.device) -> Sequence[torch.Tensor] | None:
+        if is_traced():  # tables would be constants of the graph
+            return None if _is_in_order(self.layout) else _make_orders(self.layout, device)
+        orders = row_orders(self.layout)
+        return None if orders is None else orders.on(device)
 
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A shard without its padding (a view)."""
