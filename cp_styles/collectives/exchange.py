@@ -187,17 +187,11 @@ class Blocks:
             return StartedExchange(wire, self, post_all_to_all(wire, packed, (self.received, self.sent), group), out)
         before, after = sum(self.sent[:rank]), sum(self.sent[rank + 1 :])
         packed, incoming = wire.new_empty(before + after), wire.split_with_sizes(self.received)
-        # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
-        # thread of one can interrupt a post of its peer that holds a lock which it then polls for. So every second
-        # rank copies its own block before it posts, and the remaining ranks after.
-        if rank % 2:
-            self._fill(incoming[rank], rank, rank + 1, columns)
         self._fill(packed.narrow(0, 0, before), 0, rank, columns)
         self._fill(packed.narrow(0, before, after), rank + 1, ranks, columns)
         outgoing = packed.split_with_sizes([*self.sent[:rank], 0, *self.sent[rank + 1 :]])
         pending = self._exchange(outgoing, incoming, group)
-        if not rank % 2:
-            self._fill(incoming[rank], rank, rank + 1, columns)
+        self._fill(incoming[rank], rank, rank + 1, columns)  # while the messages move
         return StartedExchange(wire, self, pending, out)
 
     def _exchange(

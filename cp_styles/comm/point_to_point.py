@@ -70,8 +70,8 @@ class PendingTransfers:
                     work.wait()
                 except RuntimeError as error:
                     joined = len(self.works) != len(self.messages)
-                    peers = [peer for _, peer, _ in (self.messages if joined else self.messages[index : index + 1])]
-                    raise transfer_error(error, peers, self.group) from error
+                    messages = self.messages if joined else self.messages[index : index + 1]
+                    raise transfer_error(error, [peer for _, peer, _ in messages], self.group) from error
         self.works, self.messages = (), ()
 
 
@@ -263,8 +263,7 @@ def move_batch(batch: Sequence[Message], group: dist.ProcessGroup, tag: int) -> 
     return end()
 
 
-MOST_OVER_GLOO = 2**18
-"""The largest block of an all-to-all over gloo, in bytes."""
+MOST_OVER_GLOO = 2**18  # bytes of the largest block of an all-to-all
 
 
 def has_all_to_all(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> bool:
@@ -275,8 +274,8 @@ def has_all_to_all(group: dist.ProcessGroup, device: torch.device, nbytes: int) 
     predicted = getattr(group, "runs_on", None)
     if makes_batches(group, device) if predicted is None else predicted.type == "cuda":
         return 2 * group.size() <= MOST_OPERATIONS
-    is_gloo = predicted is not None or (device.type == "cpu" and cpu_backend_of(group, "gloo") is not None)
-    return is_gloo and nbytes <= MOST_OVER_GLOO
+    over_gloo = predicted or (device.type == "cpu" and cpu_backend_of(group, "gloo"))
+    return bool(over_gloo) and nbytes <= MOST_OVER_GLOO
 
 
 def post_all_to_all(

@@ -41,14 +41,6 @@ _COLUMNS = (
     "waits for messages, with nothing to compute; sent: bytes of both; memory: its peak; imbalance: work of the "
     "busiest rank / mean"
 )
-# Options of earlier releases, and what to do instead.
-_REMOVED = {
-    "--plot": "draw the figures of --json",
-    **dict.fromkeys(
-        ("--states", "--diagonal", "--layers", "--width"),
-        "take --layout contiguous where recurrences take most of the time, else the best layout of the attention",
-    ),
-}
 
 
 class _RankingProgress:
@@ -156,9 +148,6 @@ def main(arguments: Sequence[str]) -> None:
     def refuse(option: str, text: str) -> Any:
         options.error(f"argument {option}: {text}")
 
-    for argument in arguments:
-        if (option := argument.partition("=")[0]) in _REMOVED:
-            refuse(option, f"it was removed; {_REMOVED[option]}")
     args = options.parse_args(arguments[1:])
     if args.seq_len is None and args.documents is None:
         refuse("--seq-len", "give --seq-len, or --documents with a file of lengths")

@@ -93,14 +93,6 @@ class Hardware:
             return "near", self.bandwidth, self.latency
         return "far", self.far_bandwidth, self.far_latency
 
-    @staticmethod
-    def measure(group: object = None, *, dtype: object = None) -> Hardware:
-        """Removed: it raises NotImplementedError. ``group`` and ``dtype`` are not used. No communication."""
-        raise NotImplementedError(
-            "Hardware.measure was removed. Replace the figures that you know in the preset that is nearest: "
-            "dataclasses.replace(H100, name='mine', bandwidth=200e9). See the page Migration"
-        )
-
 
 H100 = Hardware(
     name="H100",

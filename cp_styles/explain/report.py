@@ -25,17 +25,6 @@ from cp_styles.strategies.ulysses import join_neighbours
 
 # With more ranks than this, only a sample is simulated.
 _MOST_RANKS = 16
-# Names of earlier releases, and what to do instead.
-_TABLE = "the table of `python -m cp_styles explain`, or explain(...) of each candidate in a loop, compares them"
-_REMOVED = {
-    "considered": _TABLE,
-    "heatmap": "`runs` has the bytes to and from each peer, `layout` the positions of each rank",
-    "imbalance_with": "take layout_imbalance of explain(..., layout=...)",
-    "kernels": "`kernel_calls` counts the calls of each kernel",
-    "others": _TABLE,
-    "planning": "tests/benchmarks/planning.py times plans",
-    "plot": "draw the figures of as_dict()",
-}
 
 
 @dataclass(frozen=True)
@@ -165,11 +154,6 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _REMOVED:
-            raise AttributeError(f"Explanation.{name} was removed: {_REMOVED[name]}. See the page Migration")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 def explain(

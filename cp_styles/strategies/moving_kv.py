@@ -265,14 +265,12 @@ class _Binder:
         part = (first + kv_heads[0], first + kv_heads[1]), tile.kv if kv_index is None else (0, keys.block.shape[1])
         if arrived is not None:
             places = arrived.places(*part)
-        in_message = (
-            places is not None and kv_index is None and self.dtype == query.dtype
-        )  # key and value are no copies
+        copies = arrived is None or kv_index is not None or self.dtype != query.dtype
         sizes = (q_heads[1] - q_heads[0], rows[0]), *[(kv_heads[1] - kv_heads[0], rows[1])] * 2
-        key = sizes, tile.cover, tile.window, id(pack), in_message
+        key = sizes, tile.cover, tile.window, id(pack), copies
         if key not in self.bounds:
             specs = [
-                TensorSpec(torch.Size((x.shape[0], *size, x.shape[3])), self.dtype, x.device, in_message)
+                TensorSpec(torch.Size((x.shape[0], *size, x.shape[3])), self.dtype, x.device, in_message=not copies)
                 for x, size in zip(self.tensors, sizes, strict=True)
             ]
             options = {"causal": tile.cover is Cover.CAUSAL, "scale": self.attention.scale, "pack": pack}

@@ -284,7 +284,8 @@ def make_schedule(
         count = max(-(-size // max(queries, 1)) if limits_memory or finer else 1, 1 + finer)
         if small_tiles:
             count = min(count, q_shape[0] * q_shape[1] * -(-rows // _KEYS_OF_BLOCK) // _LEAST_BLOCKS)
-        return _split_heads(key_heads, count)
+        count = min(key_heads, count) or 1
+        return list(pairwise(key_heads * index // count for index in range(count + 1)))
 
     received = {d: plan_message(d, source(d), plan.parts[source(d)].rows) for d in distances}
     sent = {d: plan_message(d, peer(d), plan.sends[peer(d)]) for d in distances}
@@ -363,12 +364,6 @@ def _join_arrivals(
         x[:half] + y[:1] + x[half:] + y[1:] for x, y in ((before.sources, after.sources), (before.sizes, after.sizes))
     )
     return sources, sizes, rows, (Tile(queries, (0, _count_rows(rows)), Cover.FULL),)
-
-
-def _split_heads(heads: int, parts: int) -> list[Span]:
-    """Split heads into ``parts`` ranges, at most one for each head."""
-    parts = min(heads, parts) or 1
-    return list(pairwise(heads * index // parts for index in range(parts + 1)))
 
 
 def _make_block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape, *, joined: bool | None = None) -> Block:

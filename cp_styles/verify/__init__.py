@@ -67,7 +67,6 @@ def verify(
     mesh: DeviceMesh,
     batch: Any,
     step: StepFunction,
-    removed: Any = None,
     *,
     mesh_axis: str = "cp",
     plain: StepFunction | None = None,
@@ -108,7 +107,6 @@ def verify(
         plain: the reference, if it is not ``step`` with one rank: your old step, with the whole batch. It finds changes
             that the new step makes with any number of ranks (other positions, no mask, another loss). It runs the model
             with its styles, whose masks apply to one rank too.
-        removed: raises TypeError. (Earlier releases took a plan before ``mesh``.)
         mesh_axis: the axis that shards the sequence. A 1-D mesh may have any name.
         tolerance: the largest error that counts as rounding, relative to a norm. None: 1e-4 for float32, 1e-5 for
             float64. (One key too many or too few makes an error of 1e-2 in a small batch.) In lower precision: two
@@ -131,7 +129,7 @@ def verify(
         ValueError: parameters have gradients, the ``tolerance`` is invalid, or the mesh does not have the axis.
         TypeError: the step returns neither one number nor None.
     """
-    if removed is not None or not isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"verify(model, mesh, batch, step) needs a DeviceMesh as its second argument, got {type(mesh).__name__}. "
             "It takes no plan any more: apply it first, parallelize_module(model, mesh, plan), and verify the model "

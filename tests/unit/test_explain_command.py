@@ -15,7 +15,7 @@ import torch
 
 from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, contiguous, head_tail
 from cp_styles import __main__ as command
-from cp_styles.explain import CPU, H100, Hardware, explain, report
+from cp_styles.explain import CPU, explain, report
 from cp_styles.explain import command as module
 from cp_styles.explain.candidates import rank_candidates
 from cp_styles.explain.command import main
@@ -147,8 +147,6 @@ def test_ranks_that_exchange_heads_need_no_other_layout():
         (" ".join([*SHORT, "--rank", "4"]), "--rank"),
         (" ".join([*SHORT, "--layout", "per_document_head_tail"]), "--layout"),
         (" ".join([*SHORT, "--mask", "full", "--window", "4"]), "--window"),
-        (" ".join([*SHORT, "--plot=figure.png"]), "--plot: it was removed; draw the figures of --json"),
-        (" ".join([*SHORT, "--states", "4:16:32"]), "--states: it was removed; take --layout contiguous"),
     ],
 )
 def test_bad_input_names_the_option(arguments: str, option: str, capsys):
@@ -191,22 +189,3 @@ def test_the_strategy_that_a_loop_chooses_is_exact():
         first, *_ = rank_candidates(candidates, {"head_tail": head_tail}, shapes=shapes, **machine)
         assert first.strategy.on(4) == best
     assert chosen[0] != chosen[1]
-
-
-@pytest.mark.parametrize("name", ["Auto", "explain_hybrid", "HybridChoice", "StateShapes", "Shapes"])
-def test_removed_names_say_what_to_do_instead(name: str):
-    with pytest.raises(ImportError, match=f"cp_styles.explain.{name} was removed: .*See the page Migration"):
-        exec(f"from cp_styles.explain import {name}")
-    with pytest.raises(ImportError, match="cannot import name"):
-        exec("from cp_styles.explain import Unknown")
-
-
-def test_removed_attributes_say_what_to_do_instead():
-    with pytest.raises(NotImplementedError, match=r"was removed.*replace\(H100"):
-        Hardware.measure(None)
-    made = explain(64, ranks=2, heads=2, head_dim=8)
-    for name in ("considered", "heatmap", "planning", "plot"):
-        with pytest.raises(AttributeError, match=f"Explanation.{name} was removed: .*See the page Migration"):
-            getattr(made, name)
-    assert not hasattr(made, "unknown")
-    assert replace(H100, bandwidth=200e9).bandwidth == 200e9  # the remedy

@@ -615,7 +615,7 @@ def test_an_old_call_says_what_to_write():
     with pytest.raises(
         TypeError, match=r"takes no plan any more: apply it first, parallelize_module\(model, mesh, plan"
     ):
-        verify(llama(), CORES, None, {}, step)  # pyright: ignore
+        verify(llama(), CORES, {}, step)  # pyright: ignore
 
 
 def test_gradients_that_are_there_are_refused():
