@@ -587,20 +587,46 @@ def layout_made_by(cut: SequenceLayout | Balancer, length: int, ranks: int) -> S
     """Call a balancer and check the layout that it returns. A layout as ``cut`` is only checked."""
     # Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
     # balancers may depend on data that changes between batches, so they are called every time.
-    if callable(cut) and is_deterministic(cut):
+    if not isinstance(cut, SequenceLayout) and not may_vary(cut):
         return _cached_layout(_bound_values(cut), length, ranks)
     return _call_balancer(cut, length, ranks)
 
 
-def layout_of_one(layout: SequenceLayout | Balancer) -> SequenceLayout | Balancer:
+def layout_of_one(layout: Any) -> Any:
     """Replace a layout for several ranks by the layout of one rank. A balancer is returned unchanged."""
     return contiguous(layout.length, 1) if isinstance(layout, SequenceLayout) else layout
 
 
-def is_deterministic(balancer: Balancer) -> bool:
-    """Whether the balancer is a function of this module with constants, so that it depends on length and ranks only."""
-    function, constants = _bound_values(balancer)[:2]
-    return function in _BALANCERS and all(map(_is_constant, constants))
+def join_layouts(*layouts: SequenceLayout) -> SequenceLayout:
+    """The layout of keys of several sequences, which each rank has joined in this order: for ``kv_layout=``.
+
+    The keys of the first sequence are numbered first, then the keys of the second, and so on. Heads that draft tokens,
+    rolling caches, two streams and later parts of a prompt have such keys.
+
+    Raises:
+        ValueError: there is none, or they are for different numbers of ranks.
+
+    Example::
+
+        keys = join_layouts(contiguous(4, 2), contiguous(6, 2))
+        assert keys.chunks == (((0, 2), (4, 7)), ((2, 4), (7, 10)))
+    """
+    if len({layout.ranks for layout in layouts}) != 1:
+        raise ValueError(f"join_layouts: layouts for {[layout.ranks for layout in layouts]} ranks: give all one number")
+    firsts = accumulate((layout.length for layout in layouts), initial=0)
+    moved = [
+        [[(first + start, first + stop) for start, stop in chunks] for chunks in layout.chunks]
+        for first, layout in zip(firsts, layouts, strict=False)
+    ]
+    return SequenceLayout.from_chunks([*chain(*of_rank)] for of_rank in zip(*moved, strict=True))
+
+
+def may_vary(cut: SequenceLayout | Balancer) -> bool:
+    """Whether a balancer may return other layouts: it is no function of this module with constants."""
+    if isinstance(cut, SequenceLayout):
+        return False
+    function, constants = _bound_values(cut)[:2]
+    return function not in _BALANCERS or not all(map(_is_constant, constants))
 
 
 def describe_cut(cut: SequenceLayout | Balancer) -> SequenceLayout | str:
@@ -608,7 +634,7 @@ def describe_cut(cut: SequenceLayout | Balancer) -> SequenceLayout | str:
     if isinstance(cut, SequenceLayout):
         return cut
     function, values, names = _bound_values(cut)
-    return f"{function.__name__}{values or ''}{names or ''}" if is_deterministic(cut) else "a balancer"
+    return "a balancer" if may_vary(cut) else f"{function.__name__}{values or ''}{names or ''}"
 
 
 def _bound_values(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:

@@ -92,6 +92,8 @@ class Binding:
         mask: which keys each query attends to, in addition to ``is_causal`` of the call.
         kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`. None
             prefers the fused kernel of the call.
+        kv_layout: the layout of keys that number another sequence than the queries, or the balancer that makes it.
+            None: ``layout`` cuts both.
         heads: the range of query heads in a call, if other axes cut the heads; otherwise None.
         mask_shape: the (batch, heads) that a mask of the call must fit, if other axes cut them; otherwise None.
         forward_state: state of the module's forward. An error is raised if its attention was not reached.
@@ -111,6 +113,7 @@ class Binding:
     layout: SequenceLayout | Balancer
     mask: Mask
     kernel: Kernel | None = None
+    kv_layout: SequenceLayout | Balancer | None = None
     heads: tuple[int, int] | None = None
     mask_shape: tuple[int, int] | None = None
     forward_state: ForwardState = field(default_factory=ForwardState, repr=False)
@@ -134,44 +137,60 @@ class Binding:
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
             raise TypeError(f"{self.name}: strategy must be a Strategy object such as Ring(), got {self.strategy!r}")
-        if not isinstance(self.layout, SequenceLayout) and not callable(self.layout):
-            raise TypeError(
-                f"{self.name}: layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout such as "
-                f"head_tail, got {self.layout!r}"
-            )
+        for name, layout in self._named_layouts:
+            if not isinstance(layout, SequenceLayout) and not callable(layout):
+                raise TypeError(
+                    f"{self.name}: {name} must be a SequenceLayout or a function (length, ranks) -> SequenceLayout, "
+                    f"such as head_tail, got {layout!r}"
+                )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
         if self.role.alone:  # strategy and layout were made for the ranks that this rank replaces
             object.__setattr__(self, "strategy", Ring())
-            object.__setattr__(self, "layout", layout_of_one(self.layout))
+            for name, layout in self._named_layouts:
+                object.__setattr__(self, name, layout_of_one(layout))
         object.__setattr__(self, "strategy", strategy_on(self.strategy, self.group.size(), self.mask))
         if not isinstance(self.checks, Checks):
             raise TypeError(f"{self.name}: checks must be a Checks object such as Checks(), got {self.checks!r}")
         self.group_state.get_or_create(LocalItems).update(dict.fromkeys(self.checks.local))
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
-        if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
-            raise ValueError(
-                f"{self.name}: the layout cuts the sequence for {self.layout.ranks} ranks, mesh axis {self.axis!r} has "
-                f"{self.group.size()}: make it for the ranks that share the sequence, or give a balancer (head_tail)"
-            )
+        for name, layout in self._named_layouts:
+            if isinstance(layout, SequenceLayout) and layout.ranks != self.group.size():
+                raise ValueError(
+                    f"{self.name}: the {name} cuts the sequence for {layout.ranks} ranks, mesh axis {self.axis!r} has "
+                    f"{self.group.size()}: make it for the ranks that share the sequence, or give a balancer "
+                    "(head_tail)"
+                )
+
+    @property
+    def _named_layouts(self) -> list[tuple[str, SequenceLayout | Balancer]]:
+        return [("layout", self.layout), *([] if self.kv_layout is None else [("kv_layout", self.kv_layout)])]
+
+    @property
+    def layouts(self) -> tuple[SequenceLayout | Balancer, ...]:
+        """:attr:`layout`, and :attr:`kv_layout` if there is one."""
+        return tuple(layout for _, layout in self._named_layouts)
 
     def layout_for(self, length: int) -> SequenceLayout:
-        """The layout of a sequence of ``length`` positions."""
-        if not isinstance(self.layout, SequenceLayout):
-            return layout_made_by(self.layout, length, self.group.size())
-        if self.layout.length != length:
+        """The layout of a sequence of ``length`` positions, of queries or of both."""
+        return self._layout_for("layout", self.layout, length)
+
+    def _layout_for(self, name: str, layout: SequenceLayout | Balancer, length: int) -> SequenceLayout:
+        if not isinstance(layout, SequenceLayout):
+            return layout_made_by(layout, length, self.group.size())
+        if layout.length != length:
             remedy = (
                 "build the layout for this length, or give a balancer such as head_tail. Attention along another dim "
                 "than the tokens needs no style"
             )
-            if length == self.layout.length * self.group.size():
+            if length == layout.length * self.group.size():
                 remedy = "it seems that each was given the whole sequence: cut it with layout.shard"
             raise ValueError(
-                f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} "
-                f"hold {length} together; {remedy}{see('A layout of another length')}"
+                f"{self.name}: the {name} cuts {layout.length} positions, the ranks of mesh axis {self.axis!r} hold "
+                f"{length} together; {remedy}{see('A layout of another length')}"
             )
-        return self.layout
+        return layout
 
     @property
     def group_name(self) -> str:
@@ -230,7 +249,7 @@ class Binding:
         If the configuration has no value, the op raises the error.
         """
         where = self.name, self.axis, self.group.group_name
-        parts = self.strategy, self.layout, self.mask, self.kernel
+        parts = self.strategy, self.layout, self.mask, self.kernel, self.kv_layout
         try:
             in_graph = config_in_graph(*where, *parts, checks=self.checks, has_layout=self.has_layout, has_owner=True)
         except TypeError as error:
@@ -272,6 +291,8 @@ class Binding:
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
         first = self.layout_for(lengths[0])
+        if self.kv_layout is not None:
+            return first, self._layout_for("kv_layout", self.kv_layout, lengths[1])
         return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
 
     def with_layouts(self, cuts: Cuts) -> Resolved:
@@ -280,10 +301,12 @@ class Binding:
         return self.resolved.get(cuts) or self.resolved.put(cuts, Resolved(replace(self), cuts))
 
     @cached_property
-    def with_fixed_layout(self) -> Resolved:
-        """This configuration with its layout, which is a SequenceLayout."""
-        assert isinstance(self.layout, SequenceLayout)
-        return self.with_layouts((self.layout, self.layout))
+    def with_fixed_layouts(self) -> Resolved | None:
+        """This configuration with its layouts, if these are no balancers."""
+        first, last = self.layouts[0], self.layouts[-1]
+        if isinstance(first, SequenceLayout) and isinstance(last, SequenceLayout):
+            return self.with_layouts((first, last))
+        return None
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """A context that tells the other ranks of an error that leaves it."""
@@ -295,13 +318,18 @@ class Binding:
         tell_peers(self.name, self.group, error, agrees=self.checks.agreement)
 
     def refuse_other_cut(
-        self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None
+        self,
+        cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]],
+        q_length: int | None = None,
+        *,
+        side: int | None = None,
     ) -> None:
         """Raise ValueError for tensors that another layout cut.
 
         ``q_length`` is the number of local queries. With it, raise also for shards of this length from a layout for
-        another number of ranks.
+        another number of ranks. ``side``: 0 for queries, -1 for keys and values; None for tensors of either.
         """
+        sides = self.layouts if side is None else self.layouts[side:][:1]
         # Lengths do not show another layout, because most layouts have equal lengths.
         for tensor, cut in cut_tensors:
             if cut.ranks != self.group.size():
@@ -315,8 +343,9 @@ class Binding:
                         f"{see('A tensor that was cut with another layout')}"
                     )
                 continue
-            layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout_for(cut.length)
-            refuse_other_cut(self.name, (tensor,), layout, plain(self.layout))
+            made = [x if isinstance(x, SequenceLayout) else layout_made_by(x, cut.length, cut.ranks) for x in sides]
+            if cut not in made:
+                refuse_other_cut(self.name, (tensor,), made[0], plain(sides[0]))
 
     def facts(self) -> dict[str, Any]:
         """The configuration that ranks compare, by name."""
@@ -324,6 +353,7 @@ class Binding:
         return {
             "strategy": self.strategy,
             "layout": describe_cut(self.layout),
+            "kv_layout": None if self.kv_layout is None else describe_cut(self.kv_layout),
             "mask": self.mask,
             "the contents of the mask": contents[0],
             "kernel": self.kernel,
@@ -421,11 +451,18 @@ class Resolved:
     ) -> Attention:
         q, k, v = tensors
         binding, (q_length, kv_length) = self.binding, self.lengths
-        if kv_length != q_length and (is_causal or binding.mask.positional):
+        if binding.mask.crosses and binding.kv_layout is None:
+            raise ValueError(
+                f"{binding.name}: {binding.mask!r} numbers the keys of another sequence: pass the layout of these keys "
+                "as kv_layout="
+            )
+        crosses = kv_length != q_length or binding.kv_layout is not None
+        if crosses and (is_causal or binding.mask.positional):
             what = "is_causal=True" if is_causal else repr(binding.mask)
             raise ValueError(
                 f"{binding.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences "
-                "do not correspond. Cross-attention takes no positional mask; pass is_causal=False"
+                "do not correspond. Cross-attention takes no positional mask; pass is_causal=False. Masks whose bounds "
+                "number the keys of another sequence have positional = False, as EndedWindows and Shifted"
             )
         mask = binding.mask & Causal() if is_causal else binding.mask
         try:
@@ -474,6 +511,7 @@ def binding_of_call(
     layout: SequenceLayout | Balancer | None,
     mask: Mask,
     kernel: Kernel | None = None,
+    kv_layout: SequenceLayout | Balancer | None = None,
     *,
     checks: Checks,
 ) -> Binding:
@@ -494,7 +532,7 @@ def binding_of_call(
             with telling(name, group):  # this rank may be the only one without its scope
                 scope = state.get_or_create(ScopeHistory).find_scope(name, state.operations.axis, None)
                 layout, mask = (layout, mask) if scope is None else (scope.layout, mask & scope.mask)
-    key = name, mesh, strategy, layout, mask, kernel, checks
+    key = name, mesh, strategy, layout, mask, kernel, kv_layout, checks
     latest = None if known is None else known.objects.get(LatestBindings)
     try:
         if latest is not None and key in latest:
@@ -504,7 +542,7 @@ def binding_of_call(
         pass
     axis, group = axis_and_group(name, mesh)
     with telling(name, group):  # this rank's argument may be the only wrong one
-        binding = Binding(name, axis, group, strategy, layout, mask, kernel, checks=checks)
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel, kv_layout, checks=checks)
     # No cache keeps tensors and modules alive that a mask, a kernel or ``checks`` may hold.
     if mask.pattern == mask and is_value(kernel) and not checks.local:
         get_bindings(group).put(key, binding)

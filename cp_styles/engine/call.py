@@ -30,7 +30,7 @@ from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.binding import Binding, Resolved
 from cp_styles.engine.observers import CheckedCall
-from cp_styles.layout import Balancer, SequenceLayout, find_cuts, is_deterministic
+from cp_styles.layout import Balancer, SequenceLayout, find_cuts, may_vary
 from cp_styles.mask import Causal, Dense
 from cp_styles.mask.dense import digest
 from cp_styles.troubleshooting import see
@@ -70,22 +70,22 @@ class Call(CheckedCall):
         Raises :class:`~cp_styles.checks.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         binding, (q, k, v) = self.binding, self.tensors
-        layout, rank = binding.layout, binding.group.rank()
-        fixed = layout if isinstance(layout, SequenceLayout) else None
+        rank, fixed = binding.group.rank(), binding.with_fixed_layouts
         operations = binding.group_state.operations
         operations.check = start_status(
             self.row,
             Meeting.ATTENTION,
             *self.where,
             agrees=self.checks.agreement,
-            assumed=None if fixed is None else partial(_assume_equal_calls, fixed, rank),
+            assumed=None if fixed is None else partial(_assume_equal_calls, fixed.lengths_by_rank, rank),
             path=binding.forward_state.path,
             state=binding.group_state,
             judge=self.judge,
         )
-        length = None if fixed is None else fixed.lengths[rank]
-        if self.attn_mask is None and q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
-            return binding.with_fixed_layout  # see [Note: agreement without waiting] in agreement.py
+        if fixed is not None and self.attn_mask is None:
+            lengths, rows = (q.shape[_SEQ_DIM], k.shape[_SEQ_DIM]), fixed.lengths_by_rank
+            if lengths == (rows[0][rank], rows[1][rank]) and v.shape[_SEQ_DIM] == lengths[1]:
+                return fixed  # see [Note: agreement without waiting] in agreement.py
         operations.run_deferred_check()
         assert self.resolved is not None
         return self.resolved
@@ -99,7 +99,8 @@ class Call(CheckedCall):
         if binding.mask_may_change:
             binding.mask.check_unchanged()
         if cut_tensors := find_cuts(self.tensors):
-            binding.refuse_other_cut(cut_tensors, q.shape[dim])
+            for cut in cut_tensors:
+                binding.refuse_other_cut([cut], q.shape[dim], side=0 if cut[0] is q else -1)
         if forward_state.cuts:
             of_other_ranks = [cut for cut in forward_state.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
@@ -165,17 +166,19 @@ class Call(CheckedCall):
         if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
         self._refuse_joined_keys(rows)
-        cuts = agree_on_layouts(self.where, binding.layout, partial(binding.cuts, lengths), binding.checks.agreement)
-        for layout, local_lengths in zip(cuts, (rows.columns.q_length, rows.columns.kv_length), strict=True):
+        given = binding.layouts
+        cuts = agree_on_layouts(self.where, given, partial(binding.cuts, lengths), binding.checks.agreement)
+        of_ranks = rows.columns.q_length, rows.columns.kv_length
+        for layout, source, local_lengths in zip(cuts, (given[0], given[-1]), of_ranks, strict=True):
             if layout.lengths != local_lengths:
                 raise ValueError(
                     f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(local_lengths)} positions, "
-                    f"but the layout {plain(binding.layout)} gives them {list(layout.lengths)} of "
+                    f"but the layout {plain(source)} gives them {list(layout.lengths)} of "
                     f"{sum(local_lengths)}: cut the inputs with the layout of the attention (layout.shard), or give "
                     f"the attention the layout they were cut with{see('Inputs that were cut in another way')}"
                 )
         resolved = binding.with_layouts(cuts)
-        if isinstance(binding.layout, SequenceLayout) or is_deterministic(binding.layout):
+        if not any(map(may_vary, given)):
             binding.resolved.put(lengths, resolved)
         return resolved
 
@@ -189,7 +192,8 @@ class Call(CheckedCall):
         binding = self.binding
         queries, keys = rows.columns.q_length, rows.columns.kv_length
         pieces = sum(keys) // max(sum(queries), 1) if len(rows) > 1 else 1  # one rank has the pieces one after another
-        if pieces < 2 or any(pieces * q != k for q, k in zip(queries, keys, strict=True)) or graph_task_id() >= 0:
+        fits = pieces > 1 and all(pieces * q == k for q, k in zip(queries, keys, strict=True))
+        if not fits or binding.kv_layout is not None or graph_task_id() >= 0:
             return  # a recomputation has no arguments of a module, and its first run was looked at
         masked = self.attn_mask is not None or binding.mask.has_bias
         if not (masked or (binding.kernel is not None and binding.kernel.positional)):
@@ -208,8 +212,9 @@ class Call(CheckedCall):
             raise NotImplementedError(
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
                 f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "
-                "Lay them out by SequenceLayout.from_chunks. Keys of one other sequence: cut it by layout.shard, and "
-                f"give the part to a module. Or give layout= a function that looks up the layout of {sum(keys)} tokens"
+                "Give a function or AttentionContextParallel the layout of the keys, kv_layout=join_layouts(layout, "
+                f"layout), and a whole model layout= a function that looks up the layout of {sum(keys)} tokens. Keys "
+                "of one other sequence have its layout as kv_layout=, or are cut by layout.shard and given to a module"
                 f"{see('Keys of several pieces')}"
             )
 
@@ -222,11 +227,14 @@ class Call(CheckedCall):
 
 
 def agree_on_layouts(
-    where: Caller, layout: SequenceLayout | Balancer, make: Callable[[], AnyLayouts], agreement: bool
+    where: Caller,
+    layouts: Sequence[SequenceLayout | Balancer],
+    make: Callable[[], AnyLayouts],
+    agreement: bool,
 ) -> AnyLayouts:
-    """The layouts that ``make`` returns by ``layout``, equal on all ranks.
+    """The layouts that ``make`` returns by ``layouts``, equal on all ranks.
 
-    Communication: one all-gather of a row, if the layout comes from a balancer that is not a function of this package.
+    Communication: one all-gather of a row, if one comes from a balancer that is not a function of this package.
     """
     made: list[AnyLayouts] = []
 
@@ -236,14 +244,14 @@ def agree_on_layouts(
 
     # Facts of the call compare a SequenceLayout and functions of this package by value. The results of a user's own
     # function may differ, also from call to call. So it is called once for a call, and the ranks compare its results.
-    may_differ = agreement and not isinstance(layout, SequenceLayout) and not is_deterministic(layout)
+    may_differ = agreement and any(map(may_vary, layouts))
     agree_on_facts(make_layouts, Meeting.LAYOUT, where) if may_differ else make_layouts()
     return made[0]
 
 
-def _assume_equal_calls(layout: SequenceLayout, rank: int, row: Sequence[int]) -> list[Sequence[int]]:
-    """Assume that every rank sends this rank's row, with the length that the layout gives it."""
-    rows: list[Sequence[int]] = [(length, length, *row[2:]) for length in layout.lengths]
+def _assume_equal_calls(lengths: Sequence[Sequence[int]], rank: int, row: Sequence[int]) -> list[Sequence[int]]:
+    """Assume that every rank sends this rank's row, with the lengths that the layouts give it."""
+    rows: list[Sequence[int]] = [(*both, *row[2:]) for both in zip(*lengths, strict=True)]
     rows[rank] = row
     return rows
 

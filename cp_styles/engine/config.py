@@ -33,7 +33,7 @@ class AttentionConfig(OpaqueValue):
     """The configuration of the calls of one style or function in a compiled graph, without tensors.
 
     Attributes:
-        parts: strategy, layout, mask and kernel, as :func:`take_apart` returns them.
+        parts: strategy, layout, mask, kernel and layout of keys, as :func:`take_apart` returns them.
         has_layout: the user has given a layout. The open SequenceScope applies to a function's call without a layout.
         has_owner: a style or block holds the binding. If the owner is gone, the op raises.
         problem: the reason why there are no parts. The op raises it on every rank.
@@ -89,6 +89,7 @@ def config_in_graph(
     layout: SequenceLayout | Balancer,
     mask: Mask,
     kernel: Kernel | None,
+    kv_layout: SequenceLayout | Balancer | None = None,
     *,
     checks: Checks = CHECKS,
     has_layout: bool = False,
@@ -103,7 +104,7 @@ def config_in_graph(
         TypeError: for objects that another process could not rebuild, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
-    parts = take_apart((strategy, layout, mask, kernel), tensors)
+    parts = take_apart((strategy, layout, mask, kernel, kv_layout), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them; give layouts, not balancers")
     config = _make_config(name, axis, group_name, parts, checks.agreement, checks.only_warn, has_layout, has_owner)

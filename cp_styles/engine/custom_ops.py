@@ -40,7 +40,7 @@ from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
-from cp_styles.layout import SequenceLayout, is_deterministic
+from cp_styles.layout import may_vary
 from cp_styles.mask import Dense, Full
 from cp_styles.strategies import Attention
 from cp_styles.troubleshooting import see
@@ -276,9 +276,8 @@ def _attention(
     data = bytearray()
     if in_graph:
         out = _copy_to_strides(out, _empty_like_query(q.to("meta"), out.shape[3]))
-        layout = binding.layout
-        if scope is None and not isinstance(layout, SequenceLayout) and not is_deterministic(layout):
-            cut = pickle.dumps((resolved.cuts, Full()))  # the balancer may return other layouts in the backward
+        if any(map(may_vary, binding.layouts)):  # a balancer may return other layouts in the backward
+            cut = pickle.dumps((resolved.cuts, Full() if scope is None else scope.mask))
         data = bytearray(pickle.dumps((*resolved.lengths, cut))) if keep else data
     else:
         _resolved[resolved.serial] = resolved
@@ -505,11 +504,11 @@ def resolved_of(call: torch.Tensor) -> Resolved:
 
 def _resolve_in_graph(config: AttentionConfig, dense: torch.Tensor | None, call: torch.Tensor) -> Resolved:
     """The call of a compiled graph, for its backward."""
-    *lengths, pickled = pickle.loads(_read_bytes(call)[_NUMBER:])  # layout and mask of the scope, the cuts, or nothing
+    *lengths, pickled = pickle.loads(_read_bytes(call)[_NUMBER:])  # layout or layouts, and mask of the scope, if needed
     binding = find_binding(config, dense).unscoped
     cut, mask = pickle.loads(pickled) if pickled else (None, Full())
     if isinstance(cut, tuple):  # the layouts of a balancer
-        return binding.with_layouts(cut)
+        return (binding.bind_scope(cut[0], mask) if mask.parts else binding).with_layouts(cut)
     if cut is not None:
         binding = binding.bind_scope(cut, mask)
     return binding.with_layouts(binding.cuts((lengths[0], lengths[1])))

@@ -85,7 +85,7 @@ def rank_candidates(
     candidates = []
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
-        rank = busiest_rank(layout, mask)  # one rank, so that bytes, memory and time belong together
+        rank = busiest_rank((layout, layout), mask)  # one rank, so that bytes, memory and time belong together
         for strategy, each in product(strategies, shapes):
             progress(f"{strategy}, {name}")
             explanation, problem = None, find_problem(strategy, ranks, each)

@@ -165,6 +165,7 @@ def explain(
     head_dim: int,
     value_dim: int | None = None,
     kv_length: int | None = None,
+    kv_layout: SequenceLayout | Balancer | None = None,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
@@ -190,6 +191,7 @@ def explain(
         heads, kv_heads: numbers of query heads and of key/value heads. Default of kv_heads: heads.
         head_dim, value_dim: head dims of queries and keys, and of values. Default of value_dim: head_dim.
         kv_length: number of keys, for cross-attention.
+        kv_layout: the layout of these keys, or the balancer that makes it. Default: as ``layout``.
         batch: rows of the batch.
         dtype, device: dtype and device type of the tensors. This machine need not have such a device.
         mask: which keys each query attends to; default ``Causal()``.
@@ -227,8 +229,11 @@ def explain(
         )
     latent = (latent_dim, rotary_dim) if latent_dim else None
     shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch, latent)
-    cuts = [layout_made_by(layout, size, ranks) for size in (length, length if kv_length is None else kv_length)]
-    mask.check((batch, heads, length, cuts[1].length))
+    if kv_length is None:
+        kv_length = kv_layout.length if isinstance(kv_layout, SequenceLayout) else length
+    sides = (layout, length), (kv_layout or layout, kv_length)
+    cuts = [layout_made_by(cut, size, ranks) for cut, size in sides]
+    mask.check((batch, heads, length, kv_length))
     return explained(
         strategy,
         (cuts[0], cuts[1]),
@@ -303,20 +308,20 @@ def explained(
     if mask.only_for is not None:
         _, rank = mask.only_for  # which keys other ranks have selected is not known here
     if rank is not None or most <= 1:
-        simulated = [busiest_rank(layouts[0], mask) if rank is None else rank]
+        simulated = [busiest_rank(layouts, mask) if rank is None else rank]
     else:
-        simulated = range(ranks) if ranks <= most else _sample_ranks(layouts[0], mask)
+        simulated = range(ranks) if ranks <= most else _sample_ranks(layouts, mask)
     runs = {each: dry_run(strategy, layouts, mask, kernel, shapes, each, has_sink=has_sink) for each in simulated}
     return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
 
 
-def busiest_rank(layout: SequenceLayout, mask: Mask) -> int:
+def busiest_rank(layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask) -> int:
     """The rank with the most (query, key) pairs among eight ranks that are spread evenly."""
-    spread = sorted({index * (layout.ranks - 1) // 7 for index in range(8)})
-    return max(spread, key=lambda rank: attended_pairs(layout, layout, mask, rank))
+    spread = sorted({index * (layouts[0].ranks - 1) // 7 for index in range(8)})
+    return max(spread, key=lambda rank: attended_pairs(*layouts, mask, rank))
 
 
-def _sample_ranks(layout: SequenceLayout, mask: Mask) -> list[int]:
+def _sample_ranks(layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask) -> list[int]:
     """The busiest rank; with fewer than 256 ranks also the first and the last."""
-    ends = {0, layout.ranks - 1} if layout.ranks < 256 else set()
-    return sorted({busiest_rank(layout, mask), *ends})
+    ranks = layouts[0].ranks
+    return sorted({busiest_rank(layouts, mask), *({0, ranks - 1} if ranks < 256 else ())})

@@ -32,6 +32,7 @@ def context_attention(
     *,
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer | JointLayout | None = None,
+    kv_layout: SequenceLayout | Balancer | None = None,
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     scale: float | None = None,
@@ -47,13 +48,17 @@ def context_attention(
 
     Args:
         q_BHLD: local query, cut by ``layout``.
-        k_BGMD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
+        k_BGMD: local key, cut by ``kv_layout``, or in the same way. H is a multiple of G (GQA); only the G heads are
+            sent.
         v_BGME: local value.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         mask: which keys each query attends to, in global positions. Default: all.
         layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.joint_layout.JointLayout`, with which
             some tokens are whole on every rank. Default: the layout of the :class:`~cp_styles.SequenceScope` around the
             call, whose mask then applies too; without a scope ``head_tail``.
+        kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. ``mask`` is
+            then over the numbers of keys: see :class:`~cp_styles.mask.Shifted` and
+            :class:`~cp_styles.mask.EndedWindows`. Default: ``layout`` cuts both.
         strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
             explicit mask go to another kernel: see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.
@@ -96,15 +101,19 @@ def context_attention(
                 f"{name}: torch.compile cannot take Checks(local=...) into a graph: apply a style with it, or "
                 "call this function once outside of the compiled code"
             )
-        how = strategy, head_tail if cut is None else cut, mask, kernel
+        how = strategy, head_tail if cut is None else cut, mask, kernel, kv_layout
         source = config_in_graph(name, axis, group.group_name, *how, checks=checks, has_layout=cut is not None)
     else:
-        source = binding_of_call(name, mesh, strategy, cut, mask, kernel, checks=checks)
+        source = binding_of_call(name, mesh, strategy, cut, mask, kernel, kv_layout, checks=checks)
         group = source.group
     tensors, problem = (q_BHLD, k_BGMD, v_BGME), ""
     try:
         if seq_dim not in (1, 2):
             raise ValueError(f"{name}: seq_dim={seq_dim} must be 2, for tensors [B, H, L, D], or 1, for [B, L, H, D]")
+        if joint is not None and kv_layout is not None:
+            raise NotImplementedError(
+                f"{name}: a JointLayout lays out keys with queries: pass kv_layout= with a layout or a balancer"
+            )
         if return_lse and (sink_H is not None or joint is not None or traced):
             raise NotImplementedError(
                 f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"

@@ -95,6 +95,7 @@ def context_flex_attention(
     return_aux: AuxRequest | None = None,
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer | None = None,
+    kv_layout: SequenceLayout | Balancer | None = None,
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     checks: Checks = CHECKS,
@@ -107,7 +108,7 @@ def context_flex_attention(
 
     Args:
         q_BHLD: local query, cut by ``layout``.
-        k_BGMD: local key, cut in the same way. Only the G heads are sent.
+        k_BGMD: local key, cut by ``kv_layout``, or in the same way. Only the G heads are sent.
         v_BGME: local value.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
@@ -122,6 +123,8 @@ def context_flex_attention(
         mask: a mask of this package, in addition to ``block_mask``.
         layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, whose mask then applies too; without a scope ``head_tail``.
+        kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. Positions of
+            keys then number that sequence. Default: ``layout`` cuts both.
         strategy: how keys and values get to the queries; default ``Ring()``.
         kernel: computes the tiles; default the fastest of torch's kernels that can. Not with a score_mod.
         checks: what the ranks check of each other: :class:`~cp_styles.Checks`.
@@ -143,7 +146,8 @@ def context_flex_attention(
         out = context_flex_attention(q, k, v, mesh, block_mask=block_mask, layout=layout)
     """
     name = "context_flex_attention"
-    binding = binding_of_call(name, mesh, strategy or Ring(), layout, mask or Full(), kernel, checks=checks)
+    how = strategy or Ring(), layout, mask or Full(), kernel, kv_layout
+    binding = binding_of_call(name, mesh, *how, checks=checks)
     call = FlexCall(block_mask, score_mod, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 

@@ -7,7 +7,16 @@ boolean or additive mask is :class:`Dense`, which adds a bias to the logits.
 """
 
 from cp_styles.mask.algebra import Full, Mask, PerRow
-from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow, WithBlocks
+from cp_styles.mask.bands import (
+    Causal,
+    Chunked,
+    Documents,
+    EndedWindows,
+    PrefixLM,
+    Shifted,
+    SlidingWindow,
+    WithBlocks,
+)
 from cp_styles.mask.dense import Dense
 
 __all__ = [
@@ -15,10 +24,12 @@ __all__ = [
     "Chunked",
     "Dense",
     "Documents",
+    "EndedWindows",
     "Full",
     "Mask",
     "PerRow",
     "PrefixLM",
+    "Shifted",
     "SlidingWindow",
     "WithBlocks",
 ]

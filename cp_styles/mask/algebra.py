@@ -62,10 +62,11 @@ class Mask:
     """
 
     positional = True  # whether positions of queries correspond to positions of keys: both are of one sequence
+    crosses = False  # whether bounds number the keys of another sequence, for positions of queries of this one
     separates = True  # whether it may hide tokens of one document of a pack from tokens of the next
     local = False  # whether a query attends to keys near it alone: a window, or chunks
     documents: tuple[int, ...] | None = None  # the lengths of the packed documents that it separates
-    only_for: tuple[Any, int] | None = None  # (layout, rank) of the queries for which alone it is known, at one call
+    only_for: tuple[Any, int] | None = None  # (layouts, rank) of queries and keys for which alone it is known
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
@@ -75,7 +76,7 @@ class Mask:
         super().__init_subclass__(**options)
         # Attributes that describe the bounds of a base class do not hold for other bounds.
         if "bounds" in vars(cls) and getattr(cls.__base__, "bounds", None) is not Mask.bounds:
-            for name in {"breaks", "parts", "positional", "separates", "local"} - vars(cls).keys():
+            for name in {"breaks", "parts", "positional", "crosses", "separates", "local"} - vars(cls).keys():
                 setattr(cls, name, getattr(Mask, name))
 
     def breaks(self, length: int) -> torch.Tensor:
@@ -264,9 +265,18 @@ class _CompositeMask(Mask):
     def content(self) -> int:
         return hash(tuple(mask.content for mask in self.masks))
 
-    has_bias, has_gaps, additive, varies_by_head_or_row, positional, separates, local = (
+    has_bias, has_gaps, additive, varies_by_head_or_row, positional, crosses, separates, local = (
         property(lambda self, name=name: any(getattr(mask, name) for mask in self.masks))
-        for name in ["has_bias", "has_gaps", "additive", "varies_by_head_or_row", "positional", "separates", "local"]
+        for name in [
+            "has_bias",
+            "has_gaps",
+            "additive",
+            "varies_by_head_or_row",
+            "positional",
+            "crosses",
+            "separates",
+            "local",
+        ]
     )
 
     @property

@@ -91,6 +91,87 @@ class Chunked(Mask):
 
 
 @dataclass(frozen=True)
+class EndedWindows(Mask):
+    """Keys of another sequence, one for each window of ``size`` tokens. A query attends to windows that have ended.
+
+    So the query at position p attends to the keys 0 .. (p + 1) // size - 1: to the window in which it is only if it is
+    its last token, as in DeepSeek-V4 (HCA, CSA) and NSA. Give the attention the layout of these keys as ``kv_layout=``,
+    such as :func:`~cp_styles.mixers.window_layout`.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+
+    Example::
+
+        first, stop = EndedWindows(4).bounds(torch.tensor([2, 3, 8]))
+        assert stop.tolist() == [0, 1, 2]
+    """
+
+    size: int
+    positional, crosses = False, True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"EndedWindows size must be at least 1, got {self.size}")
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q_positions_L), (q_positions_L + 1) // self.size
+
+    def breaks(self, length: int) -> torch.Tensor:
+        if self.size == 1:
+            return Full.breaks(self, length)  # pyright: ignore[reportArgumentType]
+        return torch.arange(self.size - 1, length + 1, self.size, device="cpu")
+
+
+@dataclass(frozen=True)
+class Shifted(Mask):
+    """``inner`` for queries that are a later part of the sequence of the keys: the tokens ``first``, ``first`` + 1, ...
+
+    For a prompt in pieces, and for caches of earlier pieces: the keys are all tokens so far, which have a layout of
+    their own, ``kv_layout=``. See :func:`~cp_styles.layout.join_layouts`.
+
+    Raises:
+        ValueError: ``first`` is negative, or ``inner`` has gaps or biases.
+
+    Example::
+
+        first, stop = Shifted(Causal(), 100).bounds(torch.tensor([0, 5]))
+        assert stop.tolist() == [101, 106]
+    """
+
+    inner: Mask
+    first: int
+    positional, crosses = False, True
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            raise ValueError(f"Shifted first must be >= 0, got {self.first}")
+        if self.inner.has_gaps or self.inner.has_bias or self.inner.crosses or len(self.inner.rows) > 1:
+            raise ValueError(
+                f"Shifted takes a mask of intervals (Causal, SlidingWindow, Chunked, Documents and their "
+                f"conjunctions), got {self.inner!r}: give another mask a class with bounds of its own"
+            )
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner.bounds(q_positions_L + self.first)
+
+    def breaks(self, length: int) -> torch.Tensor:
+        return self.inner.breaks(length + self.first) - self.first
+
+    @property
+    def length(self) -> int | None:
+        return self.inner.length
+
+    @property
+    def pattern(self) -> Mask:
+        return Shifted(self.inner.pattern, self.first)
+
+    @property
+    def content(self) -> int:
+        return self.inner.content
+
+
+@dataclass(frozen=True)
 class PrefixLM(Mask):
     """Causal, and every position also attends to the first ``prefix`` positions.
 

@@ -56,6 +56,8 @@ class FlexMask(Mask):
         mask = FlexMask(by_frame) & SlidingWindow(300)
     """
 
+    positional = False  # pyright: ignore[reportAssignmentType]
+
     def __init__(self, block_mask: BlockMask) -> None:
         if not isinstance(block_mask, BlockMask):
             raise TypeError(

@@ -234,9 +234,13 @@ class CutSequence:
             mode.note_function(group.group_name)
         default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
-        layout = layout_of_one(layout) if state.get_or_create(Role).alone else layout
         state.get_or_create(LocalItems).update(dict.fromkeys(checks.local))
-        return cls(name, axis, group, layout, masked, checks)
+        made = cls(name, axis, group, layout, masked, checks)
+        return replace(made, layout=made.of_these_ranks(layout))
+
+    def of_these_ranks(self, layout: Any) -> Any:
+        """``layout``, or where one rank stands in for all of them its layout of one rank."""
+        return layout_of_one(layout) if state_of(self.group).get_or_create(Role).alone else layout
 
     def with_documents_from(self, kwargs: dict[str, Any]) -> CutSequence:
         """This sequence with the documents in the arguments of a kernel, which are removed from ``kwargs``."""
@@ -329,7 +333,7 @@ class CutSequence:
                 check.judge(numbers, checked_call)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        (cut,) = agree_on_layouts(where, layout, lambda: (layout_for(whole),), isinstance(rows, StatusRows))
+        (cut,) = agree_on_layouts(where, (layout,), lambda: (layout_for(whole),), isinstance(rows, StatusRows))
         state.get_or_create(Forwards).lengths.put((lengths[peers.rank], lengths[peers.rank]), (whole, whole))
         if cut.lengths != lengths:
             raise ValueError(

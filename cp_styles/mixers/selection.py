@@ -126,7 +126,7 @@ def context_select(
         factor = q_BILD.shape[-1] ** -0.5 if scale is None else scale
         where = _Allowed(masks[0] & masks[1], cut.layout, cut.peers.rank, q_BILD.device)
         scores_BLK, positions_BLK = _Select.apply(q_BILD, k_BSD, weights_BIL, where, factor, top_k)
-        return SelectedKeys(_share(cut.peers, cut.layout, positions_BLK), positions_BLK, scores_BLK)
+        return SelectedKeys(_share(cut.peers, (cut.layout, cut.layout), positions_BLK), positions_BLK, scores_BLK)
 
 
 @uncompiled
@@ -135,6 +135,7 @@ def selected_keys(
     mesh: MeshOrGroup,
     *,
     layout: SequenceLayout | Balancer | None = None,
+    kv_layout: SequenceLayout | None = None,
     checks: Checks = CHECKS,
 ) -> Selected:
     """The mask of keys that an indexer of your own has selected for this rank's queries.
@@ -143,8 +144,11 @@ def selected_keys(
         positions_BLK: int32 or int64 [B, L, K], or [1, L, K] for all rows of the batch: positions in the whole
             sequence, -1 for none; CPU or CUDA. Do not change the tensor in place.
         mesh, layout, checks: as in :func:`context_select`.
+        kv_layout: the layout of keys of another sequence, such as of windows of tokens: positions are then numbers of
+            these keys. Give the attention the same one.
 
-    Communication: one all-gather of some integers; one all-to-all of S bytes. The host waits for the device once.
+    Communication: one all-gather of some integers; one all-to-all of a byte for each key. The host waits for the device
+    once.
 
     Raises:
         ValueError, TypeError: on every rank, if any rank's positions are no integers, or lie outside the sequence, or
@@ -155,6 +159,7 @@ def selected_keys(
         mask = Causal() & selected_keys(positions_BLK, mesh, layout=layout)
     """
     sequence = CutSequence.from_call("selected_keys", mesh, layout, (), checks)
+    keys = kv_layout and sequence.of_these_ranks(kv_layout)
 
     def describe() -> CallFacts:
         if positions_BLK.ndim != 3 or positions_BLK.dtype not in (torch.int32, torch.int64):
@@ -162,10 +167,15 @@ def selected_keys(
                 f"{sequence.name}: positions_BLK must be int32 or int64 [B, L, K], got {positions_BLK.dtype} "
                 f"{tuple(positions_BLK.shape)}"
             )
-        return [positions_BLK], 1, {}
+        if keys is not None and keys.ranks != sequence.group.size():
+            raise ValueError(
+                f"{sequence.name}: kv_layout is for {keys.ranks} ranks, the group has {sequence.group.size()}: make it "
+                "for the ranks that share the sequence"
+            )
+        return [positions_BLK], 1, {"kv_layout": keys}
 
     with sequence.compared_call(describe) as cut:
-        return _share(cut.peers, cut.layout, positions_BLK)
+        return _share(cut.peers, (cut.layout, keys or cut.layout), positions_BLK)
 
 
 @uncompiled
@@ -211,10 +221,11 @@ def selected_weights(
         log_p = selected.scores_BLK.log_softmax(-1)
         loss_of_rank = torch.where(target > 0, target * (target.log() - log_p), 0).sum() / (B * S)
     """
-    layout = selected.mask.of_rank.layout
-    sequence = CutSequence.from_call("selected_weights", mesh, layout, (), checks)
+    sequence = CutSequence.from_call("selected_weights", mesh, selected.mask.of_rank.layouts[0], (), checks)
 
     def describe() -> CallFacts:
+        if selected.mask.crosses:
+            raise NotImplementedError(f"{sequence.name}: keys of another sequence (kv_layout=) are not supported")
         shapes = tuple(q_BHLD.shape), tuple(k_BGLD.shape), tuple(lse_BHL.shape)
         fits = q_BHLD.ndim == k_BGLD.ndim == 4 and shapes[0][:3] == shapes[2] and shapes[0][2:] == shapes[1][2:]
         if not fits or shapes[0][0] != shapes[1][0] or shapes[0][1] % shapes[1][1]:
@@ -267,7 +278,7 @@ def select_by_layer(
             found = allowed_BlS.expand(part.shape[0], -1, -1).gather(-1, part.long())
             parts.append(part.masked_fill(~found, -1))
         positions_BLK = torch.cat(parts, 1)
-        facts_about(positions_BLK)[select_by_layer] = _share(cut.peers, cut.layout, positions_BLK.clone())
+        facts_about(positions_BLK)[select_by_layer] = _share(cut.peers, (cut.layout, cut.layout), positions_BLK.clone())
     return positions_BLK
 
 
@@ -300,8 +311,9 @@ def _gather(peers: Peers, layout: SequenceLayout, x_BLD: torch.Tensor, *, check:
 
 
 @torch.no_grad()
-def _share(peers: Peers, layout: SequenceLayout, positions_BLK: torch.Tensor) -> Selected:
+def _share(peers: Peers, layouts: tuple[SequenceLayout, SequenceLayout], positions_BLK: torch.Tensor) -> Selected:
     """The mask of the positions. The ranks tell each other which keys they have selected."""
+    layout = layouts[1]
     # One byte for each key: a message of keys and values has thousands of times as many.
     flags = torch.zeros(layout.length + 1, dtype=torch.uint8, device=positions_BLK.device)
     at = positions_BLK.flatten().long()
@@ -320,7 +332,7 @@ def _share(peers: Peers, layout: SequenceLayout, positions_BLK: torch.Tensor) ->
         )
     both = both.bool()
     sent = both[layout.length :].view(peers.size, own).unbind()
-    return Selected(positions_BLK, Selection(layout, peers.rank, both[: layout.length], sent), Contents(positions_BLK))
+    return Selected(positions_BLK, Selection(layouts, peers.rank, both[: layout.length], sent), Contents(positions_BLK))
 
 
 class _Allowed:

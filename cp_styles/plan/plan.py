@@ -105,8 +105,9 @@ def _make_plan(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
 ) -> Plan:
     if mask.only_for is not None:
-        layout, known = mask.only_for
-        if not q_layout == kv_layout == layout:
+        layouts, known = mask.only_for
+        if (q_layout, kv_layout) != layouts:
+            layout = layouts[0]
             raise ValueError(
                 f"the keys were selected for queries of {layout.ranks} ranks that hold {list(layout.lengths)[:8]} "
                 f"positions, in another layout than the attention's, of {list(q_layout.lengths)[:8]}: give both calls "

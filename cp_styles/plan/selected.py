@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,13 +25,13 @@ class Selection(Mask):
     """Which keys the queries of this rank have selected, on the host: the pattern of :class:`Selected`.
 
     Attributes:
-        layout: the layout of queries and keys.
+        layouts: the layout of queries, and of the keys among which they select.
         rank: this rank.
-        selected_S: bool for each position: some query of this rank has selected it.
+        selected_S: bool for each key of the whole sequence: some query of this rank has selected it.
         sent: for each destination, bool for each row of this rank: some query of that rank has selected it.
     """
 
-    layout: SequenceLayout
+    layouts: tuple[SequenceLayout, SequenceLayout]
     rank: int
     selected_S: torch.Tensor
     sent: tuple[torch.Tensor, ...]
@@ -40,21 +40,25 @@ class Selection(Mask):
     has_bias = True  # pyright: ignore[reportAssignmentType]
 
     @property
-    def only_for(self) -> tuple[SequenceLayout, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.layout, self.rank
+    def crosses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layouts[0] != self.layouts[1]
+
+    @property
+    def only_for(self) -> tuple[Any, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layouts, self.rank
 
     def needed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """No key travels that no query has selected. One of both is this rank's, and all of a rank's are asked for."""
         if not len(q_positions_L):
             return torch.zeros(len(kv_positions_M), dtype=torch.bool, device="cpu")
-        queries, _ = make_holders(self.layout, self.layout)
+        queries, _ = make_holders(*self.layouts)
         peer = int(queries.holder(queries.chunk(q_positions_L[:1])))
         return self.selected_S[kv_positions_M] if peer == self.rank else self.sent[peer]
 
     @cached_property
     def positions(self) -> DeviceTables:
         """The positions of the queries of this rank, ascending."""
-        return DeviceTables(self.layout.positions(self.rank, "cpu"))
+        return DeviceTables(self.layouts[0].positions(self.rank, "cpu"))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,21 +92,29 @@ class Selected(Mask):
     def __repr__(self) -> str:
         # Ranks compare this text, and each has its own positions.
         batch, _, count = self.positions_BLK.shape
-        return f"Selected({count} of {self.of_rank.layout.length} keys, {batch} rows)"
+        return f"Selected({count} of {self.length} keys, {batch} rows)"
 
     @property
     def pattern(self) -> Mask:
         return self.of_rank
 
     @property
-    def only_for(self) -> tuple[SequenceLayout, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def only_for(self) -> tuple[Any, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.of_rank.only_for
+
+    @property
+    def crosses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of_rank.crosses
+
+    @property
+    def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.crosses
 
     has_bias, additive = True, False  # pyright: ignore[reportAssignmentType]
 
     @property
     def length(self) -> int:
-        return self.of_rank.layout.length
+        return self.of_rank.layouts[1].length
 
     @property
     def varies_by_head_or_row(self) -> bool:
@@ -114,11 +126,11 @@ class Selected(Mask):
         return self.of_rank.needed(q_positions_L, kv_positions_M)
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        rows, length = self.positions_BLK.shape[0], self.length
-        if rows not in (1, shape[0]) or shape[2:] != (length, length):
+        rows, lengths = self.positions_BLK.shape[0], tuple(layout.length for layout in self.of_rank.layouts)
+        if rows not in (1, shape[0]) or shape[2:] != lengths:
             raise ValueError(
-                f"keys were selected for {rows} rows of {length} positions, the attention has {shape[0]} rows, "
-                f"{shape[2]} queries and {shape[3]} keys: select keys for each call"
+                f"keys were selected for {rows} rows of {lengths[0]} positions among {lengths[1]} keys, the attention "
+                f"has {shape[0]} rows, {shape[2]} queries and {shape[3]} keys: select keys for each call"
                 f"{see('A mask of another length')}"
             )
 

@@ -76,6 +76,8 @@ class AttentionContextParallel(ContextParallelStyle):
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``.
+        kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. ``mask`` is
+            then over the numbers of keys: see :class:`~cp_styles.mask.Shifted`. Default: ``layout`` cuts both.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
@@ -131,6 +133,7 @@ class AttentionContextParallel(ContextParallelStyle):
         mesh_axis: str = "cp",
         strategy: Strategy | None = None,
         layout: SequenceLayout | Balancer | None = None,
+        kv_layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         checks: Checks = CHECKS,
@@ -142,7 +145,7 @@ class AttentionContextParallel(ContextParallelStyle):
         super().__init__(mesh_axis=mesh_axis, **options, verified=verified)
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
-        self.seq_dim = seq_dim
+        self.kv_layout, self.seq_dim = kv_layout, seq_dim
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -276,7 +279,7 @@ class CoreState:
             if self._holds_parameters and torch.is_grad_enabled():
                 self._hook_parameters()
                 self._keep_form(self.calls.form)
-            tensors = self._boundary.enter(inputs, binding.group, binding.layout)
+            tensors = self._boundary.enter(inputs, binding.group, binding.layouts)
         except Exception as error:
             refuse_destroyed(binding.group)  # torch says of such a mesh that it has no value
             self._binding.unscoped.tell_peers(error)
@@ -396,7 +399,7 @@ class CoreState:
         calls.is_cut = form is not None and bool(form.cut_axes)
         if calls.is_cut and not self._mask_is_uniform:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        tensors = boundary.enter(inputs, self._binding.group, self._binding.layout)
+        tensors = boundary.enter(inputs, self._binding.group, self._binding.layouts)
         private = tensors[0].device_mesh
         args, kwargs = self._replace_inputs(args, kwargs, tensors)
         calls.forward_state.calls = 0

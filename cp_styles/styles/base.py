@@ -25,6 +25,8 @@ from cp_styles.styles.on_mesh_axis import take_axis
 class ContextParallelStyle(ParallelStyle):
     """Base of the context-parallel styles; their docstrings explain the options."""
 
+    kv_layout: SequenceLayout | Balancer | None = None
+
     def __init__(
         self,
         *,
@@ -61,7 +63,7 @@ class ContextParallelStyle(ParallelStyle):
         # The count is in the state of the group and not in the style: ranks that are threads may share the style.
         numbers = state_of(group).get_or_create(Forwards).modules
         numbers[self] = site = numbers.get(self, 0) + 1
-        options = self.strategy, layout, self.mask, self.kernel
+        options = self.strategy, layout, self.mask, self.kernel, self.kv_layout
         state = ForwardState()
         scopes = {"has_layout": self.layout is not None, "forward_state": state, "history": state}
         binding = Binding(who, name, group, *options, checks=self.checks, site=site, **scopes)

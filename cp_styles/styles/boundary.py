@@ -172,23 +172,23 @@ class SequenceBoundary:
         return local, InputForm(query.device_mesh, query.placements, *fields, *sizes)
 
     def enter(
-        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, layout: SequenceLayout | Balancer
+        self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, layouts: Sequence[SequenceLayout | Balancer]
     ) -> Sequence[DTensor]:
         """Convert local query, key and value to DTensors on the private mesh over ``group``. No communication.
 
-        ``layout`` is the layout of the call, or the balancer that makes it.
+        ``layouts``: the layouts of queries and of keys of the call, or one of both, or the balancers that make them.
         """
         if torch.compiler.is_dynamo_compiling():
             mesh, placements = mesh_in_graph(self.live, tensors[0].device.type), [Shard(self._seq_dim)]
             return [placed_in_graph(tensor, mesh, placements) for tensor in tensors]
         q, k, v = tensors
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-        key = metas, q.device.type, group.group_name, layout.lengths if isinstance(layout, SequenceLayout) else None
+        key = metas, q.device.type, group.group_name, *[x.lengths for x in layouts if isinstance(x, SequenceLayout)]
         specs = self._specs.get(key)
         if specs is None:
             rank, ranks, dim = group.rank(), group.size(), self._seq_dim
             mesh, specs = private_mesh(group, q.device.type), []
-            for tensor in tensors:
+            for tensor, layout in zip(tensors, (layouts[0], layouts[-1], layouts[-1]), strict=True):
                 shape = list(tensor.shape)
                 shape[dim] = declared_size(layout, rank, ranks, shape[dim])
                 specs.append(spec_of(tensor, mesh, (Shard(dim),), shape))

@@ -20,7 +20,6 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     ModuleContextParallel,
-    SequenceLayout,
     SequenceScope,
     context_attention,
     context_flex_attention,
@@ -30,6 +29,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
+from cp_styles.layout import join_layouts
 from cp_styles.mask import Dense
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -189,8 +189,7 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
     x, memory, mask = randn(0, 1, 2, 8, WIDTH), randn(1, 1, 2, 16, WIDTH), torch.arange(16)[None].expand(8, -1) > 3
     wanted = F.scaled_dot_product_attention(x, memory, memory, mask)
     first = contiguous(8, 2)
-    second = SequenceLayout.from_chunks([*one, *((a + 8, b + 8) for a, b in one)] for one in first.chunks)
-    second = second if keys == "joined" else contiguous(16, 2)
+    second = join_layouts(first, first) if keys == "joined" else contiguous(16, 2)
 
     def on(rank: int) -> float:
         mesh, q, k = cp_mesh(2), first.shard(x, 2, rank), second.shard(memory, 2, rank) + 0
@@ -199,8 +198,8 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
         with pytest.raises(NotImplementedError, match="2 times as long"):  # any length is no known length
             context_attention(q, k, k, mesh, mask=Dense(mask), layout=lambda length, ranks: contiguous(length, ranks))
         names: dict[str, Any] = {
-            "first": first,
-            "second": second,
+            "second": first,
+            "keys": second,
             "mesh": mesh,
             "mask": Dense(mask),
             "q": q,
@@ -208,10 +207,11 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
             "v": k,
         }
         names["context_attention"] = context_attention
+        exec(example("example: keys with a layout of their own"), names)
         exec(example("example: keys of a known length"), names)
-        tell = AttentionContextParallel(layout=lambda length, ranks: {8: first, 16: second}[length])
-        out = parallelize_module(Core(), mesh, tell)(q, k, k, mask)
-        part, found = first.shard(wanted, 2, rank), [names["out"], out]
+        part, found = first.shard(wanted, 2, rank), [names["out"]]
+        for told in ({"layout": names["look_up"]}, {"layout": first, "kv_layout": second}):
+            found.append(parallelize_module(Core(), mesh, AttentionContextParallel(**told))(q, k, k, mask))
         if keys == "of one sequence":  # marked inputs need no function
             marked = second.shard(memory, 2, rank)
             core = parallelize_module(Core(), mesh, AttentionContextParallel(layout=contiguous))
@@ -229,7 +229,7 @@ def test_the_page_lays_them_out(lengths: tuple[int, int]):
     wanted = F.scaled_dot_product_attention(*joined, is_causal=True)
 
     def on(rank: int) -> float:
-        names: dict[str, Any] = {"torch": torch, "SequenceLayout": SequenceLayout, "mesh": cp_mesh(2)}
+        names: dict[str, Any] = {"torch": torch, "join_layouts": join_layouts, "mesh": cp_mesh(2)}
         names |= {"context_attention": context_attention, "mask": Causal()}
         names["first"], names["second"] = (head_tail(length, 2) for length in lengths)
         cuts = names["first"], names["second"]
