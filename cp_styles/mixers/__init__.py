@@ -9,12 +9,15 @@ derived from (layout, documents), for any layout:
     context_recurrence       the affine map of the state over each fragment, composed in order; or all tokens
                              of a part of the channels, for kernels without an initial state
     context_roll             the rows that other positions hold: torch.roll, for multi-token prediction
+    context_halo             the rows around each part, for a module that looks at a few tokens: n-grams
     context_rand, _randn     random numbers that do not depend on the number of ranks; context_dropout, replace_dropout
+    context_windows          blocks of tokens, each on the rank that has its last token
     context_select           the small keys of an indexer, and the selected keys: sparse attention of DeepSeek-V3.2
 """
 
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import context_causal_conv1d
+from cp_styles.mixers.halo import context_halo
 from cp_styles.mixers.randomness import (
     DropoutByPosition,
     context_dropout,
@@ -26,6 +29,7 @@ from cp_styles.mixers.randomness import (
 from cp_styles.mixers.recurrence import Recurrence, context_recurrence
 from cp_styles.mixers.roll import context_roll
 from cp_styles.mixers.selection import SelectedKeys, context_select, selected_keys, selected_weights
+from cp_styles.mixers.windows import context_windows, window_layout
 
 __all__ = [
     "Channels",
@@ -34,13 +38,16 @@ __all__ = [
     "SelectedKeys",
     "context_causal_conv1d",
     "context_dropout",
+    "context_halo",
     "context_rand",
     "context_randn",
     "context_recurrence",
     "context_roll",
     "context_select",
+    "context_windows",
     "derive_seed",
     "replace_dropout",
     "selected_keys",
     "selected_weights",
+    "window_layout",
 ]
