@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -120,8 +121,9 @@ def context_halo(
             "remove() of the first handle"
         )
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
-    if unknown := [each for each in whole if each not in input_names(module)]:
-        raise ValueError(f"{name}: whole={unknown} names no argument of its forward, {list(input_names(module))}")
+    known = inspect.signature(module.forward).parameters
+    if any(each not in known for each in whole) and all(each.kind.name != "VAR_KEYWORD" for each in known.values()):
+        raise ValueError(f"{name}: whole={list(whole)} must be names of arguments of its forward, {list(known)}")
     halos: dict[int, _Halo] = vars(module).setdefault(_HALOS, OrderedDict())
     handle = RemovableHandle(halos)
     halos[handle.id] = _Halo(name, mesh, ends, seq_dim, whole, layout, documents, checks)
