@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from cp_styles._compat import never_compile_alone
 from cp_styles.decoding import find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.mixers.halo import has_halo
+from cp_styles.mixers.halo import reach_of
 from cp_styles.troubleshooting import see
 
 _POOLS = nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d
@@ -86,7 +86,7 @@ def _refuse_uneven(name: str, path: str, layer: nn.Module, args: Any) -> None:
 
 
 def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
-    if not _mixes(layer) or has_halo(layer):
+    if not _mixes(layer) or reach_of(layer) is not None:
         return
     if not torch.compiler.is_dynamo_compiling():  # else the error ends the trace, and the forward runs uncompiled
         calls = AttentionCalls.current()

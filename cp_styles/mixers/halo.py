@@ -114,7 +114,7 @@ def context_halo(
             f"{name}: the attribute `forward` of the module itself was set, as by torch.compile(module). It hides the "
             "forward of the class: call context_halo first, or give the module inside"
         )
-    inside = [path or "itself" for path, child in module.named_modules() if has_halo(child)]
+    inside = [path or "itself" for path, child in module.named_modules() if reach_of(child) is not None]
     if inside:
         raise ValueError(
             f"{name}: it has a halo already ({inside[0]}): give one halo, with the sum of the reaches, or call "
@@ -132,9 +132,10 @@ def context_halo(
     return handle
 
 
-def has_halo(module: nn.Module) -> bool:
-    """Whether :func:`context_halo` gives the module the rows around its tokens."""
-    return bool(getattr(module, _HALOS, None))
+def reach_of(module: nn.Module) -> tuple[int, int] | None:
+    """The reach of a module with a halo, (in front, behind); None for other modules."""
+    halos: dict[int, _Halo] = getattr(module, _HALOS, None) or {}
+    return next((halo.reach for halo in halos.values()), None)
 
 
 class _RunsWithHalo(UnpicklableMixin):

@@ -23,6 +23,7 @@ from cp_styles._compat import WHOLE_CALL, tensors_in, tree_leaves, tree_map
 from cp_styles.backbone import backbone_of
 from cp_styles.engine.observers import attention_listener
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.mixers.halo import reach_of
 from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add_squares, factor, squares
 from cp_styles.verify.record import ATTENTION, Call, Key, UnhandledAttention, plain_name
@@ -154,6 +155,8 @@ class _WrongCall:
         node = self._node
         if text := self._describe_lost_documents():
             return f"{node}: {text}"
+        if text := self._describe_small_reach():
+            return f"{node}: {text}"
         anywhere = any(self._gather(any(attention is not None for attention in self._attentions)))
         if self._reproduces(lambda: self._rerun(self._args, self._kwargs), whole=False):
             if any(self._gather(None in self._attentions)):
@@ -260,6 +263,36 @@ class _WrongCall:
             f"documents are not separated: the ranks got its output without {', '.join(names)}, so a state goes on "
             "from one document to the next. Give context_recurrence or context_causal_conv1d the documents of the "
             "whole sequence (documents=), or open a SequenceScope(layout, mask=Documents(...))"
+        )
+
+    def _describe_small_reach(self) -> str | None:
+        """The cause if a module with a halo reads tokens out of its reach."""
+        reach, wrong = reach_of(self._modules[self._node.name]), self._wrong_positions()
+        if reach is None:
+            return None
+
+        def reads_more() -> bool:
+            assert wrong is not None
+            position = min(wrong[0])
+
+            def change(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
+                """``whole`` with other values at the tokens out of reach."""
+                assert isinstance(part, ExpectedRows)
+                rows = torch.arange(part.layout.length, device=whole.device)
+                rows = rows[(rows < position - reach[0]) | (rows > position + reach[1])]
+                return whole.index_copy(part.dim, rows, whole.index_select(part.dim, rows.roll(1)))
+
+            wholes, parts = (self._node.args, self._node.kwargs), (self._args, self._kwargs)
+            results = self._rerun(*self._change_shards(wholes, parts, change))
+            return self._differs(
+                results, lambda x, part: isinstance(part, ExpectedRows) and x.select(part.dim, position)
+            )
+
+        if not any(self._gather(_true_without_error(reads_more))):
+            return None
+        return (
+            f"its output depends on more tokens than its halo has, {reach[0]} in front of a token and {reach[1]} "
+            "behind it: give context_halo a larger reach=, the sum of the reaches of the layers in it"
         )
 
     def _change_shards(

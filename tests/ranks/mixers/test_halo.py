@@ -29,6 +29,7 @@ from cp_styles import (
     contiguous,
     head_tail,
     parallelize_module,
+    sum_gradients,
 )
 from cp_styles.layout import SequenceLayout, striped
 from cp_styles.mixers import context_halo, context_roll
@@ -65,8 +66,8 @@ class TwoSided(nn.Conv1d):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, 4)
 
-    def forward(self, input):
-        return super().forward(F.pad(input, (1, 2)))
+    def forward(self, x_BCL):
+        return super().forward(F.pad(x_BCL, (1, 2)))
 
 
 class NGrams(nn.Module):
@@ -250,3 +251,341 @@ def test_bytes_and_calls():
     assert lengths == ([2, 2, 2], [8])
     *_, sent, lengths = on_ranks(module, contiguous(2, 3), [tokens[0][:, :2]], None, [cotangents[0][:, :2]])
     assert lengths == ([1], [2], [1])  # the last rank has no token, and computes the first
+
+
+# In a model.
+
+
+class Model(nn.Module):
+    """A layer that looks at a few tokens, and attention."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.out, self.again = layer, nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x_BLC):
+        mixed = (lambda x: self.layer(x.mT).mT) if isinstance(self.layer, nn.Conv1d) else self.layer
+        mixed = checkpoint(mixed, x_BLC, use_reentrant=False) if self.again else mixed(x_BLC)
+        q = (x_BLC + mixed)[:, None]
+        return self.out(F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0])
+
+
+X, COTANGENT = randn(0, 2, 13, WIDTH), randn(1, 2, 13, WIDTH)
+
+
+def drawn_model(kind: type[nn.Module]) -> Model:
+    return Model(drawn(kind, 1)[0]).double()
+
+
+def in_style(mine: Any, mesh: Any, *, halo_first: bool = True) -> Any:
+    steps = [
+        partial(context_halo, mine.layer, mesh, reach=mine.layer.reach, seq_dim=mine.layer.seq_dim),
+        partial(parallelize_module, mine, mesh, ModuleContextParallel(layout=contiguous)),
+    ]
+    for step in steps if halo_first else steps[::-1]:
+        step()
+    return mine
+
+
+def check_model(kind: type[nn.Module], run: Callable[[Any, Any, torch.Tensor], tuple[Any, torch.Tensor]]) -> None:
+    """``run(model, mesh, part)`` returns the model that has run, and its output."""
+    model, layout, mesh_of = drawn_model(kind), contiguous(13, 2), partial(init_device_mesh, "cpu", (2,))
+    whole = X.clone().requires_grad_()
+    wanted = [model(whole), *torch.autograd.grad(model(whole), [whole, *model.parameters()], COTANGENT)]
+
+    def main(rank: int):
+        part = layout.shard(X, 1, rank).clone().requires_grad_()
+        mine, out = run(copy.deepcopy(model), mesh_of(mesh_dim_names=("cp",)), part)
+        found = torch.autograd.grad(out, [part, *mine.parameters()], layout.shard(COTANGENT, 1, rank))
+        return [out.detach(), found[0]], found[1:]
+
+    parts, grads = zip(*run_ranks(main, 2), strict=True)
+    found = [layout.unshard(each, 1) for each in zip(*parts, strict=True)]
+    found += [sum(each) for each in zip(*grads, strict=True)]
+    assert max(map(error, found, wanted)) < EXACT
+
+
+@pytest.mark.parametrize("kind", [Dilated, TwoSided])
+@pytest.mark.parametrize("halo_first", [True, False])
+def test_a_style_around_it(kind, halo_first: bool):
+    """Whichever comes first; the layout is the style's. A convolution of torch with a halo is not refused."""
+
+    def run(mine: Any, mesh: Any, part: torch.Tensor):
+        mine = in_style(mine, mesh, halo_first=halo_first)
+        return mine, mine(part)
+
+    check_model(kind, run)
+
+
+@pytest.mark.parametrize("kind", [Dilated, TwoSided])
+def test_a_copy_in_a_checkpoint(kind):
+    """A recomputation has the layout of the style too."""
+
+    def run(mine: Any, mesh: Any, part: torch.Tensor):
+        mine = copy.deepcopy(in_style(mine, mesh))
+        mine.again = True
+        return mine, mine(part)
+
+    check_model(kind, run)
+
+
+def test_a_block_around_it():
+    def run(mine: Any, mesh: Any, part: torch.Tensor):
+        context_halo(mine.layer, mesh, reach=mine.layer.reach)
+        with context_parallel(mesh, layout=contiguous):
+            return mine, mine(part)
+
+    check_model(Dilated, run)
+
+
+def test_torch_compile():
+    """Its graph breaks at the module."""
+
+    def run(mine: Any, mesh: Any, part: torch.Tensor):
+        mine = in_style(mine, mesh)
+        return mine, torch.compile(mine, backend="aot_eager")(part)
+
+    check_model(Dilated, run)
+
+
+def test_a_graph_that_may_not_break_is_refused():
+    def main(rank: int):
+        mine = drawn(Dilated, 1)[0]
+        context_halo(mine, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), reach=mine.reach)
+        torch.compile(mine, backend="eager", fullgraph=True)(X)
+
+    (refused,) = run_ranks(main, 1, return_errors=True)
+    assert "a module with a halo runs outside of torch.compile's graphs" in str(refused)
+
+
+def test_documents_of_a_scope():
+    module, (x,) = drawn(Dilated, 13)
+    layout, (out,) = head_tail(13, 2), on_one(module, [x], (4, 9))[0]
+
+    def main(rank: int):
+        mine, mesh = copy.deepcopy(module), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_halo(mine, mesh, reach=mine.reach)
+        with SequenceScope(layout, mask=Causal() & Documents((4, 9))):
+            return mine(layout.shard(x, 1, rank)).detach()
+
+    assert error(layout.unshard(run_ranks(main, 2), 1), out) < EXACT
+
+
+def test_the_handle_removes_it():
+    """Then the module computes with its own tokens, as before, and may get another halo."""
+
+    def main(rank: int):
+        mine, mesh = drawn(Dilated, 1)[0], init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        part, layout = head_tail(13, 2).shard(X, 1, rank), head_tail
+        alone = mine(part)
+        options = {"reach": mine.reach, "layout": layout}
+        handle = context_halo(mine, mesh, **options)
+        with_halo, twin = mine(part), copy.deepcopy(mine)
+        handle.remove()
+        assert torch.equal(mine(part), alone)
+        assert torch.equal(twin(part), with_halo)
+        assert list(mine.state_dict()) == list(twin.state_dict()) == list(drawn(Dilated, 1)[0].state_dict())
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=layout))
+        context_halo(mine, mesh, reach=mine.reach)
+        return float((mine(part) - with_halo).norm())
+
+    assert max(run_ranks(main, 2)) < EXACT
+
+
+# verify.
+
+
+def proof(reach: Any, kind: type[nn.Module] = Dilated) -> Any:
+    model = drawn_model(kind)
+
+    def step(mine: Any, x: torch.Tensor, mesh: Any):
+        layout = contiguous(x.shape[1], mesh.size())
+        mine(layout.shard(x, 1, mesh.get_local_rank())).square().sum().backward()
+        sum_gradients(mine, mesh)
+
+    def main(rank: int):
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_halo(mine.layer, mesh, reach=reach, seq_dim=mine.layer.seq_dim)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))
+        return verify(mine, mesh, X, step)
+
+    return run_ranks(main, 2, return_errors=True)[0]
+
+
+def test_verify_proves_it_with_a_planted_mistake():
+    assert "equal to one device" in str(proof(5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach", "front", "behind"), [(Dilated, 4, 4, 0), (TwoSided, (1, 1), 1, 1), (TwoSided, (0, 2), 0, 2)]
+)
+def test_verify_names_a_reach_that_is_too_small(kind, reach, front: int, behind: int):
+    found = proof(reach, kind)
+    assert isinstance(found, VerificationError)
+    words = " ".join(str(found).split())
+    assert f"layer ({kind.__name__}): its output depends on more tokens than its halo has, {front} in" in words
+    assert f"and {behind} behind it: give context_halo a larger reach=" in words
+
+
+# Refused.
+
+
+class Attends(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.mesh = how, None
+
+    def forward(self, x_BLC):
+        q = x_BLC[:, None]
+        if self.how == "roll":
+            return context_roll(x_BLC, 1, 1, self.mesh, fill=0.0)
+        if self.how == "function":
+            return context_attention(q, q, q, self.mesh)[:, 0]
+        return F.scaled_dot_product_attention(q, q, q)[:, 0]
+
+
+@pytest.mark.parametrize("how", ["roll", "function", "style"])
+def test_messages_inside_are_refused(how: str):
+    """With two ranks and head_tail, rows with the halo are as many as two parts of a longer sequence."""
+    model = Model(Attends(how)).double()
+
+    def main(rank: int):
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine.layer.mesh = mesh
+        context_halo(mine.layer, mesh, reach=1)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        part = head_tail(8, 2).shard(X[:, :8], 1, rank)
+        with pytest.raises(NotImplementedError, match="the module calls attention, or another function"):
+            mine(part)
+        mine.layer = nn.Identity()
+        return mine(part)  # nothing is left switched on
+
+    run_ranks(main, 2)
+
+
+def refused(act: Callable[[int, Any], Any], words: str, kind: type[Exception], ranks: int = 2) -> None:
+    errors = run_ranks(
+        lambda rank: act(rank, init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))), ranks, return_errors=True
+    )
+    assert all(isinstance(each, kind) for each in errors), errors
+    assert any(re.search(words, str(each)) for each in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"reach": -1}, ValueError, "reach=-1 must be at least 0"),
+        ({"reach": (1, -1)}, ValueError, "must be at least 0"),
+        ({"reach": 1.5}, TypeError, "a number of tokens, or a pair"),
+        ({"reach": (1, 2, 3)}, TypeError, "a number of tokens, or a pair"),
+        ({"reach": True}, TypeError, "a number of tokens, or a pair"),
+        ({"reach": 1, "whole": "table"}, ValueError, r"whole=\['table'\] must be names of arguments .*x_BLC"),
+    ],
+)
+def test_options_that_are_refused(options, kind, words: str):
+    refused(lambda rank, mesh: context_halo(Dilated(), mesh, **options), words, kind)
+
+
+def test_a_second_halo_is_refused():
+    def act(rank: int, mesh: Any) -> None:
+        mine = Model(Dilated())
+        context_halo(mine.layer, mesh, reach=5)
+        context_halo(copy.deepcopy(mine.layer), mesh, reach=5)
+
+    refused(act, "has a halo already .itself.: give one halo", ValueError)
+
+    def around(rank: int, mesh: Any) -> None:
+        mine = Model(Dilated())
+        context_halo(mine.layer, mesh, reach=5)
+        context_halo(mine, mesh, reach=5)
+
+    refused(around, "has a halo already .layer.", ValueError)
+
+
+def test_modules_that_are_refused():
+    refused(lambda _, mesh: context_halo(torch.compile(Dilated()), mesh, reach=5), "torch.compile.*first", ValueError)
+
+    def pickled(rank: int, mesh: Any) -> None:
+        mine = Dilated()
+        context_halo(mine, mesh, reach=5)
+        pickle.dumps(mine)
+
+    refused(pickled, "cannot be pickled", TypeError)
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x, y=None):
+        return self.what(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        (lambda x: x[:, 1:], ValueError, "must return an output for each token"),
+        (lambda x: x.sum(), ValueError, "must return an output for each token"),
+        (lambda x: iter([x]), TypeError, "returned an object of list_iterator"),
+    ],
+)
+def test_results_that_are_refused(what, kind, words: str):
+    def act(rank: int, mesh: Any) -> None:
+        mine = Returns(what)
+        context_halo(mine, mesh, reach=1)
+        mine(torch.ones(1, 4, 3))
+
+    refused(act, words, kind)
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "words"),
+    [
+        (torch.ones(1, 3, 2), ValueError, r"y \(1, 3, 2\). Give it tensors of this rank's tokens.* whole="),
+        (torch.ones(3), ValueError, r"y \(3,\). Give it"),
+        (object(), TypeError, "y has an object of object"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
+def test_arguments_that_are_refused(more, kind, words: str, wrong):
+    """On every rank, if only one has them."""
+
+    def act(rank: int, mesh: Any) -> None:
+        mine = Returns(lambda x: x)
+        context_halo(mine, mesh, reach=1)
+        mine(torch.ones(1, 4, 3), more if rank in wrong else None)
+
+    refused(act, words, (kind, ValueError))
+
+
+def test_tokens_of_another_cut_are_refused():
+    def act(rank: int, mesh: Any) -> None:
+        mine = Returns(lambda x: x)
+        context_halo(mine, mesh, reach=1, layout=contiguous(9, 2))
+        mine(torch.ones(1, 4, 3))
+
+    refused(act, "cuts 9 positions for 2 ranks", ValueError)
+
+
+def test_ranks_with_other_reaches():
+    def act(rank: int, mesh: Any) -> None:
+        mine = Returns(lambda x: x)
+        context_halo(mine, mesh, reach=1 + rank)
+        mine(torch.ones(1, 4, 3))
+
+    refused(act, "disagree on reach", ValueError)
+
+
+def test_an_error_of_the_module_on_one_rank_reaches_every_rank():
+    def act(rank: int, mesh: Any) -> None:
+        mine = Returns(lambda x: x if rank else x.no_such_name)
+        context_halo(mine, mesh, reach=1)
+        mine(torch.ones(1, 4, 3))
+        context_roll(torch.ones(1, 4, 3), 1, 1, mesh)
+
+    errors = run_ranks(
+        lambda rank: act(rank, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))), 2, return_errors=True
+    )
+    assert isinstance(errors[0], AttributeError)
+    assert "no_such_name" in str(errors[1])
