@@ -64,6 +64,7 @@ from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import (
     context_causal_conv1d,
     context_dropout,
+    context_halo,
     context_recurrence,
     context_roll,
     context_select,
@@ -473,6 +474,24 @@ class ConvolvedByName(nn.Module):
         return causal_conv1d_fn(x.mT, self.weight).mT
 
 
+class ShiftedTwice(nn.Module):
+    """Adds to each token the two before it."""
+
+    def forward(self, x):
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1] + F.pad(x, (0, 0, 2, 0))[:, :-2]
+
+
+def with_halo(reach: int) -> dict[str, Any]:
+    """A model with a module that depends on the two tokens before a token, and has a halo."""
+
+    def apply(model: Any, mesh: DeviceMesh) -> nn.Module:
+        context_halo(model.shifted, mesh, reach=reach)
+        return parallelize_module(model, mesh, ModuleContextParallel(layout=head_tail))
+
+    model = lambda: Model(lambda m, x: m.shifted(x), shifted=ShiftedTwice())  # noqa: E731
+    return {"model": model, "apply": apply, "no_block": "its halo is put on with the style"}
+
+
 AROUND = (
     *kind(
         "around gather",
@@ -493,6 +512,8 @@ AROUND = (
         right(
             "dropout by position", lambda m, x: context_dropout(x, 0.5, 1, m.view.mesh, seed=0, layout=m.view.layout)
         ),
+        right("a halo", **with_halo(2)),
+        wrong("a halo whose reach is too small", **with_halo(1)),
         right("selected keys", indexed),
         wrong("keys that each rank selects among its own", indexed_alone),
         wrong("centred, then context_roll", lambda m, x: rolled(m, centred(m, x))),

@@ -96,8 +96,14 @@ def _refuse_mixing(name: str, path: str, layer: nn.Module, args: Any) -> None:
         if past is not None and past.prefilled:
             return
     by = "Call it through context_causal_conv1d or context_recurrence of cp_styles.mixers"
-    if isinstance(layer, nn.Conv1d) and _looks_ahead(layer):
-        by = "It looks both ways: give its taps the tokens of context_roll(x, shift, seq_dim, mesh, fill=0.0)"
+    if isinstance(layer, nn.Conv1d):
+        reach = (layer.kernel_size[0] - 1) * layer.dilation[0]
+        if _looks_ahead(layer):
+            front = reach // 2 if layer.padding == "same" else int(layer.padding[0])
+            by = "It looks both ways: give its taps the tokens of context_roll(x, shift, seq_dim, mesh, fill=0.0), or "
+            by += f"the rows around its part by context_halo(layer, mesh, reach={front, reach - front}, seq_dim=-1)"
+        else:
+            by += f", or give the module around it to context_halo(module, mesh, reach={reach})"
     raise NotImplementedError(
         f"{name}: {path} ({type(layer).__name__}) carries values from token to token, but gets this rank's tokens "
         f"alone. {by}, or gather the tokens "

@@ -236,14 +236,15 @@ class _WrongCall:
             return (
                 "It reads later tokens too. Add a sum over tokens up over the ranks, gather(part[None], 0, mesh, "
                 "reduce_gradients=True).sum(0) of cp_styles.collectives; give a convolution that looks both ways its "
-                "neighbors by context_roll(x, shift, seq_dim, mesh, fill=0.0) of cp_styles.mixers; or gather the "
-                "tokens, call it on all, and cut the result"
+                "neighbors by context_halo(module, mesh, reach=(in front, behind)) or context_roll(x, shift, seq_dim, "
+                "mesh, fill=0.0) of cp_styles.mixers; or gather the tokens, call it on all, and cut the result"
             )
         if all(reach < length for length in lengths if length):
             return (
                 f"Only the first {reach} tokens of a part are wrong: the rows before it are missing, as in a "
                 f"convolution of {reach + 1} taps. Call it by context_causal_conv1d(conv, x, mesh, width={reach + 1}) "
-                "of cp_styles.mixers; a shift of ids or other tensors by context_roll(x, shift, seq_dim, mesh, fill=0)"
+                f"of cp_styles.mixers, or give the module to context_halo(module, mesh, reach={reach}); a shift of ids "
+                "or other tensors by context_roll(x, shift, seq_dim, mesh, fill=0)"
             )
         return (
             "The first part is right: the state is not passed on. Call the kernel of a recurrence by "

@@ -37,7 +37,7 @@ from cp_styles import (
 )
 from cp_styles.integrations.transformers import prefill
 from cp_styles.mixers import by_name
-from cp_styles.testing import run_ranks
+from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     BATCH,
     CACHE,
@@ -438,3 +438,60 @@ def test_compiled(model_type: str):
     inputs, labels = inputs_of(model, tokens), labels_of(tokens)
     found = on_ranks(model, inputs, labels, how=lambda mine: torch.compile(mine, backend="eager"))
     assert largest_error(found, expected(model, inputs, labels)) < EXACT
+
+
+# Layers that look at a few tokens, by the lines of the page.
+
+NGRAMS = {
+    "layer_types": [LINEAR, LINEAR],
+    "ple_layer_ids": [1, 2],
+    "ple_embed_dim": 16,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 1,
+    "make_ngram_vocab_size_divisible_by": 8,
+}
+HALOS: dict[str, dict[str, Any]] = {"zaya": {"num_experts_per_tok": 1}, "qwen4_exp_text": NGRAMS}
+HALO_LINES = re.findall(
+    r"<!-- example: halo of transformers -->\n```python\n(.*?)```",
+    (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text(),
+    re.DOTALL,
+)[0]
+
+
+@pytest.mark.parametrize("model_type", HALOS)
+@pytest.mark.parametrize("cut", ["2 head_tail", "3 contiguous"])
+def test_layers_with_a_halo(model_type: str, cut: str):
+    assert error_with_halos(model_type, cut, HALO_LINES) < EXACT
+
+
+@pytest.mark.parametrize("model_type", HALOS)
+def test_a_halo_with_one_token_less_is_another_model(model_type: str):
+    lines = HALO_LINES.replace(" - 2)", " - 3)").replace(" - 1)", " - 2)")
+    assert error_with_halos(model_type, "3 contiguous", lines) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", HALOS)
+def test_without_a_halo_they_are_refused(model_type: str):
+    with pytest.raises(RankError, match=r"Conv1d. carries values from token to token.* context_halo"):
+        error_with_halos(model_type, "3 contiguous", "")
+
+
+def error_with_halos(model_type: str, cut: str, lines: str) -> float:
+    config = config_of(model_type, **{"num_hidden_layers": 2} | HALOS[model_type] | {"use_cache": model_type == "zaya"})
+    model, tokens, (ranks, balancer) = tiny(causal_lm, config).train(), tokens_of(), CUTS[cut]
+    inputs, labels, layout = inputs_of(model, tokens), labels_of(tokens), balancer(LENGTH, ranks)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=layout))
+        exec(lines, {"model": mine, "mesh": mesh})
+        parts = {name: layout.shard(x, 1, rank) for name, x in inputs.items()}
+        loss = step(mine, parts, layout.shard(labels, 1, rank))
+        sum_gradients(mine, mesh)
+        return loss, gradients(mine)
+
+    found = run_ranks(main, ranks)
+    return largest_error((sum(loss for loss, _ in found), found[0][1]), expected(model, inputs, labels))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.functional import conv1d, cross_entropy, pad, silu
+from torch.nn.functional import avg_pool1d, conv1d, cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -105,6 +105,25 @@ def test_the_example_of_a_convolution():
     x, y = (head_tail(1000, 2).unshard(parts, 2) for parts in zip(*run_ranks(on, 2), strict=True))
     whole = silu(conv1d(pad(x.double(), (3, 0)), torch.ones(8, 1, 4, dtype=torch.float64), groups=8))
     assert error(y, whole) < 1e-6  # float32; a row that is not sent would be off by its own size
+
+
+def test_the_examples_of_a_halo_and_of_blocks():
+    def on(rank):
+        scope = {}
+        for name in ("example", "example: halo", "example: blocks"):
+            exec(example(name), scope)
+        names = ("features_BLC", "pooled_BNC")
+        return [scope[name].detach() for name in names], scope["numbers"]
+
+    ((features, pooled), numbers), ((others, other_pooled), other_numbers) = run_ranks(on, 2)
+    ids = torch.arange(1000)[None] % 13
+    rows = torch.arange(800.0).view(100, 8).sin().double()[(ids * 7 + pad(ids, (1, 0))[:, :-1]) % 100]
+    whole = avg_pool1d(rows.mT, 5, 1, 2).mT
+    assert error(head_tail(1000, 2).unshard([features, others], 1), whole) < 1e-6  # float32
+    wanted = pad(whole, (0, 0, 8, 0)).unfold(1, 72, 64).mean(-1)
+    blocks = torch.cat((pooled, other_pooled), 1)[:, torch.cat((numbers, other_numbers)).argsort()]
+    assert blocks.shape == (1, 15, 8)
+    assert error(blocks, wanted) < 1e-6
 
 
 def test_the_example_is_the_attention_of_all_tokens():

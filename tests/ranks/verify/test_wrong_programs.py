@@ -103,6 +103,9 @@ CAUSES = {
     "buffers for the next forward: a length in a dict": rf"depends on the number of tokens.*{LENGTH}",
     "buffers for the next forward: the mean of this rank's tokens, of one forward": rf"{LEAVES} \(mean\) {SECOND}",
     "buffers for the next forward: a length in a dict, of one forward": rf"{LEAVES} \(memo\) {SECOND}",
+    "around mixers: a halo whose reach is too small": (
+        r"shifted \(ShiftedTwice\): its output depends on more tokens than its halo has, 1 in front of a token and 0 "
+    ),
     "with a joint text: centred": f"what it gives to the attention in .* 12 positions .*{UNKNOWN}",
     "with a joint text: positions that are not cut": r"'argument 1' of the model .* attention's layout \(12 p",
     "with a joint text: positions of another cut": "'argument 1' .* layout mismatch: it is cut with contiguous",
