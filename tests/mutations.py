@@ -766,6 +766,69 @@ selection: keys that the mask forbids | ranks/mixers/test_selection.py
 selection: the indexer of a model without its mask | clients/test_transformers.py -k selected_keys
     _run_indexer | calls.binding.mask & (mask if whole.padding is None else mask & Dense(whole.padding))
     becomes | calls.binding.mask
+halo: rows of another document | ranks/mixers/test_halo.py -k each_layout
+    halo_plan | min(reach[0], start - edges[document - 1])
+    becomes | min(reach[0], start)
+halo: no rows behind | ranks/mixers/test_halo.py -k each_layout
+    halo_plan | min(reach[1], edges[document] - stop)
+    becomes | 0
+halo: a document begins inside of a call | ranks/mixers/test_halo.py -k each_layout
+    halo_plan | part.front == reach[0]
+    becomes | part.front <= reach[0]
+halo: a document ends inside of a call | ranks/mixers/test_halo.py -k each_layout
+    halo_plan | calls[-1][-1].behind == reach[1]
+    becomes | True
+halo: outputs of the rows in front are kept | ranks/mixers/test_halo.py -k each_layout
+    _Halo._own_rows | end + part.front
+    becomes | end
+halo: a rank without tokens computes zeros of nobody | ranks/mixers/test_halo.py -k bytes_and_calls
+    halo_plan | [0] * min(layout.length, 1)
+    becomes | []
+halo: messages inside of the module | ranks/mixers/test_halo.py -k messages_inside
+    _Halo.run | operations.check = self._refuse_messages
+    becomes | pass
+halo: a recomputation without the layout of the style | ranks/mixers/test_halo.py -k checkpoint
+    _Halo.run | calls.begin_call()
+    becomes | pass
+halo: an error of the module is not told | ranks/mixers/test_halo.py -k reaches_every_rank
+    _Halo.run | telling(self.name, group, agrees=self.checks.agreement)
+    becomes | mark_mixing()
+halo: a cache of the model itself | clients/test_mixers.py -k "halo and zaya"
+    _Halo.run | () if calls is None else CACHE_ARGUMENTS
+    becomes | ()
+halo: two halos of a module | ranks/mixers/test_halo.py -k handle
+    context_halo | if not isinstance(module, _RunsWithHalo):
+    becomes | if True:
+halo: a second halo is taken | ranks/mixers/test_halo.py -k second_halo
+    context_halo | if inside:
+    becomes | if False:
+halo: a tensor that has no tokens | ranks/mixers/test_halo.py -k arguments_that
+    _Halo._check | or len(set(lengths.values())) > 1
+    becomes nothing
+halo: an object that may hold tokens | ranks/mixers/test_halo.py -k arguments_that
+    _Halo._check | not isinstance(leaf, _PLAIN)
+    becomes | False
+halo: an output without tokens | ranks/mixers/test_halo.py -k results_that
+    _Halo._own_rows | or x.shape[self.seq_dim] != rows
+    becomes nothing
+halo: a convolution with a halo is refused | ranks/mixers/test_halo.py -k style_around
+    _refuse_mixing | or reach_of(layer) is not None
+    becomes nothing
+halo: verify does not name a small reach | ranks/mixers/test_halo.py -k names_a_reach
+    _WrongCall._describe_small_reach | if reach is None:
+    becomes | if True:
+windows: the rank with the first token has a window | ranks/mixers/test_windows.py -k layout_of
+    window_layout | (start // size, stop // size) for
+    becomes | (-(-start // size), -(-stop // size)) for
+windows: rows are sent for each window | ranks/mixers/test_windows.py -k bytes
+    window_exchanges | positions[there].unique()
+    becomes | positions[there]
+windows: packed documents are taken | ranks/mixers/test_windows.py -k packed
+    context_windows | len(document_lengths(packed)) > 1
+    becomes | False
+windows: rows before the sequence | ranks/mixers/test_windows.py -k each_layout
+    window_exchanges | torch.nonzero(there.flatten()).flatten()
+    becomes | torch.arange(int(there.sum()), device="cpu")
 random numbers: a rank draws for the first positions | ranks/mixers/test_randomness.py
     _draw | cut.layout.positions(cut.peers.rank, x.device)
     becomes | torch.arange(x.shape[seq_dim], device=x.device)

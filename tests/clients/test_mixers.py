@@ -467,7 +467,7 @@ def test_layers_with_a_halo(model_type: str, cut: str):
 
 @pytest.mark.parametrize("model_type", HALOS)
 def test_a_halo_with_one_token_less_is_another_model(model_type: str):
-    lines = HALO_LINES.replace(" - 2)", " - 3)").replace(" - 1)", " - 2)")
+    lines = HALO_LINES.replace("taps - 2", "taps - 3").replace("size - 1", "size - 2")
     assert error_with_halos(model_type, "3 contiguous", lines) > 1e-3
 
 
