@@ -512,10 +512,10 @@ AROUND = (
         right(
             "dropout by position", lambda m, x: context_dropout(x, 0.5, 1, m.view.mesh, seed=0, layout=m.view.layout)
         ),
-        right("a halo", **with_halo(2)),
-        wrong("a halo whose reach is too small", **with_halo(1)),
         right("selected keys", indexed),
         wrong("keys that each rank selects among its own", indexed_alone),
+        right("a halo", **with_halo(2)),
+        wrong("a halo whose reach is too small", **with_halo(1)),
         wrong("centred, then context_roll", lambda m, x: rolled(m, centred(m, x))),
         wrong("context_causal_conv1d, then centred", lambda m, x: centred(m, convolved(m, x))),
         wrong(

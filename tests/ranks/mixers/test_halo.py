@@ -317,7 +317,14 @@ def test_a_style_around_it(kind, halo_first: bool):
     check_model(kind, run)
 
 
-@pytest.mark.parametrize("kind", [Dilated, TwoSided])
+def plain_convolution() -> nn.Module:
+    """A layer of torch, which a style leaves as it is."""
+    layer: Any = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+    layer.reach, layer.seq_dim = (1, 1), -1
+    return layer
+
+
+@pytest.mark.parametrize("kind", [Dilated, plain_convolution])
 def test_a_copy_in_a_checkpoint(kind):
     """A recomputation has the layout of the style too."""
 
