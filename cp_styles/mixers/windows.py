@@ -56,8 +56,8 @@ def context_windows(
 ) -> torch.Tensor:
     """The complete windows of a sharded sequence whose last token this rank has, each with the tokens in front of it.
 
-    For layers that pool, compress or score blocks of keys, as DeepSeek-V4 (https://huggingface.co/deepseek-ai) and
-    native sparse attention (https://arxiv.org/abs/2502.11089) do. Windows and parts need not be aligned: on one device,
+    For layers that pool, compress or score blocks of keys, such as native sparse attention
+    (https://arxiv.org/abs/2502.11089). Windows and parts need not be aligned. On one device it is
     ``F.pad(x, (0, 0, before, 0)).unfold(1, before + size, size).mT``.
 
     Args:
