@@ -172,11 +172,9 @@ class Binding:
         """:attr:`layout`, and :attr:`kv_layout` if there is one."""
         return tuple(layout for _, layout in self._named_layouts)
 
-    def layout_for(self, length: int) -> SequenceLayout:
-        """The layout of a sequence of ``length`` positions, of queries or of both."""
-        return self._layout_for("layout", self.layout, length)
-
-    def _layout_for(self, name: str, layout: SequenceLayout | Balancer, length: int) -> SequenceLayout:
+    def layout_for(self, length: int, *, of_keys: bool = False) -> SequenceLayout:
+        """The layout of a sequence of ``length`` positions: of keys, or of queries."""
+        layout = self.layouts[-1] if of_keys else self.layout
         if not isinstance(layout, SequenceLayout):
             return layout_made_by(layout, length, self.group.size())
         if layout.length != length:
@@ -187,7 +185,7 @@ class Binding:
             if length == layout.length * self.group.size():
                 remedy = "it seems that each was given the whole sequence: cut it with layout.shard"
             raise ValueError(
-                f"{self.name}: the {name} cuts {layout.length} positions, the ranks of mesh axis {self.axis!r} hold "
+                f"{self.name}: the layout cuts {layout.length} positions, the ranks of mesh axis {self.axis!r} hold "
                 f"{length} together; {remedy}{see('A layout of another length')}"
             )
         return layout
@@ -291,9 +289,8 @@ class Binding:
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
         first = self.layout_for(lengths[0])
-        if self.kv_layout is not None:
-            return first, self._layout_for("kv_layout", self.kv_layout, lengths[1])
-        return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
+        same = self.kv_layout is None and lengths[1] == lengths[0]
+        return first, first if same else self.layout_for(lengths[1], of_keys=True)
 
     def with_layouts(self, cuts: Cuts) -> Resolved:
         """This configuration with these layouts. Cached."""
@@ -461,8 +458,8 @@ class Resolved:
             what = "is_causal=True" if is_causal else repr(binding.mask)
             raise ValueError(
                 f"{binding.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences "
-                "do not correspond. Cross-attention takes no positional mask; pass is_causal=False. Masks whose bounds "
-                "number the keys of another sequence have positional = False, as EndedWindows and Shifted"
+                "do not correspond. Cross-attention takes no positional mask; pass is_causal=False, or a mask over "
+                "numbers of keys, as Shifted and EndedWindows"
             )
         mask = binding.mask & Causal() if is_causal else binding.mask
         try:

@@ -212,6 +212,7 @@ def selected_weights(
 
     Raises:
         ValueError, TypeError: on every rank, if any rank's input is invalid or the ranks differ.
+        NotImplementedError: on every rank, for keys of another sequence.
 
     Example::
 

@@ -129,8 +129,8 @@ class Selected(Mask):
         rows, lengths = self.positions_BLK.shape[0], tuple(layout.length for layout in self.of_rank.layouts)
         if rows not in (1, shape[0]) or shape[2:] != lengths:
             raise ValueError(
-                f"keys were selected for {rows} rows of {lengths[0]} positions among {lengths[1]} keys, the attention "
-                f"has {shape[0]} rows, {shape[2]} queries and {shape[3]} keys: select keys for each call"
+                f"keys were selected for {rows} rows of {lengths[0]} positions, the attention has {shape[0]} rows, "
+                f"{shape[2]} queries and {shape[3]} keys, of {lengths[1]}: select keys for each call"
                 f"{see('A mask of another length')}"
             )
 

@@ -121,8 +121,8 @@ def sizes() -> dict[str, int]:
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
-# calls of the host: see test_account.py.
-LIMITS = {"lines of the package": 32_625, "lines of the core path": 13_150, "floors": 10}
+# calls of the host: see test_account.py. Keys of another sequence took 190 of both, halos and windows 500.
+LIMITS = {"lines of the package": 32_870, "lines of the core path": 13_350, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 

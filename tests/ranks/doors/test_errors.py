@@ -249,7 +249,7 @@ def test_causal_cross_attention():
         """\
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): is_causal=True with 12 queries and 24 keys:
 positions of the two sequences do not correspond. Cross-attention takes no positional mask; pass
-is_causal=False""",
+is_causal=False, or a mask over numbers of keys, as Shifted and EndedWindows""",
     )
 
     def window(s: Scene):

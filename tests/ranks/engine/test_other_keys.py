@@ -264,7 +264,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a mask of positions, as many keys": (
         lambda r: {"kv_layout": head_tail, "of_keys": head_tail, "keys": LENGTH, "mask": Causal()},
         ValueError,
-        r"Masks whose bounds number the keys of another sequence .* EndedWindows and Shifted",
+        r"or a mask over numbers of keys, as Shifted and EndedWindows",
     ),
     "no layout of keys": (
         lambda r: {"mask": EndedWindows(2), "layout": head_tail, "of_keys": head_tail},
@@ -272,7 +272,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         "pass the layout of these keys as kv_layout=",
     ),
     "another number of ranks": (lambda r: {"kv_layout": contiguous(12, 3)}, ValueError, "the kv_layout cuts .* for 3"),
-    "another length": (lambda r: {"kv_layout": contiguous(14, 2)}, ValueError, r"the kv_layout cuts 14 positions"),
+    "another length": (lambda r: {"kv_layout": contiguous(14, 2)}, ValueError, r"the layout cuts 14 positions"),
     "keys that another layout has cut": (lambda r: {"kv_layout": striped}, ValueError, "was cut with another layout"),
     "no layout": (lambda r: {"kv_layout": 3}, TypeError, "kv_layout must be a SequenceLayout or a function"),
     "ranks that differ": (lambda r: {"kv_layout": contiguous(12, 2) if r else contiguous}, ValueError, "kv_layout"),

@@ -172,7 +172,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
             beside += 2 * HEADS * rows * (8 if dtype == torch.float64 else 4)
             # The thread of gloo may hold the sent blocks of an all-to-all for a moment after the wait.
             at_once = [nbytes for way, nbytes in found["sent"] + found["sent back"] if way == "all_to_all"]
-            beside += max(at_once, default=0) * ranks // max(ranks - 1, 1)
+            beside += 2 * max(at_once, default=0)  # and a block of its own, of two ranks at least
             for what, mine in (
                 ("kept", sum(run.forward.live_at_end.values())),
                 ("forward", run.forward.peak),
