@@ -273,6 +273,14 @@ class Binding:
         """This binding with another kernel. Cached."""
         return self._variants.get(kernel) or self._variants.put(kernel, replace(self, kernel=kernel))
 
+    def with_keys(self, layout: SequenceLayout, mask: Mask, strategy: Strategy) -> Binding:
+        """This binding for keys of another sequence. Cached, as by :meth:`with_mask`."""
+        key = layout, strategy
+        of_keys = self._variants.get(key)
+        if of_keys is None:
+            of_keys = self._variants.put(key, replace(self, kv_layout=layout, strategy=strategy))
+        return of_keys.with_mask(mask)
+
     def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
         """This binding with an additional mask, ``source`` or ``mask_of(source)``. Cached, so that layers share it."""
         if mask_of is None and not source.parts:

@@ -34,6 +34,8 @@ from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_s
 from cp_styles.comm.checks import Checks
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.engine.custom_ops import attend
+from cp_styles.functions.join import join_attentions
 from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -42,7 +44,9 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.selection import mask_of_layer
+from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles.module import calls_in
 from cp_styles.troubleshooting import see
 
@@ -206,7 +210,10 @@ def _attend(
             )
     options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
 
-    if past is not None and past.prefilled:
+    windows = take_windows(module)
+    if windows is not None:
+        out_BHLE = _attend_to_windows(calls, binding.with_mask(mask), (query, key, value), windows, scaling, sink_H)
+    elif past is not None and past.prefilled:
         out_BHLE = _decode(calls, binding, past, module, (query, key, value), options)
     else:
         tensors = query, key, value
@@ -214,6 +221,27 @@ def _attend(
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
+
+
+def _attend_to_windows(
+    calls: AttentionCalls,
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    windows: KeysOfWindows,
+    scale: float | None,
+    sink_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """The attention to this rank's part of the tokens, and of the keys behind them that a compressor has made."""
+    query, *keys = tensors
+    sizes = keys[0].shape[2] - windows.count, windows.count
+    near, far = zip(*(x.split(sizes, 2) for x in keys), strict=True)
+    parts = [attend(binding, (query, *near), scale=scale, wants_lse=True)[:2]]
+    if windows.layout.length:
+        # Selected keys stay with the queries that have selected them, and windows are few.
+        strategy = AllGather(keep=0) if isinstance(binding.strategy, Ulysses) else binding.strategy
+        other = calls.begin_call().with_keys(windows.layout, windows.mask, strategy)
+        parts.append(attend(other, (query, *far), scale=scale, wants_lse=True)[:2])
+    return join_attentions(*parts, sink_H=sink_H)[0]
 
 
 def _decode(

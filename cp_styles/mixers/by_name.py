@@ -28,6 +28,7 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Dense, Mask
 from cp_styles.mixers.by_channels import Channels
+from cp_styles.mixers.compressed import compress, select_windows
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import (
     DOCUMENT_ARGUMENTS,
@@ -101,7 +102,7 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
         bound = parameters.bind(self, *args, **kwargs)
         if calls is None or _continues_prompt(calls, bound.arguments):
             return plain(self, *args, **kwargs)
-        if how not in (_run_with_handlers, _run_indexer) and _runs_own_code(calls):
+        if how not in _DECIDE_THEMSELVES and _runs_own_code(calls):
             return _run_own(calls, plain, *bound.args, **bound.kwargs)
         return how(calls, plain, bound)
 
@@ -372,6 +373,49 @@ def _run_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> to
     return _run_mixer(calls, "an indexer", run, {})
 
 
+def _run_compressor(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
+    """The compressors of DeepSeek-V4 in transformers: a key for each window. Their attention reads the mask of these
+    keys by :func:`~cp_styles.mixers.compressed.take_windows`."""
+    layer, *tensors = bound.args[:4]
+    return _run_mixer(calls, "a compressor", lambda cut: compress(cut, plain, layer, *tensors), {}), None
+
+
+def _run_window_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    layer, *tensors = bound.args[:4]
+    return _run_mixer(calls, "an indexer", lambda cut: select_windows(cut, plain, layer, *tensors), {})
+
+
+def _run_attention_to_windows(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """DeepseekV4Attention of transformers, whose compressor gives it more keys than its mask knows."""
+    layer, whole, binding = bound.args[0], bound.arguments["attention_mask"], calls.binding
+    if getattr(layer, "compressor", None) is None:
+        return plain(*bound.args, **bound.kwargs)
+    name = f"{binding.name}: {calls.forward_state.path} attends to compressed windows of tokens"
+    with binding.telling():
+        if not isinstance(getattr(whole, "mask", None), Mask):
+            raise NotImplementedError(
+                f"{name}, under a mask of this rank's part: choose attn_implementation=register_attention() of "
+                "cp_styles.integrations.transformers"
+            )
+        if find_cache(calls.inputs) is not None:
+            raise NotImplementedError(
+                f"{name}, whose cache is not supported: generate without context parallelism, with a copy of the model "
+                "that has no style"
+            )
+        if whole.padding is not None or find_documents(binding.mask & whole.mask) is not None:
+            raise NotImplementedError(
+                f"{name}, which would have tokens of padding or of several documents: give the model one document in "
+                "each row, without attention_mask"
+            )
+    if _runs_own_code(calls):
+        x_BLC = bound.arguments["hidden_states"]
+        positions = torch.arange(x_BLC.shape[1], device=x_BLC.device)
+        allowed_LL = whole.mask.allowed(positions, positions)
+        bias_LL = torch.zeros_like(allowed_LL, dtype=x_BLC.dtype).masked_fill(~allowed_LL, float("-inf"))
+        bound.arguments["attention_mask"] = bias_LL.expand(len(x_BLC), 1, -1, -1)
+    return plain(*bound.args, **bound.kwargs)
+
+
 def _refuse_pools(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     if calls.unscoped.group.size() == 1:
         return plain(*bound.args, **bound.kwargs)
@@ -406,6 +450,8 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     )
 
 
+# They run the layer's own code on one rank themselves, or parts of it.
+_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_attention_to_windows
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
@@ -421,6 +467,10 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
         }.items()
         for name in names
     },
+    "DeepseekV4Attention.forward": (_run_attention_to_windows, "7e61a222ad0603b7"),
+    "DeepseekV4HCACompressor.forward": (_run_compressor, "3fb94114cb4ed493"),
+    "DeepseekV4CSACompressor.forward": (_run_compressor, "3644b0ea966e20d2"),
+    "DeepseekV4Indexer.forward": (_run_window_indexer, "428c5223ef907ac9"),
     "Glm5NextTextIndexer.forward": (_refuse_pools, "66575baacb826ee2"),
     "Qwen4ExpTextQSAIndexer.forward": (_refuse_pools, "d4ef05fac7a7e54d"),
     "xLSTMBackend.forward": (_run_mlstm, "ada65c0d031ae105"),

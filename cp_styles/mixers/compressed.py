@@ -1,0 +1,182 @@
+"""Keys that a model compresses from windows of tokens, as DeepSeek-V4 does, over a sharded sequence.
+
+Such a layer has a compressor, which makes one key of each complete window, and may have an indexer, which selects some
+of these keys for each query. Both run the model's own code. It keeps its rows in a cache, for which a stand-in is given
+to it here: it exchanges rows of windows between ranks, and replaces this rank's keys by the keys of all ranks.
+
+Shapes: B batch, L local tokens, n local windows, T windows of the whole sequence, K selected windows of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cp_styles.bounded_cache import remembered
+from cp_styles.collectives import gather
+from cp_styles.device_copies import DeviceTables
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import EndedWindows, Mask
+from cp_styles.mixers.convolution import exchange_rows
+from cp_styles.mixers.fragments import Cut, CutSequence, RowExchange, row_exchange
+from cp_styles.mixers.selection import selected_keys
+from cp_styles.mixers.windows import window_layout
+
+_WINDOWS = "_context_windows"
+# The largest number of scores of an indexer that are in memory at a time.
+_SCORES = 2**24
+
+
+class KeysOfWindows(NamedTuple):
+    """The keys that a compressor has put behind the keys of this rank's tokens, and how to attend to them.
+
+    Attributes:
+        count: their number on this rank.
+        layout: their layout.
+        mask: which of them each query attends to.
+    """
+
+    count: int
+    layout: SequenceLayout
+    mask: Mask
+
+
+def take_windows(module: nn.Module) -> KeysOfWindows | None:
+    """The keys that the compressor of an attention has made in this forward. None for attentions without one."""
+    compressor = getattr(module, "compressor", None)
+    return None if compressor is None else vars(compressor).pop(_WINDOWS, None)
+
+
+def compress(
+    sequence: CutSequence, plain: Callable[..., Any], compressor: Any, x_BLC: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """One key for each window of this rank, [B, 1, n, D], by the compressor's own forward ``plain``.
+
+    ``others``: its remaining arguments of this rank's tokens. The masks are noted for :func:`take_windows`.
+    Communication: one all-to-all of projected rows, of windows that begin on another rank. With an indexer, that of
+    :func:`select_windows` and of :func:`~cp_styles.mixers.selected_keys`.
+    """
+    size, indexer = compressor.compress_rate, getattr(compressor, "indexer", None)
+    with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
+        windows = window_layout(cut.layout, size)
+        keys_BnD = _own_keys(cut, sequence, plain, compressor, x_BLC, *others)
+    mask: Mask = EndedWindows(size)
+    if indexer is not None and windows.length:
+        chosen_BLK = indexer(x_BLC, *others, None, 0)
+        options = {"layout": cut.layout, "kv_layout": windows, "checks": sequence.checks}
+        mask = mask & selected_keys(chosen_BLK, sequence.group, **options)
+    vars(compressor)[_WINDOWS] = KeysOfWindows(keys_BnD.shape[1], windows, mask)
+    return keys_BnD.unsqueeze(1)
+
+
+@torch.no_grad()
+def select_windows(
+    sequence: CutSequence, plain: Callable[..., Any], indexer: Any, x_BLC: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """The numbers of the windows that each query of this rank selects, [B, L, K], by the indexer's own ``plain``.
+
+    The small keys of all windows are on every rank, so equal scores are decided as on one device. It has no gradient.
+    Communication: one all-to-all as in :func:`compress`, and an all-gather of the small keys.
+    """
+    with sequence.compared_call(lambda: ([x_BLC], 1, {"size": indexer.compress_rate})) as cut:
+        own_BnD = _own_keys(cut, sequence, plain, indexer, x_BLC, *others)
+    layout = window_layout(cut.layout, indexer.compress_rate)
+    options = {"reduce_gradients": False, "layout": layout, "checks": sequence.checks}
+    cache = _KeysOfAllRanks(gather(own_BnD, 1, sequence.group, **options))
+    step = max(_SCORES // max(x_BLC.shape[0] * indexer.num_heads * layout.length, 1), 1)
+    parts = zip(*(x.split(step, 1) for x in (x_BLC, *others)), strict=True)
+    return torch.cat([plain(indexer, *part, cache, 0) for part in parts], 1)
+
+
+def _own_keys(
+    cut: Cut, sequence: CutSequence, plain: Callable[..., Any], module: Any, *of_tokens: torch.Tensor
+) -> torch.Tensor:
+    cache = _RowsOfWindows(cut, module.compress_rate, sequence.checks.agreement)
+    try:
+        plain(module, *of_tokens, cache, 0)
+    except _Compressed as compressed:
+        return compressed.keys_BnD
+    raise AssertionError("a compressor puts its keys into the cache")
+
+
+class _Compressed(Exception):
+    """The keys of this rank's windows, before the module's own code does anything with them."""
+
+    def __init__(self, keys_BnD: torch.Tensor) -> None:
+        super().__init__()
+        self.keys_BnD = keys_BnD
+
+
+class _StandIn:
+    """Stands for the cache of a model, and for the cache of each layer."""
+
+    @property
+    def layers(self) -> _StandIn:
+        return self
+
+    def __getitem__(self, layer: int) -> _StandIn:
+        return self
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        """No window is in front of these rows."""
+        return None, None
+
+
+class _RowsOfWindows(_StandIn):
+    """Gives a compressor the rows of the windows of this rank, which must end its forward by their keys."""
+
+    def __init__(self, cut: Cut, size: int, check: bool) -> None:
+        self._cut, self._size, self._check = cut, size, check
+        self._exchange, self._tables = _windows_in_a_row(cut.layout, size, cut.peers.rank)
+
+    def store_compression_weights(
+        self, name: str, kv_BLC: torch.Tensor, gate_BLC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of windows, their gates, and what the number of a window lacks to the position of its first row."""
+        # Projected rows have fewer numbers than the hidden states.
+        both = torch.cat((kv_BLC, gate_BLC), -1)
+        rows = exchange_rows(self._cut.peers, self._exchange, both, 1, check=self._check)
+        kv, gate = rows.split(kv_BLC.shape[-1], -1)
+        numbers, own = self._tables.on(rows.device)
+        if not len(own):  # every rank takes part in the backward of the exchange
+            raise _Compressed(kv)
+        return kv, gate, (numbers - torch.arange(len(numbers), device=rows.device)) * self._size
+
+    def update_compressor_states(self, name: str, keys_BnD: torch.Tensor) -> torch.Tensor:
+        _, own = self._tables.on(keys_BnD.device)
+        raise _Compressed(keys_BnD if len(own) == keys_BnD.shape[1] else keys_BnD.index_select(1, own))
+
+
+class _KeysOfAllRanks(_StandIn):
+    """Gives an indexer no rows to compress, and the keys of all windows."""
+
+    def __init__(self, keys_BTD: torch.Tensor) -> None:
+        self._keys_BTD = keys_BTD
+
+    def store_compression_weights(
+        self, name: str, kv_BLC: torch.Tensor, gate_BLC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return kv_BLC[:, :0], gate_BLC[:, :0], 0
+
+    def update_compressor_states(self, name: str, keys_BnD: torch.Tensor) -> torch.Tensor:
+        return self._keys_BTD
+
+
+@remembered(16)
+def _windows_in_a_row(layout: SequenceLayout, size: int, rank: int) -> tuple[RowExchange, DeviceTables]:
+    """The exchange of the rows of the windows of ``rank``; their numbers, and the indices of those that are its own.
+
+    In front of each chunk is the window before it, on which its first window may depend.
+    """
+    numbers_of, needs = [], []
+    for chunks in window_layout(layout, size).chunks:
+        pieces = [torch.arange(max(start - 1, 0), stop, device="cpu") for start, stop in chunks]
+        numbers_of.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu"))
+        positions = (numbers_of[-1][:, None] * size + torch.arange(size, device="cpu")).flatten()
+        needs.append((positions, torch.arange(len(positions), device="cpu")))
+    numbers, own = numbers_of[rank], window_layout(layout, size).positions(rank, "cpu")
+    tables = DeviceTables(numbers, torch.nonzero(torch.isin(numbers, own)).flatten())
+    return row_exchange(layout, needs, len(needs[rank][0]), rank), tables
