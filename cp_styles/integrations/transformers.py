@@ -150,11 +150,14 @@ def _attend(
     name = binding.name
     with binding.telling():
         biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
-        mask, dense = Full(), None
+        mask: Any = Full()
+        dense: Any = None
         if isinstance(attention_mask, _WholeMask):
             mask, dense = attention_mask.mask, attention_mask.padding
         elif isinstance(attention_mask, BlockMask):
             mask = FlexMask.per_row(attention_mask)
+        elif isinstance(attention_mask, Mask):  # the keys that an indexer has selected
+            mask = attention_mask
         elif attention_mask is not None:
             dense = attention_mask
         elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
@@ -666,6 +669,10 @@ class _WholeMask(BlockMask):
             "not supported through transformers' attention interface. If logits_to_keep=n asks for it, as in Gemma 4, "
             "leave that out, or give it as a tensor of positions"
         )
+
+    def __and__(self, selected: Mask) -> _WholeMask:
+        """This mask with the keys that an indexer has selected."""
+        return _WholeMask(self.mask & selected, self.padding, self._batch, self.seq_lengths[0])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import BoundArguments
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,9 +26,9 @@ from cp_styles._compat import uncompiled
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Dense, Mask
+from cp_styles.mask import Causal, Dense, Mask
 from cp_styles.mixers.by_channels import Channels
-from cp_styles.mixers.compressed import compress, select_windows
+from cp_styles.mixers.compressed import compress, select_blocks, select_pools, select_windows
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import (
     DOCUMENT_ARGUMENTS,
@@ -39,9 +39,8 @@ from cp_styles.mixers.fragments import (
     refuse_arguments,
 )
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
-from cp_styles.mixers.selection import select_by_layer
+from cp_styles.mixers.selection import mask_of_layer, select_by_layer
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
-from cp_styles.troubleshooting import see
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -49,7 +48,7 @@ _REASON = "under context parallelism layers with linear attention run outside of
 def run_known_mixers(module: nn.Module) -> None:
     """Change the class of ``module`` if it is a known token mixer, or if its forward calls known mixers by name. Also
     the class of its token shifts, which add a row in front and remove the last row (RWKV)."""
-    for name in ("forward", "_rnn_scan"):
+    for name in ("forward", "_rnn_scan", "build_attention_mask_from_topk"):
         plain = getattr(type(module), name, None)
         how = _replacement_for(plain) or (_run_with_handlers if _calls_known_mixer(plain) else None)
         if how is not None:
@@ -385,45 +384,69 @@ def _run_window_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments
     return _run_mixer(calls, "an indexer", lambda cut: select_windows(cut, plain, layer, *tensors), {})
 
 
-def _run_attention_to_windows(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    """DeepseekV4Attention of transformers, whose compressor gives it more keys than its mask knows."""
+def _run_grouped_attention(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """An attention of transformers with keys for groups of tokens, of which its mask knows nothing.
+
+    DeepseekV4Attention has windows, and Qwen4ExpTextAttention selects blocks.
+    """
     layer, whole, binding = bound.args[0], bound.arguments["attention_mask"], calls.binding
-    if getattr(layer, "compressor", None) is None:
+    selects = hasattr(layer, "indexer")
+    if not selects and getattr(layer, "compressor", None) is None:
         return plain(*bound.args, **bound.kwargs)
-    name = f"{binding.name}: {calls.forward_state.path} attends to compressed windows of tokens"
     with binding.telling():
-        if not isinstance(getattr(whole, "mask", None), Mask):
+        mask = getattr(whole, "mask", None)
+        if not isinstance(mask, Mask):
             raise NotImplementedError(
-                f"{name}, under a mask of this rank's part: choose attn_implementation=register_attention() of "
-                "cp_styles.integrations.transformers"
+                f"{binding.name}: {calls.forward_state.path} has a mask of this rank's part: choose "
+                "attn_implementation=register_attention() of cp_styles.integrations.transformers"
             )
         if find_cache(calls.inputs) is not None:
             raise NotImplementedError(
-                f"{name}, whose cache is not supported: generate without context parallelism, with a copy of the model "
-                "that has no style"
+                f"{binding.name}: {calls.forward_state.path} has a cache of groups of tokens, which is not supported: "
+                "generate without context parallelism, with a copy of the model that has no style"
             )
-        if whole.padding is not None or find_documents(binding.mask & whole.mask) is not None:
-            raise NotImplementedError(
-                f"{name}, which would have tokens of padding or of several documents: give the model one document in "
-                "each row, without attention_mask"
-            )
+        mask = binding.mask & mask
+        if whole.padding is not None or (mask != Causal() if selects else find_documents(mask) is not None):
+            _refuse_groups(calls)
+    whole.dtype = torch.bool  # an attention that selects asks, before it takes the conjunction
     if _runs_own_code(calls):
         x_BLC = bound.arguments["hidden_states"]
         positions = torch.arange(x_BLC.shape[1], device=x_BLC.device)
-        allowed_LL = whole.mask.allowed(positions, positions)
-        bias_LL = torch.zeros_like(allowed_LL, dtype=x_BLC.dtype).masked_fill(~allowed_LL, float("-inf"))
-        bound.arguments["attention_mask"] = bias_LL.expand(len(x_BLC), 1, -1, -1)
+        own = mask.allowed(positions, positions)
+        if not selects:
+            own = torch.zeros_like(own, dtype=x_BLC.dtype).masked_fill(~own, float("-inf"))
+        bound.arguments["attention_mask"] = own.expand(len(x_BLC), 1, -1, -1)
     return plain(*bound.args, **bound.kwargs)
 
 
-def _refuse_pools(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    if calls.unscoped.group.size() == 1:
-        return plain(*bound.args, **bound.kwargs)
+def _run_block_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """Qwen4ExpTextQSAIndexer of transformers: blocks of tokens."""
+    layer, x_BLC, rotary = bound.args[:3]
+    rotate = inspect.unwrap(plain).__globals__["apply_rotary_pos_emb"]
+    return _run_mixer(calls, "an indexer", lambda cut: select_blocks(cut, layer, x_BLC, rotary, rotate), {})
+
+
+def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    """Glm5NextTextIndexer of transformers: pools of tokens with learned weights."""
+    layer, *tensors = bound.args[:4]
+    x_BLC, _, valid_BL = tensors
+    with calls.binding.telling():
+        has_padding = valid_BL.shape != x_BLC.shape[:2] or not bool(valid_BL.all())
+        if has_padding or find_documents(calls.binding.mask) is not None:
+            _refuse_groups(calls)
+    return _run_mixer(calls, "an indexer", lambda cut: select_pools(cut, plain, layer, *tensors), {})
+
+
+def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """Glm5NextTextAttention.build_attention_mask_from_topk of transformers."""
+    selected = mask_of_layer(bound.arguments["topk_indices"])
+    return plain(*bound.args, **bound.kwargs) if selected is None else selected
+
+
+def _refuse_groups(calls: AttentionCalls) -> NoReturn:
     raise NotImplementedError(
-        f"{calls.binding.name}: {calls.forward_state.path} selects groups of keys, and counts the groups in "
-        "this rank's part of the tokens. Only indexers that select single keys are supported, as in DeepSeek-V3.2: run "
-        "this model without context parallelism, or let its indexer give positions of the whole sequence to "
-        f"selected_keys of cp_styles.mixers{see('An indexer of groups of keys')}"
+        f"{calls.binding.name}: {calls.forward_state.path} makes groups of consecutive tokens, which would have tokens "
+        "of padding or of several documents: give the model one document in each row, without attention_mask"
     )
 
 
@@ -451,7 +474,7 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
 
 
 # They run the layer's own code on one rank themselves, or parts of it.
-_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_attention_to_windows
+_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
@@ -467,12 +490,14 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
         }.items()
         for name in names
     },
-    "DeepseekV4Attention.forward": (_run_attention_to_windows, "7e61a222ad0603b7"),
+    "DeepseekV4Attention.forward": (_run_grouped_attention, "7e61a222ad0603b7"),
     "DeepseekV4HCACompressor.forward": (_run_compressor, "3fb94114cb4ed493"),
     "DeepseekV4CSACompressor.forward": (_run_compressor, "3644b0ea966e20d2"),
     "DeepseekV4Indexer.forward": (_run_window_indexer, "428c5223ef907ac9"),
-    "Glm5NextTextIndexer.forward": (_refuse_pools, "66575baacb826ee2"),
-    "Qwen4ExpTextQSAIndexer.forward": (_refuse_pools, "d4ef05fac7a7e54d"),
+    "Glm5NextTextIndexer.forward": (_run_pool_indexer, "66575baacb826ee2"),
+    "Glm5NextTextAttention.build_attention_mask_from_topk": (_mask_of_selected, "ec33b58c76890c6d"),
+    "Qwen4ExpTextAttention.forward": (_run_grouped_attention, "444d6c7e850d338a"),
+    "Qwen4ExpTextQSAIndexer.forward": (_run_block_indexer, "d4ef05fac7a7e54d"),
     "xLSTMBackend.forward": (_run_mlstm, "ada65c0d031ae105"),
 }
 _MIXERS = {

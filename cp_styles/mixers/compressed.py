@@ -9,21 +9,24 @@ Shapes: B batch, L local tokens, n local windows, T windows of the whole sequenc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cp_styles.bounded_cache import remembered
+from cp_styles.bounded_cache import facts_about, remembered
 from cp_styles.collectives import gather
 from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import EndedWindows, Mask
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import Cut, CutSequence, RowExchange, row_exchange
-from cp_styles.mixers.selection import selected_keys
-from cp_styles.mixers.windows import window_layout
+from cp_styles.mixers.selection import select_by_layer, selected_keys
+from cp_styles.mixers.windows import context_windows, window_layout
+from cp_styles.plan.selected import Selected
 
 _WINDOWS = "_context_windows"
 # The largest number of scores of an indexer that are in memory at a time.
@@ -84,30 +87,102 @@ def select_windows(
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": indexer.compress_rate})) as cut:
         own_BnD = _own_keys(cut, sequence, plain, indexer, x_BLC, *others)
     layout = window_layout(cut.layout, indexer.compress_rate)
-    options = {"reduce_gradients": False, "layout": layout, "checks": sequence.checks}
+    options: dict[str, Any] = {"reduce_gradients": False, "layout": layout, "checks": sequence.checks}
     cache = _KeysOfAllRanks(gather(own_BnD, 1, sequence.group, **options))
     step = max(_SCORES // max(x_BLC.shape[0] * indexer.num_heads * layout.length, 1), 1)
     parts = zip(*(x.split(step, 1) for x in (x_BLC, *others)), strict=True)
     return torch.cat([plain(indexer, *part, cache, 0) for part in parts], 1)
 
 
+@torch.no_grad()
+def select_blocks(
+    sequence: CutSequence,
+    indexer: Any,
+    x_BLC: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate: Callable[..., torch.Tensor],
+) -> Selected:
+    """The keys that the indexer of Qwen4-exp selects: tokens of the best blocks, and of the block that has not ended.
+
+    The key of a block is the mean of its tokens' keys, at the position of the first one. ``rotary``: cosines and sines
+    of this rank's tokens; ``rotate`` the model's function that applies them. It has no gradient. Communication: that of
+    :func:`~cp_styles.mixers.context_windows`, of :func:`~cp_styles.mixers.selected_keys`, and an all-gather of a key
+    for each block.
+    """
+    size, dim, most = indexer.compress_ratio, indexer.index_head_dim, indexer.block_topk
+    options: dict[str, Any] = {"layout": sequence.layout, "checks": sequence.checks}
+    q, k = indexer.index_qk_proj(x_BLC).unflatten(-1, (-1, dim)).tensor_split((indexer.index_n_heads,), 2)
+    cos, sin = (x.expand(len(x_BLC), -1, -1) for x in rotary)
+    q = rotate(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
+    # Another rank may have the first token of a block: its cosines travel with the keys.
+    with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
+        layout, at = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
+    rows = context_windows(torch.cat((k[:, :, 0], cos, sin), -1), sequence.group, size=size, **options)
+    k, cos, sin = rows.split((dim, cos.shape[-1], sin.shape[-1]), -1)
+    k = indexer.k_layernorm(k.float().mean(2).to(k.dtype))
+    k = rotate(k.unsqueeze(2), cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
+    of_blocks: dict[str, Any] = options | {"layout": window_layout(layout, size)}
+    k_BTD = gather(k, 1, sequence.group, reduce_gradients=False, **of_blocks).float()
+
+    ended_L = (at + 1) // size
+    chosen_BLK = torch.full((*x_BLC.shape[:2], most), -1, device=x_BLC.device)
+    # Scores are often equal, 0 after the relu, and the number of scores decides which of these topk takes. So it gets
+    # the scores of the blocks that have ended, as on one device.
+    for count in ended_L[ended_L > 0].unique().tolist():
+        rows = torch.nonzero(ended_L == count).flatten()
+        scores = torch.einsum("blhd,btd->blth", q[:, rows].float(), k_BTD[:, :count]).relu().sum(3) / math.sqrt(dim)
+        best = scores.topk(min(most, count), -1).indices
+        chosen_BLK[:, rows, : best.shape[-1]] = best
+    inside = torch.arange(size, device=x_BLC.device)
+    tokens = (chosen_BLK[..., None] * size + inside).masked_fill(chosen_BLK[..., None] < 0, -1).flatten(-2)
+    tail = ended_L[:, None] * size + inside[:-1]
+    tail = tail.masked_fill(tail > at[:, None], -1).expand(len(tokens), -1, -1)
+    return selected_keys(torch.cat((tokens, tail), -1), sequence.group, **options)
+
+
+@torch.no_grad()
+def select_pools(
+    sequence: CutSequence, plain: Callable[..., Any], indexer: Any, x_BLC: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """The positions that the indexer of GLM5-next selects, [B, L, K], by its own ``plain``, with the keys of all ranks.
+
+    :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key and
+    gate for each token, and that of :func:`~cp_styles.mixers.selected_keys`.
+    """
+    with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
+        layout, positions = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
+    options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
+    own_BLC = _taken(partial(plain, indexer, x_BLC, *others, _StandIn()))
+    whole = _StatesOfAllRanks(gather(own_BLC, 1, sequence.group, reduce_gradients=False, **options))
+    step = max(_SCORES // max(len(x_BLC) * indexer.n_heads * layout.length, 1), 1)
+    parts = zip(positions.split(step), *(x.split(step, 1) for x in (x_BLC, *others)), strict=True)
+    chosen_BLK = torch.cat([plain(_AtPositions(indexer, at), *part, whole) for at, *part in parts], 1)
+    facts_about(chosen_BLK)[select_by_layer] = selected_keys(chosen_BLK.clone(), sequence.group, **options)
+    return chosen_BLK
+
+
 def _own_keys(
     cut: Cut, sequence: CutSequence, plain: Callable[..., Any], module: Any, *of_tokens: torch.Tensor
 ) -> torch.Tensor:
     cache = _RowsOfWindows(cut, module.compress_rate, sequence.checks.agreement)
+    return _taken(partial(plain, module, *of_tokens, cache, 0))
+
+
+def _taken(run: Callable[[], Any]) -> torch.Tensor:
+    """What a module puts into a stand-in for its cache."""
     try:
-        plain(module, *of_tokens, cache, 0)
-    except _Compressed as compressed:
-        return compressed.keys_BnD
-    raise AssertionError("a compressor puts its keys into the cache")
+        run()
+    except _Taken as taken:
+        return taken.rows
+    raise AssertionError("the module puts rows into its cache")
 
 
-class _Compressed(Exception):
-    """The keys of this rank's windows, before the module's own code does anything with them."""
+class _Taken(Exception):
+    """Ends the code of a module: what follows needs the rows of all ranks."""
 
-    def __init__(self, keys_BnD: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
-        self.keys_BnD = keys_BnD
+        self.rows = rows
 
 
 class _StandIn:
@@ -123,6 +198,36 @@ class _StandIn:
     def update_overlap_state(self, *args: Any) -> tuple[None, None]:
         """No window is in front of these rows."""
         return None, None
+
+    def update_indexer(self, states_BLC: torch.Tensor, layer: int) -> torch.Tensor:
+        raise _Taken(states_BLC)
+
+
+class _StatesOfAllRanks(_StandIn):
+    """Gives an indexer the states of all tokens."""
+
+    def __init__(self, states_BSC: torch.Tensor) -> None:
+        self.keys = states_BSC
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[1]
+
+    def update_indexer(self, states_BLC: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.keys
+
+
+class _AtPositions:
+    """An indexer of GLM5-next for queries at these positions, which it takes for the last ones of the sequence."""
+
+    def __init__(self, indexer: Any, positions_L: torch.Tensor) -> None:
+        self._indexer, self._positions_L = indexer, positions_L
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._indexer, name)
+
+    def get_visible_tokens(self, valid_keys: torch.Tensor, q_length: int, current_length: int) -> torch.Tensor:
+        keys = torch.arange(valid_keys.shape[1], device=valid_keys.device)
+        return (keys <= self._positions_L[:, None]) & valid_keys[:, None]
 
 
 class _RowsOfWindows(_StandIn):
@@ -142,12 +247,12 @@ class _RowsOfWindows(_StandIn):
         kv, gate = rows.split(kv_BLC.shape[-1], -1)
         numbers, own = self._tables.on(rows.device)
         if not len(own):  # every rank takes part in the backward of the exchange
-            raise _Compressed(kv)
+            raise _Taken(kv)
         return kv, gate, (numbers - torch.arange(len(numbers), device=rows.device)) * self._size
 
     def update_compressor_states(self, name: str, keys_BnD: torch.Tensor) -> torch.Tensor:
         _, own = self._tables.on(keys_BnD.device)
-        raise _Compressed(keys_BnD if len(own) == keys_BnD.shape[1] else keys_BnD.index_select(1, own))
+        raise _Taken(keys_BnD if len(own) == keys_BnD.shape[1] else keys_BnD.index_select(1, own))
 
 
 class _KeysOfAllRanks(_StandIn):

@@ -69,6 +69,7 @@ GEMMA4 = {
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGHT |= {"image_size": 8, "patch_size": 4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+WINDOWS = "heavily_compressed_attention", "compressed_sparse_attention"
 INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 # Sizes that a type needs beside or instead of those of TINY.
 OWN: dict[str, dict[str, Any]] = {
@@ -136,9 +137,18 @@ OWN: dict[str, dict[str, Any]] = {
             ("dots3_note_text", {"num_hidden_layers": 1, "without": ["attention_chunk_size"]}),
         )
     },
-    "glm5_next_text": {  # its attention selects groups of keys
+    "deepseek_v4": {
+        "without": ["attention_chunk_size"],
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention"] * 4,
+        "layer_types": ["sliding_attention", *WINDOWS, WINDOWS[1]],
+        "compress_rates": dict(zip(WINDOWS, (6, 3), strict=True)),
+        **INDEXER | {"index_topk": 3},
+        **{"o_groups": 2, "o_lora_rank": 8, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5},
+    },
+    "glm5_next_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        **INDEXER | {"index_topk": 6, "index_kpool": 3},
         "num_key_value_heads": 4,
         "qk_rope_head_dim": 0,
         "linear_num_heads": 4,
@@ -241,8 +251,8 @@ def configured(model_type: str, **changes: Any) -> Any:
 
 
 # Types whose oracle is their own code, because the layers do not say what transformers' masks do: a dropped mask is
-# causal in it, and the layer of a decoder says is_causal=False.
-EAGER = ("bigbird_pegasus",)
+# causal in it, and the layer of a decoder says is_causal=False. DeepSeek-V4 adds its windows to a mask of biases.
+EAGER = "bigbird_pegasus", "deepseek_v4"
 
 
 def made(kind: str, model_type: str, config: Any) -> Any:
