@@ -44,6 +44,7 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.mixers.by_name import CACHE_OF_GROUPS, path_of_groups
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
@@ -592,6 +593,8 @@ def _agree_on_prompt(
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
             kind, other = ("a decoder alone", "prefill") if encodes else ("an encoder and a decoder", "encode")
             raise ValueError(f"{binding.name}: {type(model).__name__} has {kind}: call {other} instead")
+        if (path := path_of_groups(model)) is not None:
+            raise NotImplementedError(CACHE_OF_GROUPS.format(f"{binding.name}: {path}"))
         if model.training:
             raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:

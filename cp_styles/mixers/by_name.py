@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from inspect import BoundArguments
 from types import CellType, FunctionType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from cp_styles._compat import uncompiled
 from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Causal, Dense, Mask
+from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.compressed import compress, select_blocks, select_pools, select_windows
 from cp_styles.mixers.convolution import last_rows, run_convolution
@@ -400,13 +401,10 @@ def _run_grouped_attention(calls: AttentionCalls, plain: Any, bound: BoundArgume
                 f"{binding.name}: {calls.forward_state.path} has a mask of this rank's part: choose "
                 "attn_implementation=register_attention() of cp_styles.integrations.transformers"
             )
-        if find_cache(calls.inputs) is not None:
-            raise NotImplementedError(
-                f"{binding.name}: {calls.forward_state.path} has a cache of groups of tokens, which is not supported: "
-                "generate without context parallelism, with a copy of the model that has no style"
-            )
+        _refuse_cache_of_groups(calls)
         mask = binding.mask & mask
-        if whole.padding is not None or (mask != Causal() if selects else find_documents(mask) is not None):
+        known = {Causal} if selects else {Causal, SlidingWindow}
+        if whole.padding is not None or not known.issuperset(map(type, mask.parts)):
             _refuse_groups(calls)
     whole.dtype = torch.bool  # an attention that selects asks, before it takes the conjunction
     if _runs_own_code(calls):
@@ -429,10 +427,11 @@ def _run_block_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments)
 def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
     """Glm5NextTextIndexer of transformers: pools of tokens with learned weights."""
     layer, *tensors = bound.args[:4]
-    x_BLC, _, valid_BL = tensors
     with calls.binding.telling():
-        has_padding = valid_BL.shape != x_BLC.shape[:2] or not bool(valid_BL.all())
-        if has_padding or find_documents(calls.binding.mask) is not None:
+        _refuse_cache_of_groups(calls)
+        given = calls.inputs.get("attention_mask")
+        has_padding = isinstance(given, torch.Tensor) and not bool(given.all())
+        if has_padding or calls.binding.mask.parts:
             _refuse_groups(calls)
     return _run_mixer(calls, "an indexer", lambda cut: select_pools(cut, plain, layer, *tensors), {})
 
@@ -440,7 +439,35 @@ def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
 def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     """Glm5NextTextAttention.build_attention_mask_from_topk of transformers."""
     selected = mask_of_layer(bound.arguments["topk_indices"])
-    return plain(*bound.args, **bound.kwargs) if selected is None else selected
+    if selected is None:
+        return plain(*bound.args, **bound.kwargs)
+    functions, chosen = import_module("transformers").AttentionInterface(), bound.args[0].config._attn_implementation
+    if getattr(functions.get(chosen), "__module__", "").partition(".")[0] != __name__.partition(".")[0]:
+        with calls.binding.telling():
+            raise NotImplementedError(
+                f"{calls.binding.name}: {calls.forward_state.path} attends by {chosen!r}: choose "
+                "attn_implementation=register_attention() of cp_styles.integrations.transformers"
+            )
+    return selected
+
+
+CACHE_OF_GROUPS = (
+    "{} has a cache of groups of tokens, which is not supported: generate without context parallelism, with a copy of "
+    "the model that has no style"
+)
+
+
+def _refuse_cache_of_groups(calls: AttentionCalls) -> None:
+    if find_cache(calls.inputs) is not None:
+        raise NotImplementedError(CACHE_OF_GROUPS.format(f"{calls.binding.name}: {calls.forward_state.path}"))
+
+
+def path_of_groups(model: nn.Module) -> str | None:
+    """The path of the first layer with keys for groups of tokens; None without such layers."""
+    for path, module in model.named_modules():
+        if _WITHOUT_KERNEL.get(type(module).forward.__qualname__, (None,))[0] in _OF_GROUPS:
+            return path
+    return None
 
 
 def _refuse_groups(calls: AttentionCalls) -> NoReturn:
@@ -473,6 +500,7 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     )
 
 
+_OF_GROUPS = _run_compressor, _run_block_indexer, _run_pool_indexer
 # They run the layer's own code on one rank themselves, or parts of it.
 _DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.

@@ -164,7 +164,7 @@ def select_pools(
 def _own_keys(
     cut: Cut, sequence: CutSequence, plain: Callable[..., Any], module: Any, *of_tokens: torch.Tensor
 ) -> torch.Tensor:
-    cache = _RowsOfWindows(cut, module.compress_rate, sequence.checks.agreement)
+    cache = _RowsOfWindows(cut, module, sequence.checks.agreement)
     return _taken(partial(plain, module, *of_tokens, cache, 0))
 
 
@@ -233,26 +233,27 @@ class _AtPositions:
 class _RowsOfWindows(_StandIn):
     """Gives a compressor the rows of the windows of this rank, which must end its forward by their keys."""
 
-    def __init__(self, cut: Cut, size: int, check: bool) -> None:
-        self._cut, self._size, self._check = cut, size, check
-        self._exchange, self._tables = _windows_in_a_row(cut.layout, size, cut.peers.rank)
+    def __init__(self, cut: Cut, module: Any, check: bool) -> None:
+        self._cut, self._size, self._dim, self._check = cut, module.compress_rate, module.head_dim, check
 
     def store_compression_weights(
         self, name: str, kv_BLC: torch.Tensor, gate_BLC: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows of windows, their gates, and what the number of a window lacks to the position of its first row."""
         # Projected rows have fewer numbers than the hidden states.
-        both = torch.cat((kv_BLC, gate_BLC), -1)
-        rows = exchange_rows(self._cut.peers, self._exchange, both, 1, check=self._check)
-        kv, gate = rows.split(kv_BLC.shape[-1], -1)
-        numbers, own = self._tables.on(rows.device)
-        if not len(own):  # every rank takes part in the backward of the exchange
-            raise _Taken(kv)
-        return kv, gate, (numbers - torch.arange(len(numbers), device=rows.device)) * self._size
+        both, peers = torch.cat((kv_BLC, gate_BLC), -1), self._cut.peers
+        # Two series of keys: the first one is of the window behind.
+        overlap = kv_BLC.shape[-1] > self._dim
+        exchange, tables = _windows_in_a_row(self._cut.layout, self._size, peers.rank, overlap)
+        kv, gate = exchange_rows(peers, exchange, both, 1, check=self._check).split(kv_BLC.shape[-1], -1)
+        numbers, self._own = tables.on(kv.device)
+        if not len(numbers):  # every rank takes part in the backward of the exchange
+            raise _Taken(kv[..., : self._dim])
+        return kv, gate, (numbers - torch.arange(len(numbers), device=kv.device)) * self._size
 
     def update_compressor_states(self, name: str, keys_BnD: torch.Tensor) -> torch.Tensor:
-        _, own = self._tables.on(keys_BnD.device)
-        raise _Taken(keys_BnD if len(own) == keys_BnD.shape[1] else keys_BnD.index_select(1, own))
+        is_all = len(self._own) == keys_BnD.shape[1]
+        raise _Taken(keys_BnD if is_all else keys_BnD.index_select(1, self._own))
 
 
 class _KeysOfAllRanks(_StandIn):
@@ -271,14 +272,14 @@ class _KeysOfAllRanks(_StandIn):
 
 
 @remembered(16)
-def _windows_in_a_row(layout: SequenceLayout, size: int, rank: int) -> tuple[RowExchange, DeviceTables]:
-    """The exchange of the rows of the windows of ``rank``; their numbers, and the indices of those that are its own.
+def _windows_in_a_row(layout: SequenceLayout, size: int, rank: int, overlap: bool) -> tuple[RowExchange, DeviceTables]:
+    """The exchange of the rows of the windows of ``rank``; the numbers of windows, and the indices of its own.
 
-    In front of each chunk is the window before it, on which its first window may depend.
+    ``overlap``: a window depends on the window before it, which is in front of each chunk.
     """
     numbers_of, needs = [], []
     for chunks in window_layout(layout, size).chunks:
-        pieces = [torch.arange(max(start - 1, 0), stop, device="cpu") for start, stop in chunks]
+        pieces = [torch.arange(max(start - overlap, 0), stop, device="cpu") for start, stop in chunks]
         numbers_of.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu"))
         positions = (numbers_of[-1][:, None] * size + torch.arange(size, device="cpu")).flatten()
         needs.append((positions, torch.arange(len(positions), device="cpu")))

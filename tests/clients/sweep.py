@@ -143,7 +143,11 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", *WINDOWS, WINDOWS[1]],
         "compress_rates": dict(zip(WINDOWS, (6, 3), strict=True)),
         **INDEXER | {"index_topk": 3},
-        **{"o_groups": 2, "o_lora_rank": 8, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5},
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
     },
     "glm5_next_text": {
         "num_hidden_layers": 4,

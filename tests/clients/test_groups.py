@@ -1,0 +1,161 @@
+"""Models of transformers with keys for groups of tokens: windows (DeepSeek-V4), blocks (Qwen4-exp), pools (GLM5-next).
+
+The oracle is their own code on one process, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles import (
+    AllGather,
+    Documents,
+    ModuleContextParallel,
+    Ring,
+    SequenceLayout,
+    SequenceScope,
+    Ulysses,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    striped,
+)
+from cp_styles.integrations.transformers import prefill
+from cp_styles.layout import Balancer
+from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from tests.clients.hugging_face import (
+    LENGTH,
+    NAME,
+    StayDouble,
+    config_of,
+    expected,
+    labels_of,
+    largest_error,
+    on_ranks,
+    positions_of,
+    tiny,
+    tokens_of,
+)
+from tests.clients.sweep import EAGER, OWN, made
+from tests.covering import sampled
+
+pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
+
+# float64 sums in another order give 1e-14; one window too many or too few gives 1e-3 and more.
+EXACT = 1e-10
+MODELS = "deepseek_v4", "qwen4_exp_text", "glm5_next_text"
+
+
+def model_of(model_type: str, **sizes: Any) -> Any:
+    model: Any = tiny(
+        lambda config: made("causal", model_type, config), config_of(model_type, **OWN[model_type] | sizes)
+    )
+    return model
+
+
+def few_windows(length: int, ranks: int) -> SequenceLayout:
+    """Rank 0 has nearly all tokens, and each further rank one."""
+    edges = [0, *range(length - ranks + 1, length + 1)]
+    return SequenceLayout.from_chunks([(edges[rank], edges[rank + 1])] for rank in range(ranks))
+
+
+@sampled(
+    2,
+    model_type=MODELS,
+    length=[3, 7, 20, 37],
+    ranks=[1, 2, 3],
+    layout=[head_tail, contiguous, striped, few_windows],
+    strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()],
+    checkpointed=[False, True],
+)
+def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strategy: Any, checkpointed: bool):
+    """Lengths without a window, and that are no multiple of one; ranks without windows; equal scores of an indexer."""
+    if isinstance(strategy, Ulysses) and (model_type != "deepseek_v4" or ranks == 3):
+        strategy = Ring()  # selected keys of its tokens, and heads that three ranks do not divide
+    model = model_of(model_type)
+    model.train()
+    if checkpointed:
+        contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    tokens, positions = tokens_of(length), positions_of(length)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions}, labels_of(tokens)
+    wanted = expected(model, inputs, labels, "eager" if model_type in EAGER else "dense")
+    style = {"layout": layout, "strategy": strategy}
+    assert largest_error(on_ranks(model, inputs, labels, ranks=ranks, balancer=layout, style=style), wanted) < EXACT
+
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "padding": (
+        lambda: {
+            "whole": {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long).index_fill_(1, torch.tensor(0), 0)}
+        },
+        "makes groups of consecutive tokens",
+    ),
+    "packed documents": (
+        lambda: {"scope": lambda layout: SequenceScope(layout, mask=Documents((12, LENGTH - 12)))},
+        "makes groups of consecutive tokens",
+    ),
+    "a mask of the part": (lambda: {"implementation": "eager"}, "register_attention"),
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("case", WRONG)
+def test_refused(model_type: str, case: str):
+    options, words = WRONG[case]
+    tokens = tokens_of()
+    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+    with pytest.raises(RankError) as caught:
+        on_ranks(model_of(model_type), inputs, labels_of(tokens), **options())
+    assert sorted(caught.value.errors) == [0, 1]
+    assert caught.match(words)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_prefill_is_refused(model_type: str):
+    model = model_of(model_type).eval()
+
+    def on(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        with StayDouble():
+            prefill(mine, tokens_of())
+
+    with pytest.raises(RankError, match="generate without context parallelism"):
+        run_ranks(on, 2)
+
+
+def test_what_windows_send():
+    """Of keys for 6 tokens each no more rows travel than windows; projected rows where a window begins elsewhere."""
+    kind = "heavily_compressed_attention"
+    model, tokens = model_of("deepseek_v4", num_hidden_layers=1, layer_types=[kind]), tokens_of(36)
+    head_dim, batch = model.config.head_dim, len(tokens)
+
+    def on(rank: int) -> list[tuple[str, int]]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        layout = SequenceLayout.from_chunks([[(0, 20)], [(20, 36)]])
+        options = {"layout": layout, "strategy": AllGather(), "verified": True}
+        parallelize_module(mine, mesh, ModuleContextParallel(**options))
+        parts = {"input_ids": layout.shard(tokens, 1, rank), "position_ids": layout.shard(positions_of(36), 1, rank)}
+        with StayDouble(), torch.no_grad(), CommunicationTrace() as trace:
+            mine(**parts)
+        return [event for event in trace.events if event[0] != "all_gather"]
+
+    row = batch * head_dim * 8
+    first, second = run_ranks(on, 2)
+    # Window 3 has the tokens 18 to 23, so rank 1 makes its key. Rank 0 sends two rows of keys and gates; a window of
+    # attention, 4 rows of k and v; and the keys of its 3 windows. Rank 1 sends no rows, and no query sees its windows.
+    near = min(model.config.sliding_window - 1, 20)
+    assert first == [("all_to_all", 2 * 2 * row), ("send", 2 * near * row), ("send", 2 * 3 * row)]
+    assert second == [("all_to_all", 0)]
