@@ -18,7 +18,7 @@ from cp_styles.functions.latent import context_latent_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.intercept.flex_attention import flex_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, Tree
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import imbalance
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -62,6 +62,7 @@ __all__ = [
     "SequenceScope",
     "SlidingWindow",
     "TransferError",
+    "Tree",
     "Ulysses",
     "UnprovedPathWarning",
     "UnreducedGradientsError",

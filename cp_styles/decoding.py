@@ -479,9 +479,9 @@ def _check_call(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, 
         raise TypeError(f"{name}: mask must be a Mask object such as Causal(), got {mask!r}")
     if not q.shape[2] or (q.shape[2] > cache.length and mask.parts):
         raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")
-    if mask.has_bias:
+    if mask.has_bias or any(len(row.bands) > 1 for row in mask.rows):
         raise NotImplementedError(
-            f"{name}: {mask!r} is not a mask of bands, and decoding takes only bands: pass a boolean attn_mask"
+            f"{name}: {mask!r} is not one interval of keys for each query, as decoding needs: pass a boolean attn_mask"
         )
     mask.check_unchanged()
     shape = q.shape[0], q.shape[1], q.shape[2], cache.length

@@ -1,7 +1,7 @@
 """Attention masks, in global positions.
 
-Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The conjunction
-of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
+Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. (A
+:class:`Tree` is several bands.) The conjunction of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
 plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`, which a mask with gaps overrides. An arbitrary
 boolean or additive mask is :class:`Dense`, which adds a bias to the logits.
 """
@@ -18,6 +18,7 @@ from cp_styles.mask.bands import (
     WithBlocks,
 )
 from cp_styles.mask.dense import Dense
+from cp_styles.mask.tree import Tree
 
 __all__ = [
     "Causal",
@@ -31,5 +32,6 @@ __all__ = [
     "PrefixLM",
     "Shifted",
     "SlidingWindow",
+    "Tree",
     "WithBlocks",
 ]

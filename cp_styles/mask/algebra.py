@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import accumulate, pairwise
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import Any
 
@@ -90,6 +90,14 @@ class Mask:
         turns = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jumps[1:] & ~jumps[:-1]
         return torch.cat([torch.nonzero(where).flatten() + 1 for where in (jumps, turns)])
 
+    @property
+    def bands(self) -> tuple[Mask, ...]:
+        """Masks of one interval for each query, which together are this mask: no pair is in two of them.
+
+        A mask with several bands overrides it, and its own ``bounds`` contain them. Plans cut tiles of each band.
+        """
+        return (self,)
+
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         """The bias inside the band, broadcastable to ``[B, H, L, M]``. None for bands without bias.
 
@@ -122,7 +130,8 @@ class Mask:
         for part in self.parts:
             if part is not self and type(part).needed is not Mask.needed:
                 found &= part.needed(q, kv)
-            by_pairs |= type(part).allowed is not Mask.allowed or (part.has_gaps and part.bias(none, none) is not None)
+            by_pairs |= type(part).allowed is not Mask.allowed or len(part.bands) > 1
+            by_pairs |= part.has_gaps and part.bias(none, none) is not None
         missing = found & by_pairs
         width = 1 + int((stop - first).sum()) // max(len(q), 1)
         step = max(128, min(width, 2**20 // width))
@@ -203,26 +212,35 @@ class Mask:
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """The mask but for a bias, as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``.
 
-        The default is the band. A mask with gaps overrides it, as ``super().allowed(...) & ...``. A plan raises for a
+        The default is the bands. A mask with gaps overrides it, as ``super().allowed(...) & ...``. A plan raises for a
         pair that :meth:`bounds` or :meth:`needed` leave out; one of more than 2**20 pairs looks at some queries alone.
         """
-        lo, hi = self.bounds(q_positions_L)
+        bounds = (band.bounds(q_positions_L) for band in self.bands)
         kv = kv_positions_M[None, :]
-        return (kv >= lo[:, None]) & (kv < hi[:, None])
+        return reduce(torch.logical_or, ((kv >= lo[:, None]) & (kv < hi[:, None]) for lo, hi in bounds))
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
         """The number of keys, of ``keys``, to which each of ``q_positions_L`` attends: int64 ``[L]``. For balancers."""
-        lo, hi = self.bounds(q_positions_L)
-        return (hi.clamp(max=keys) - lo).clamp(min=0)
+        bounds = (band.bounds(q_positions_L) for band in self.bands)
+        return reduce(torch.add, ((hi.clamp(max=keys) - lo).clamp(min=0) for lo, hi in bounds))
 
     def row(self, index: int) -> Mask:
         """The mask of row ``index`` of the batch."""
         return self
 
+    def joined(self, parts: tuple[Mask, ...]) -> tuple[Mask, ...]:
+        """The ``parts`` of a conjunction, of which this mask is one. A mask may take some into itself, or refuse them.
+
+        Called by ``&``. The default changes nothing.
+        """
+        return parts
+
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, PerRow):
             return PerRow(tuple(self.row(index) & mask for index, mask in enumerate(other.masks)))
         parts = tuple(dict.fromkeys((*self.parts, *other.parts)))
+        for part in parts:
+            parts = part.joined(parts)
         return All(parts) if len(parts) > 1 else (parts[0] if parts else Full())
 
 
@@ -303,6 +321,11 @@ class All(_CompositeMask):
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
         return tuple(grid for part in self.parts for grid in part.grids)
+
+    @cached_property
+    def bands(self) -> tuple[Mask, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        combined = product(*(part.bands for part in self.parts))
+        return (self,) if all(len(part.bands) == 1 for part in self.parts) else tuple(map(All, combined))
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
         # The least work of the parts is an upper bound. The intersection may be smaller.

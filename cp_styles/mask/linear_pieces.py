@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,11 @@ class Pieces(NamedTuple):
         size = self.hi - self.lo
         return (2 * size + (self.hi_step - self.lo_step) * (self.count - 1)) * self.count // 2
 
+    @classmethod
+    def joined(cls, groups: Sequence[Pieces]) -> Pieces:
+        """The pieces of all ``groups``, one group after another."""
+        return groups[0] if len(groups) == 1 else cls(*map(torch.cat, zip(*groups, strict=True)))
+
     def at(self, index: torch.Tensor) -> Pieces:
         return Pieces(*torch.stack(self)[:, index].unbind())
 
@@ -87,13 +93,17 @@ class Pieces(NamedTuple):
         return uncut.part(start - uncut.start, torch.minimum(stop, torch.cat((start[1:], stop[-1:]))) - start)
 
 
-def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
-    """The pieces of the band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
-    return _make_pieces(mask.pattern, queries, keys).cut(cuts)
+def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> list[Pieces]:
+    """The pieces of each band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
+    return [pieces.cut(cuts) for pieces in _make_pieces(mask.pattern, queries, keys)]
 
 
 @remembered(64)  # for layouts that balance work, and for every plan
-def _make_pieces(mask: Mask, queries: int, keys: int) -> Pieces:
+def _make_pieces(mask: Mask, queries: int, keys: int) -> tuple[Pieces, ...]:
+    return tuple(_make_pieces_of_band(band, queries, keys) for band in mask.bands)
+
+
+def _make_pieces_of_band(mask: Mask, queries: int, keys: int) -> Pieces:
     within = All((*mask.parts, KeyRange(0, keys)))
     first, last = split_at(within.breaks(queries), queries)
     more = last - first
@@ -140,7 +150,7 @@ def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torc
             positions = torch.arange(queries, device="cpu")
             work = row.work(positions, keys)
         else:
-            pieces = cut_into_pieces(row, queries, keys, starts)
+            pieces = Pieces.joined(cut_into_pieces(row, queries, keys, starts))
             positions, work = pieces.start, pieces.work
         total.index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
     return total

@@ -181,10 +181,13 @@ def first_equal_sources(queries: Holders, keys: Holders, pieces: Pieces) -> torc
     return (ends // keys.block % keys.ranks).unique()
 
 
-def convert_to_rows(pieces: Pieces, rank: int, queries: Holders, keys: Holders, firsts: torch.Tensor) -> Pieces:
-    """Convert the pieces of ``rank`` from positions to its rows and the rows of each source, ascending in both.
+def convert_to_rows(
+    pieces: Pieces, rank: int, queries: Holders, keys: Holders, firsts: torch.Tensor
+) -> tuple[Pieces, torch.Tensor]:
+    """Convert the pieces of ``rank`` from positions to its rows and the rows of each source, source by source.
 
-    ``firsts`` are the first ranks of groups of equal sources, which represent the groups.
+    ``firsts`` are the first ranks of groups of equal sources, which represent the groups. Returns also the index of the
+    piece of which each result is a part. It ascends for each source.
     """
     number, counts = len(pieces.start), pieces.count
     ends, steps = pieces.first, pieces.steps
@@ -213,8 +216,8 @@ def convert_to_rows(pieces: Pieces, rank: int, queries: Holders, keys: Holders, 
     first, last = rows[:, :, nonempty].unbind(1)
     late, early = (~filled[:, nonempty]).long()
     row = queries.rows(rank, pieces.start)[index] + query
-    source, row, count = torch.stack((source, row, stop - query))[:, nonempty]
-    return Pieces(source, row, count, *first, *(last > first).long()).part(late, count - late - early)
+    source, row, count, index = torch.stack((source, row, stop - query, index))[:, nonempty]
+    return Pieces(source, row, count, *first, *(last > first).long()).part(late, count - late - early), index
 
 
 def number_sent_rows(pieces: Pieces, length: int) -> tuple[Pieces, dict[int, RowRanges]]:

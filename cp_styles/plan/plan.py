@@ -27,7 +27,7 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
-from cp_styles.mask.linear_pieces import cut_into_pieces, has_own_work, refuse_shorter
+from cp_styles.mask.linear_pieces import Pieces, cut_into_pieces, has_own_work, refuse_shorter
 from cp_styles.plan.linear import (
     RowRanges,
     convert_to_rows,
@@ -122,13 +122,22 @@ def _make_plan(
         sends = {peer: find_ranges(mask.needed(rows, kv[rank])) for peer, rows in enumerate(q) if peer != rank}
     else:
         queries, keys = make_holders(q_layout, kv_layout)
-        pieces = queries.by_rank(cut_into_pieces(mask, q_layout.length, kv_layout.length, queries.starts))
-        sends = find_rows_to_send(pieces, keys, rank)
-        pieces = pieces.where(pieces.rank == rank)
+        bands = cut_into_pieces(mask, q_layout.length, kv_layout.length, queries.starts)
+        bands = [queries.by_rank(pieces) for pieces in bands]
+        sends = find_rows_to_send(Pieces.joined(bands), keys, rank)
+        bands = [pieces.where(pieces.rank == rank) for pieces in bands]
+        pieces, count = Pieces.joined(bands), len(bands)
         firsts = first_equal_sources(queries, keys, pieces)
-        pieces, rows = number_sent_rows(convert_to_rows(pieces, rank, queries, keys, firsts), keys.length)
+        pieces, index = convert_to_rows(pieces, rank, queries, keys, firsts)
+        pieces, rows = number_sent_rows(pieces, keys.length)
+        # Tiles of each source and band, as if each band of a source were a source.
+        band = torch.repeat_interleave(torch.tensor([len(pieces.start) for pieces in bands], device="cpu"))[index]
+        runs = join_runs(pieces._replace(rank=pieces.rank * count + band))
         options = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
-        tiles = make_tiles(join_runs(pieces), keys.ranks, **options)
+        tiles = make_tiles(runs, keys.ranks * count, **options)
+        if count > 1:
+            numbered = [tuple([tile._replace(band=at % count) for tile in x]) for at, x in enumerate(tiles)]
+            tiles = [sum(numbered[at : at + count], ()) for at in range(0, len(numbered), count)]
         parts = [
             SourcePart(source, rows.get(first, ()), tiles[first])
             for first, stop in pairwise((*firsts.tolist(), keys.ranks))
@@ -175,7 +184,8 @@ def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
             positions = torch.arange(layout.length, device="cpu")
             holder, work = queries.holder(queries.chunk(positions)), row.work(positions, keys)
         else:
-            pieces = queries.by_rank(cut_into_pieces(row, layout.length, keys, queries.starts))
+            bands = cut_into_pieces(row, layout.length, keys, queries.starts)
+            pieces = Pieces.joined([queries.by_rank(pieces) for pieces in bands])
             holder, work = pieces.rank, pieces.work
         total.index_add_(0, holder, work)
     return total

@@ -92,7 +92,8 @@ def _tiles_of_cells(mask: Mask, q: torch.Tensor, kv: torch.Tensor, needed: torch
     outside = (starts >= reduce_by_cell(last, "amax")) | (stops <= reduce_by_cell(least, "amin"))
     within = (starts >= reduce_by_cell(least, "amax")) & (stops <= reduce_by_cell(last, "amin"))
     partial = torch.minimum(cover, torch.tensor(1, device="cpu"))
-    if any(part.has_bias and not part.grids for part in mask.parts):  # a bias in full blocks too
+    # A bias in full blocks too, and several bands.
+    if any((part.has_bias or len(part.bands) > 1) and not part.grids for part in mask.parts):
         cover = partial
     cover = torch.where(outside, 0, torch.where(within, cover, partial))
     # Received rows are contiguous: rows that are not sent leave no gap.

@@ -37,13 +37,15 @@ class Tile(NamedTuple):
     """One kernel call: local query rows x rows of the keys from one source.
 
     ``window`` of a band: the numbers of keys before and after its own key that each query attends to; -1 for all. The
-    own key of the last query is the last key, and the own key moves by one with each query.
+    own key of the last query is the last key, and the own key moves by one with each query. ``band`` is the number of
+    the band of the mask whose pairs the tile has. None: all pairs of the mask.
     """
 
     q: tuple[int, int]
     kv: tuple[int, int]
     cover: Cover
     window: tuple[int, int] | None = None
+    band: int | None = None
 
     @property
     def pairs(self) -> int:

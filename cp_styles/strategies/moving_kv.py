@@ -480,7 +480,8 @@ class _Run:
         attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
         heads = first + call.q_heads[0], first + call.q_heads[1]
-        bias = _masked_bias(attention.mask, heads, dtype, *self._positions(call))
+        mask = attention.mask if call.tile.band is None else attention.mask.bands[call.tile.band]
+        bias = _masked_bias(mask, heads, dtype, *self._positions(call))
         return (bias if levels is None else levels.subtract(bias, call.q_heads, call.tile.q)).to(dtype)
 
 

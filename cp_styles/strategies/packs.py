@@ -39,7 +39,7 @@ class PackedTiles:
         sides = [tile.q for tile in tiles], [tile.kv for tile in tiles]
         hulls = ((min(side)[0], max(stop for _, stop in side)) for side in sides)
         lengths = (tuple([stop - start for start, stop in side]) for side in sides)
-        return cls(*hulls, *tiles[0][2:], tuple(tuple(join_ranges(side)) for side in sides), tuple(lengths))  # pyright: ignore
+        return cls(*hulls, *tiles[0][2:4], tuple(tuple(join_ranges(side)) for side in sides), tuple(lengths))  # pyright: ignore
 
     def on(self, batch: int, device: torch.device) -> tuple[packing.Pack, torch.Tensor | None, torch.Tensor | None]:
         """The pack on a device, and the indices of its rows of queries and of keys."""

@@ -89,7 +89,12 @@ def check_tiles(
             visible = mine[:, kv_layout.positions(source)]
             assert part.source == source
             assert row_numbers(part.rows) == torch.nonzero(visible.any(0)).flatten().tolist()
-            counts = sum((pairs_of(tile, part, visible) for tile in part.tiles), torch.zeros_like(visible.long()))
+            ends = q_layout.positions(rank), kv_layout.positions(source)
+            bands = [visible & band.allowed(*ends) for band in mask.bands]
+            counts = torch.zeros_like(visible.long())
+            for tile in part.tiles:
+                assert (tile.band is None) == (len(bands) == 1 or mask.has_gaps)
+                counts += pairs_of(tile, part, visible if tile.band is None else bands[tile.band])
             assert torch.equal(counts, visible.long())
             for tile in part.tiles:  # no kernel is asked for nothing
                 assert 0 <= tile.q[0] < tile.q[1] <= len(mine)
