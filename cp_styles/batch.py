@@ -60,6 +60,7 @@ from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_now, shares
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
+from cp_styles.mask import Tree
 from cp_styles.replicas import (
     Difference,
     Replica,
@@ -78,6 +79,7 @@ __all__ = [
     "global_loss",
     "global_token_count",
     "next_token_labels",
+    "predicted_tokens",
     "shard_batch",
     "sum_gradients",
 ]
@@ -160,6 +162,41 @@ def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torc
         assert document_positions(torch.tensor([0, 0, 1, 1, 1])).tolist() == [0, 1, 0, 1, 2]
     """
     return _index_along(document_ids, seq_dim) - _document_starts(document_ids, seq_dim)
+
+
+def predicted_tokens(tree: Tree, layout: SequenceLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of a tree the logits of ``rank`` predict: the last token of a shared prefix predicts several.
+
+    Each token but the first of each root is predicted once, on the rank that holds the token before it in its rollouts.
+
+    Args:
+        tree: the tree of the whole sequence.
+        layout: the layout of the attention.
+        rank: the rank within the cp group.
+
+    Returns:
+        Two int64 ``[N]`` on the host: rows of this rank, and the index of the token that each predicts, ascending. No
+        communication.
+
+    Raises:
+        ValueError: tree and layout are for different lengths.
+
+    Example::
+
+        tree = Tree((3, 2, 2), (-1, 0, 0))
+        rows, tokens = predicted_tokens(tree, contiguous(7, 2), 0)  # rank 0 holds the tokens 0 to 3
+        assert (rows.tolist(), tokens.tolist()) == ([0, 1, 2, 3, 2], [1, 2, 3, 4, 5])
+    """
+    if tree.length != layout.length:
+        raise ValueError(
+            f"predicted_tokens: the tree has {tree.length} tokens, the layout cuts {layout.length}: make both for the "
+            "whole sequence, with its padding as a further root"
+        )
+    held, before = layout.positions(rank, "cpu"), tree.predecessors
+    row_S = torch.full((tree.length + 1,), -1, device="cpu")  # the entry behind the last belongs to -1, no token
+    row_S[held] = torch.arange(len(held), device="cpu")
+    tokens = torch.nonzero(row_S[before] >= 0).flatten()
+    return row_S[before[tokens]], tokens
 
 
 def shard_batch(

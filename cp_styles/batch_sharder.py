@@ -26,6 +26,7 @@ from cp_styles.batch import (
     global_token_count,
     next_token_labels,
     pad_at_end,
+    predicted_tokens,
     shard_batch,
     sum_gradients,
 )
@@ -37,7 +38,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
-from cp_styles.mask import Documents
+from cp_styles.mask import Documents, Mask, Tree
 from cp_styles.troubleshooting import see
 
 Batch = Mapping[str, Any]
@@ -69,13 +70,21 @@ class ShardedBatch(dict[str, Any]):
 
     Attributes:
         layout: how this batch is cut.
+        rows: of a batch with a tree, the index of this rank's token whose logits predict each of its labels, int64
+            [N]. A token before several branches is there several times. None for other batches: all tokens, in order.
     """
 
     def __init__(
-        self, part: Mapping[str, Any], sharder: BatchSharder, layout: SequenceLayout, document_ids: torch.Tensor | None
+        self,
+        part: Mapping[str, Any],
+        sharder: BatchSharder,
+        layout: SequenceLayout,
+        document_ids: torch.Tensor | None,
+        tree: Tree | None = None,
+        rows: torch.Tensor | None = None,
     ) -> None:
         super().__init__(part)
-        self.layout = layout
+        self.layout, self.rows, self._tree = layout, rows, tree
         self._sharder, self._rank, self._document_ids = sharder, sharder._group.rank(), document_ids
         # The number of forwards before this batch, if it has several documents with labels.
         self._packed_at: int | None = None
@@ -112,14 +121,14 @@ class ShardedBatch(dict[str, Any]):
         return {name: x for name, x in self.items() if name != "labels" and not name.startswith("shift_labels")}
 
     def scope(self) -> SequenceScope:
-        """The :class:`~cp_styles.SequenceScope` of this batch: its layout, and its documents if it has document_ids.
+        """The :class:`~cp_styles.SequenceScope` of this batch: its layout, and its documents or its tree.
 
         ::
 
             with batch.scope():
                 logits = model(batch.tokens, batch["position_ids"])
         """
-        ids, mask = self._document_ids, None
+        ids, mask = self._document_ids, self._tree
         if ids is not None:  # one mask for all rows has one plan, so use it where the rows are equal
             mask = Documents.from_ids(ids[0] if (ids == ids[:1]).all() else ids)
         return SequenceScope(self.layout, mask=mask, mesh_axis=self._sharder.mesh_axis)
@@ -136,7 +145,8 @@ class ShardedBatch(dict[str, Any]):
         Every rank gets the value for all ranks. The gradient is this rank's share, see :func:`~cp_styles.global_loss`.
 
         Args:
-            logits_BLV: this rank's logits, in any floating dtype. 16-bit logits are converted to float32 first.
+            logits_BLV: this rank's logits, in any floating dtype, with a tree too: a row for each token. 16-bit logits
+                are converted to float32 first.
             ahead: how many tokens ahead these logits predict, for models that predict several; at most ``predicted``
                 of the sharder.
             token_count: the divisor. None: :meth:`token_count`. To accumulate gradients over several batches, pass the
@@ -146,7 +156,7 @@ class ShardedBatch(dict[str, Any]):
 
         Raises:
             ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens. Or it has
-                document_ids, and no attention that has run since it was cut kept documents apart.
+                document_ids or a tree, and no attention that has run since it was cut kept documents apart.
             TypeError: ``logits_BLV`` is not a tensor, such as the whole output of a model of transformers.
         """
         labels_BL = self._labels(ahead)
@@ -155,13 +165,16 @@ class ShardedBatch(dict[str, Any]):
                 f"{type(self).__name__}.loss: logits_BLV are a tensor, got {type(logits_BLV).__name__}: "
                 "take them out of what the model returns, model(...).logits or model(...)[0]"
             )
-        if logits_BLV.shape[:-1] != labels_BL.shape:
+        tokens = labels_BL.shape if self.rows is None else _get_tokens(self).shape[:2]
+        if logits_BLV.shape[:-1] != tokens:
             raise ValueError(
                 f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "
-                f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
+                f"this rank's tokens {tuple(tokens)}: give the model this batch's input_ids, and take its "
                 "logits of all tokens, neither shifted nor gathered (the labels are shifted already)"
             )
         self._sharder._refuse_joined_documents(self._packed_at)
+        if self.rows is not None:
+            logits_BLV = logits_BLV[:, self.rows]
         if logits_BLV.dtype.itemsize < 4:  # the sum over tokens needs more digits than 16 bits have
             logits_BLV = logits_BLV.float()
         losses = F.cross_entropy(
@@ -211,6 +224,12 @@ class BatchSharder:
     positions restart at the borders of documents. :meth:`ShardedBatch.scope` separates documents in the attention: put
     it around the model. (Attention of transformers reads documents from the positions, and needs no scope.) The part
     ``batch["document_ids"]`` is no entry of ``**batch``, because models do not take it.
+
+    Rollouts with shared prefixes may be given as ``tree``, a :class:`~cp_styles.Tree` for all rows of the batch. Then
+    positions are those in rollouts, :meth:`ShardedBatch.scope` has the tree as its mask, and ``shift_labels`` [B, N]
+    belong to the rows ``batch.rows`` of the logits: see :func:`~cp_styles.batch.predicted_tokens`. The entries that
+    are ``shifted`` go with them. Padding is a further root. ``tree.weights`` gives each token the sum of the weights
+    of its rollouts.
 
     ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
     [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
@@ -323,7 +342,8 @@ class BatchSharder:
             if self._belong_to_labels is None and not isinstance(batch, torch.Tensor):
                 self._name_weights(batch)  # in this meeting: if a user makes warnings errors, all ranks raise
             facts = {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
-            ids = whole.pop("document_ids", None)  # models do not take it; the scope reads the whole one
+            # Models do not take them; the scope reads the whole ones.
+            ids, tree = whole.pop("document_ids", None), whole.pop("tree", None)
             cut = {name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim}
             unknown = [name for name in cut if name not in self._seq_dims]
             if unknown:
@@ -332,10 +352,16 @@ class BatchSharder:
                     "entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
-            layout = self._make_layout(_get_tokens(whole).shape[1])
-            part = shard_batch(cut, layout, self._group.rank(), seq_dims=self._seq_dims)
+            layout, rank, rows = self._make_layout(_get_tokens(whole).shape[1]), self._group.rank(), None
+            predicted: dict[str, torch.Tensor] = {}
+            if tree is not None:
+                device = _get_tokens(whole).device
+                rows, tokens = (x.to(device) for x in predicted_tokens(tree, layout, rank))
+                names = (*self._shifted, *(self._belong_to_labels or ()))
+                predicted = {name: cut.pop(name).index_select(1, tokens) for name in names if name in cut}
+            part = shard_batch(cut, layout, rank, seq_dims=self._seq_dims) | predicted
             contiguous = {name: x.contiguous() for name, x in part.items()}  # models call .view() on their inputs
-            parts.append(ShardedBatch(whole | contiguous, self, layout, ids))
+            parts.append(ShardedBatch(whole | contiguous, self, layout, ids, tree, rows))
             return facts, StatusRow()
 
         advice = (
@@ -346,7 +372,9 @@ class BatchSharder:
         agree_on_facts(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
         self._batches += 1
         forwards = state_of(self._group).operations.forwards
-        if not isinstance(batch, torch.Tensor) and _joins_matter(batch.get("document_ids"), batch.get("labels")):
+        if not isinstance(batch, torch.Tensor) and (
+            batch.get("tree") is not None or _joins_matter(batch.get("document_ids"), batch.get("labels"))
+        ):
             parts[0]._packed_at = forwards
         self._packed_at = parts[0]._packed_at
         self._all_packed &= self._packed_at is not None
@@ -379,9 +407,10 @@ class BatchSharder:
         state = state_of(self._group)
         if before is not None and state.operations.forwards > before >= state.get_or_create(Forwards).separated:
             raise ValueError(
-                f"{self._name}: the batch has document_ids, and no attention that has run since kept documents apart: "
-                "write `with batch.scope():` around the model. If documents are meant to see each other, give the "
-                f"batch shift_labels and position_ids in place of document_ids{see('Documents without a scope')}"
+                f"{self._name}: the batch has document_ids or a tree, and no attention that has run since kept "
+                "documents apart: write `with batch.scope():` around the model. If documents are meant to see each "
+                "other, give the batch shift_labels and position_ids in place of document_ids"
+                f"{see('Documents without a scope')}"
             )
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
@@ -499,6 +528,7 @@ class BatchSharder:
                     f"{self._name}: {name} has values below 0 that are not {IGNORE_INDEX}, and they would count as "
                     f"classes: labels.masked_fill(labels < 0, {IGNORE_INDEX}) if they mean that there is no label"
                 )
+        self._check_tree(batch)
         if ids is not None:
             if not isinstance(ids, torch.Tensor) or ids.shape not in ((length,), (1, length), (rows, length)):
                 shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
@@ -508,11 +538,38 @@ class BatchSharder:
                 )
             batch["document_ids"] = ids.expand(rows, length)
 
+    def _check_tree(self, batch: dict[str, Any]) -> None:
+        """Refuse a tree that is no Tree of this batch, and entries and arguments that do not go with one."""
+        tree, length = batch.get("tree"), _get_tokens(batch).shape[1]
+        if tree is None:
+            batch.pop("tree", None)
+            return
+        if not isinstance(tree, Tree) or tree.length != length:
+            raise ValueError(
+                f'{self._name}: batch["tree"] is {tree!r}, and must be a Tree of the {length} tokens of a row, equal '
+                "for all rows. Trees that differ by row: put them one after another into one row, as several roots"
+            )
+        if both := [name for name in ("document_ids", *self._shifted) if batch.get(name) is not None]:
+            raise ValueError(
+                f"{self._name}: the batch has a tree and {both}: leave them out. Documents are roots of the tree, and "
+                "labels are made of labels, because a token before several branches predicts several tokens"
+            )
+        if len(self._shifted) > 1:
+            raise ValueError(
+                f"{self._name}: predicted={len(self._shifted)} and a tree: the token after the next differs by "
+                "rollout, so leave predicted= out"
+            )
+
     def _add_entries(self, batch: dict[str, Any], padding: int) -> None:
         """Add shifted labels, positions, and the mask of ``padding`` positions. Leave out a mask without a zero."""
         tokens, labels, ids = _get_tokens(batch), batch.get("labels"), batch.get("document_ids")
         rows, length = tokens.shape[:2]
-        mask = batch.get("attention_mask")
+        mask, tree = batch.get("attention_mask"), batch.get("tree")
+        if tree is not None:
+            if self._shifted and labels is not None:
+                batch["shift_labels"] = labels  # cut where they are predicted
+            if batch.get("position_ids") is None:
+                batch["position_ids"] = tree.position_ids.to(tokens.device).expand(rows, -1)
         if self._shifted and labels is not None and batch.get("shift_labels") is None:
             for name in self._belong_to_labels or ():
                 if isinstance(x := batch.get(name), torch.Tensor):
@@ -553,6 +610,8 @@ class BatchSharder:
         dims = self._seq_dims | {"attention_mask": 1, "document_ids": 1}
         fill = dict.fromkeys(("labels", "shift_labels", *self._shifted), IGNORE_INDEX) | {"input_ids": self._pad}
         fill |= {} if ids is None else {"document_ids": int(ids.max()) + 1}
+        if (tree := batch.get("tree")) is not None:
+            batch["tree"] = Tree((*tree.lengths, padding), (*tree.parents, -1), tree.left)
         for name, x in batch.items():
             dim = dims.get(name)
             if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
@@ -591,6 +650,8 @@ def describe_content(value: Any) -> Any:
         return tuple(value.shape), str(value.dtype), checksum(value)
     if isinstance(value, Mapping):
         return sorted(((str(key), describe_content(item)) for key, item in value.items()), key=itemgetter(0))
+    if isinstance(value, Mask):
+        return repr(value)
     if isinstance(value, (list, tuple)):
         return [describe_content(item) for item in value]
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):

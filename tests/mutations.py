@@ -365,7 +365,7 @@ mixers: a planted mistake is not put into what replaces a layer | clients/test_o
     _runs_own_code | and binding.role.planted is None
     becomes nothing
 mixers: one rank does not know the documents of a scope | clients/test_own_code.py -k documents_on_one_rank
-    _runs_own_code | find_documents(calls.binding.mask) is None
+    _runs_own_code | find_documents(binding.name, calls.binding.mask) is None
     becomes | True
 mixers: one rank does not know documents in arguments | clients/test_own_code.py -k in_arguments
     _call_handler | any(arguments.get(name) is not None for name in DOCUMENT_ARGUMENTS)

@@ -41,7 +41,7 @@ from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersC
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
+from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, Tree, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mixers.by_name import CACHE_OF_GROUPS, path_of_groups
@@ -895,7 +895,9 @@ def _make_prompt_mask(
         if positions_BL is not None:
             device = positions_BL.device
             whole, layout = _infer_length(binding, length)
-            laid_out = layout is not None and bool((positions_BL == layout.positions(rank, device)).all())
+            laid_out = False
+            if layout is not None:
+                laid_out = bool((positions_BL == _expected_positions(binding, layout, device)).all())
             flags |= _AS_LAID_OUT * laid_out
             counted_BL = torch.arange(length, device=device) + (positions_BL[:, :1] == 1).long()
             flags |= _FROM_ZERO * bool((positions_BL == counted_BL).all())
@@ -919,9 +921,14 @@ def _make_prompt_mask(
         _refuse_partial_padding(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
         attention_mask = None
-    documents = None
+    documents, tree = None, _find_tree(binding)
     laid_out = all(flag & _AS_LAID_OUT for flag in flags) and {guess >> 1 for guess in guesses} == {whole}
     if positions_BL is not None and all(guesses) and not laid_out:
+        if tree is not None and tree.length == whole:  # of another length the attention says so
+            raise ValueError(
+                f"{name}: under a SequenceScope with a Tree, position_ids that are not the positions in its rollouts: "
+                'give each rank its part of tree.position_ids, as batch["position_ids"] of BatchSharder has it'
+            )
         layout, lengths = binding.layout_for(whole), [row.q_length for row in rows]
         if tuple(lengths) != layout.lengths:
             raise ValueError(
@@ -935,6 +942,16 @@ def _make_prompt_mask(
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
         documents = _find_documents(name, positions_BS, alone, packed, jumps)
     return *_build_mask(pieces, documents, attention_mask, whole), whole
+
+
+def _find_tree(binding: Binding) -> Tree | None:
+    return next((part for part in binding.mask.parts if isinstance(part, Tree)), None)
+
+
+def _expected_positions(binding: Binding, layout: SequenceLayout, device: torch.device) -> torch.Tensor:
+    """The positions of this rank's tokens: in the sequence, or in the rollouts of a tree."""
+    positions, tree = layout.positions(binding.group.rank(), device), _find_tree(binding)
+    return positions if tree is None or tree.length != layout.length else tree.position_ids.to(device)[positions]
 
 
 def _make_whole_mask(

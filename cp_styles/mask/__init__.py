@@ -1,9 +1,10 @@
 """Attention masks, in global positions.
 
-Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. (A
-:class:`Tree` is several bands.) The conjunction of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
-plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`, which a mask with gaps overrides. An arbitrary
-boolean or additive mask is :class:`Dense`, which adds a bias to the logits.
+Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The conjunction
+of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
+plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`, which a mask with gaps overrides. A :class:`Tree`
+is several bands, :attr:`Mask.bands`. An arbitrary boolean or additive mask is :class:`Dense`, which adds a bias to the
+logits.
 """
 
 from cp_styles.mask.algebra import Full, Mask, PerRow

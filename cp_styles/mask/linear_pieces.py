@@ -94,7 +94,7 @@ class Pieces(NamedTuple):
 
 
 def cut_into_pieces(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> list[Pieces]:
-    """The pieces of each band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
+    """For each band of ``mask`` its pieces for ``queries`` positions and ``keys`` keys, cut at positions ``cuts``."""
     return [pieces.cut(cuts) for pieces in _make_pieces(mask.pattern, queries, keys)]
 
 

@@ -113,7 +113,7 @@ def _runs_own_code(calls: AttentionCalls) -> bool:
     """Whether a layer runs its own code: one rank has all tokens, of one document, and verify plants no mistake."""
     binding = calls.unscoped  # in verify's step with one rank: what replaces a layer is compared with the layer
     alone = binding.group.size() == 1 and binding.role.planted is None
-    return alone and find_documents(calls.binding.mask) is None and find_cache(calls.inputs) is None
+    return alone and find_documents(binding.name, calls.binding.mask) is None and find_cache(calls.inputs) is None
 
 
 def _run_own(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _run_mixer(calls: AttentionCalls, name: str, run: Callable[[CutSequence], An
     def run_on_sequence() -> Any:
         where = binding.axis, binding.group, binding.layout
         name_of_call = f"{binding.name}: {name} of {calls.forward_state.path or 'the module itself'}"
-        documents = find_documents(binding.mask)
+        documents = find_documents(name_of_call, binding.mask)
         sequence = CutSequence(name_of_call, *where, documents, binding.checks)
         return run(sequence.with_documents_from(kwargs))
 

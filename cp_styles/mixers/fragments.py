@@ -37,7 +37,7 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Documents, Mask, PerRow
+from cp_styles.mask import Documents, Mask, PerRow, Tree
 from cp_styles.replicas import LocalItems
 from cp_styles.troubleshooting import see
 
@@ -175,8 +175,14 @@ def rows_before(
     return row_exchange(layout, needs, len(sizes) * width if sizes else max(width, 1), rank), sizes or [0]
 
 
-def find_documents(mask: Mask) -> Documents | PerRow | None:
-    """The documents that a mask separates; None for one."""
+def find_documents(name: str, mask: Mask) -> Documents | PerRow | None:
+    """The documents that a mask separates; None for one. Raises NotImplementedError for a tree."""
+    if any(isinstance(part, Tree) for row in mask.rows for part in row.parts):
+        raise NotImplementedError(
+            f"{name}: a Tree around a recurrence, a convolution or a roll: states go from token to token of the "
+            "sequence, and would go from one branch into the next. Give this model whole rollouts, packed as "
+            "documents: SequenceScope(layout, mask=Documents(lengths))"
+        )
     rows = [row.documents for row in mask.rows]
     length = next((sum(lengths) for lengths in rows if lengths is not None), None)
     if length is None:
@@ -228,10 +234,12 @@ class CutSequence:
         with telling(name, group, agrees=checks.agreement):
             if layout is None or documents is None:
                 scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)
-        masked = find_documents(scope.mask) if scope is not None and documents is None else documents
+            masked = find_documents(name, scope.mask) if scope is not None and documents is None else documents
         around = [mode for mode in function_modes() if isinstance(mode, AttentionCalls)]
         for mode in around:
             mode.note_function(group.group_name)
+            if documents is None:
+                find_documents(name, mode.unscoped.mask)  # for its refusal alone
         default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         state.get_or_create(LocalItems).update(dict.fromkeys(checks.local))

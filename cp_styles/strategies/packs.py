@@ -33,6 +33,7 @@ class PackedTiles:
     window: tuple[int, int] | None
     rows: tuple[RowRanges, RowRanges]
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    band = None  # no tile of a pack has an explicit mask
 
     @classmethod
     def of(cls, tiles: Sequence[Tile]) -> PackedTiles:
