@@ -16,7 +16,19 @@ from typing import TypeVar
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, WithBlocks
+from cp_styles.mask import (
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Full,
+    Mask,
+    PerRow,
+    PrefixLM,
+    SlidingWindow,
+    Tree,
+    WithBlocks,
+)
 from cp_styles.mask.block_mask import FlexMask
 
 Sees = Callable[[int, int], bool]
@@ -185,6 +197,18 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
     def in_prefix(key: int) -> bool:
         return key - starts[document(key)] < prefixes[document(key)]
 
+    # Not depth first: the last node goes on after the second, and the third is between them.
+    parents = (-1, 0, 0, 1)
+    paths = ((0,), (0, 1), (0, 2), (0, 1, 3))
+
+    def on_path(query: int, key: int) -> bool:
+        return key <= query and document(key) in paths[document(query)]
+
+    def place(position: int) -> int:
+        """The number of tokens before a position in its rollout."""
+        node = document(position)
+        return position - starts[node] + sum(lengths[each] for each in paths[node][:-1])
+
     cases = {
         "full": (Full(), lambda p, j: True),
         "causal": (Causal(), lambda p, j: j <= p),
@@ -202,6 +226,11 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
         "pictures": (
             WithBlocks(Causal() & SlidingWindow(3, 0), pictures, length),
             lambda p, j: p - 3 <= j <= p or any(low <= p < high and low <= j < high for low, high in pictures),
+        ),
+        "tree": (Tree(lengths, parents), on_path),
+        "windowed tree": (
+            SlidingWindow(3) & Tree(lengths, parents) & Causal(),
+            lambda p, j: on_path(p, j) and place(p) - place(j) <= 3,
         ),
         "causal chunks": (Causal() & Chunked(3), lambda p, j: p // 3 == j // 3 and j <= p),
         "windowed documents": (

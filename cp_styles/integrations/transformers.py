@@ -868,7 +868,7 @@ def _make_prompt_mask(
 ) -> _MaskPaddingLength:
     """The mask of sharded tokens. ``sizes``: rows of the batch, tokens of this rank, tokens of a cache."""
     binding, (batch, length, offset) = calls.binding, sizes
-    name, group, rank = binding.name, binding.group, binding.group.rank()
+    name, group = binding.name, binding.group
     pieces = _MaskPieces([])
     positions_BL: torch.Tensor | None = None
 

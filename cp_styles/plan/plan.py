@@ -130,11 +130,11 @@ def _make_plan(
         firsts = first_equal_sources(queries, keys, pieces)
         pieces, index = convert_to_rows(pieces, rank, queries, keys, firsts)
         pieces, rows = number_sent_rows(pieces, keys.length)
-        # Tiles of each source and band, as if each band of a source were a source.
-        band = torch.repeat_interleave(torch.tensor([len(pieces.start) for pieces in bands], device="cpu"))[index]
-        runs = join_runs(pieces._replace(rank=pieces.rank * count + band))
+        if count > 1:  # tiles of each source and band, as if each band of a source were a source
+            band = torch.repeat_interleave(torch.tensor([len(each.start) for each in bands], device="cpu"))[index]
+            pieces = pieces._replace(rank=pieces.rank * count + band)
         options = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
-        tiles = make_tiles(runs, keys.ranks * count, **options)
+        tiles = make_tiles(join_runs(pieces), keys.ranks * count, **options)
         if count > 1:
             numbered = [tuple([tile._replace(band=at % count) for tile in x]) for at, x in enumerate(tiles)]
             tiles = [sum(numbered[at : at + count], ()) for at in range(0, len(numbered), count)]

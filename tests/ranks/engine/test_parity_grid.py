@@ -94,7 +94,18 @@ def test_by_name(name: str):
     assert verdict.kind == "exact", verdict.words
 
 
-NOT_OF_PACKS = "prefix", "dilated", "pictures", "bool", "float", "BlockMask", "another", "selected"
+NOT_OF_PACKS = (
+    "prefix",
+    "dilated",
+    "pictures",
+    "tree",
+    "windowed tree",
+    "bool",
+    "float",
+    "BlockMask",
+    "another",
+    "selected",
+)
 
 
 def makes_sense(pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
