@@ -18,11 +18,13 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import logsigmoid
 
-from cp_styles import ModuleContextParallel, parallelize_module
+from cp_styles import ModuleContextParallel, Tree, parallelize_module
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, gradients, largest_error, tiny, tokens_of
+from tests.clients.test_mixers import MODELS
 from tests.clients.test_transformers import EXACT
+from tests.oracle import randn
 
 PROMPT = 6
 
@@ -52,9 +54,9 @@ def log_probs(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.T
     return logs.gather(2, tokens[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
 
 
-def on_a_rank(names: dict[str, Any], code: str) -> dict[str, Any]:
+def on_a_rank(names: dict[str, Any], code: str, ranks: int = 2) -> dict[str, Any]:
     """The code of the page with copies of these names; models among them get the style."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     mine = copy.deepcopy(names) | {"mesh": mesh, "torch": torch, "copy": copy}
     for model in (each for each in mine.values() if isinstance(each, torch.nn.Module)):
         model.set_attn_implementation(NAME)
@@ -198,3 +200,66 @@ def test_trainers_of_such_losses_are_refused(other: str):
     ) as found:
         run_ranks(on, 2)
     assert found.value.errors.keys() == {0, 1}
+
+
+# A prompt, a rollout that branches twice, another rollout, and a prompt with two rollouts.
+TREE = Tree((9, 4, 3, 5, 6, 4, 2, 3), (-1, 0, 1, 1, 0, -1, 5, 5))
+
+
+def tree_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels without those of the prompts, and advantages of both signs."""
+    tokens = tokens_of(TREE.length)[:1]
+    node = torch.arange(8).repeat_interleave(torch.tensor(TREE.lengths))
+    labels = tokens.masked_fill((node == 0) | (node == 5), -100)
+    return tokens, labels, randn(5, len(TREE.rollouts))
+
+
+def one_by_one(model: Any, tokens: torch.Tensor, labels: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """The loss of one process: each rollout is a sequence of its own. The divisor counts each label once."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, advantage in enumerate(advantages):
+        mine = TREE.tokens(number)
+        with StayDouble():
+            total = total - advantage * log_probs(model, tokens[:, mine], labels[:, mine]).sum()
+    return total / (labels != -100).sum()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_tree_of_rollouts(kind: str, ranks: int):
+    """Windows of 5 tokens, of all layers or some, count along each rollout."""
+    model = tiny(causal_lm, config_of(kind, num_hidden_layers=2))
+    tokens, labels, advantages = tree_batch()
+    one, names = copy.deepcopy(model), {"model": model, "tokens": tokens, "labels": labels, "advantages": advantages}
+    names |= {"lengths": TREE.lengths, "parents": TREE.parents}
+    loss = one_by_one(one, tokens, labels, advantages)
+    loss.backward()
+    for found in run_ranks(lambda _: on_a_rank(names, on_the_page("tree"), ranks), ranks):
+        mine = found["loss"].detach(), gradients(found["model"])
+        assert largest_error(mine, (loss.detach(), gradients(one))) < EXACT
+
+
+def test_positions_that_are_not_in_the_rollouts():
+    names = dict(zip(("model", "tokens", "labels", "advantages"), (models(1)[0], *tree_batch()), strict=True))
+    names |= {"lengths": TREE.lengths, "parents": TREE.parents}
+    wrong = on_the_page("tree").replace('positions = batch["position_ids"]', "positions = batch.positions[None]")
+    with pytest.raises(
+        RankError, match=r"with a Tree, position_ids .* each rank its part of tree.position_ids"
+    ) as found:
+        run_ranks(lambda _: on_a_rank(names, wrong, 2), 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_do_not_branch(kind: str, ranks: int):
+    """A recurrence alone, one next to attention, and a short convolution; also with one rank, as in verify."""
+    model = tiny(causal_lm, config_of(kind, **{"num_hidden_layers": 2, **MODELS[kind]}))
+    tokens, labels, advantages = tree_batch()
+    names = {"model": model, "tokens": tokens, "labels": labels, "advantages": advantages}
+    names |= {"lengths": TREE.lengths, "parents": TREE.parents}
+    code = on_the_page("tree")
+    code = code.replace(", position_ids=positions", "") if kind == "mamba2" else code
+    with pytest.raises(RankError, match=r"a Tree around a recurrence, .* Give this model whole rollouts") as found:
+        run_ranks(lambda _: on_a_rank(names, code, ranks), ranks)
+    assert found.value.errors.keys() == set(range(ranks))

@@ -95,16 +95,8 @@ def test_by_name(name: str):
 
 
 NOT_OF_PACKS = (
-    "prefix",
-    "dilated",
-    "pictures",
-    "tree",
-    "windowed tree",
-    "bool",
-    "float",
-    "BlockMask",
-    "another",
-    "selected",
+    *("prefix", "dilated", "pictures", "tree", "windowed tree"),
+    *("bool", "float", "BlockMask", "another", "selected"),
 )
 
 
