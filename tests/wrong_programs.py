@@ -44,6 +44,7 @@ from cp_styles import (
     SequenceLayout,
     SequenceScope,
     SlidingWindow,
+    Tree,
     Ulysses,
     context_attention,
     contiguous,
@@ -57,6 +58,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
+from cp_styles.batch import predicted_tokens
 from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
@@ -754,6 +756,18 @@ def in_scope(mask: Any) -> Callable[..., Any]:
     return call
 
 
+TREE = Tree((4, 3, 2, 3), (-1, 0, 1, 0))
+
+
+def placed_in_rollouts(m, x):
+    return x + m.table[TREE.position_ids.to(x.device)[m.view.positions]]
+
+
+def placed_in_part(m, x):
+    """Positions in rollouts, of the first tokens on every rank."""
+    return x + m.table[TREE.position_ids.to(x.device)[: x.shape[1]]]
+
+
 def two_layouts(m, x, view):
     """Two batches of one length, with other documents, whose layouts differ. The results are those of whole tokens."""
     results = []
@@ -829,6 +843,9 @@ COUNTED = (
         right("other documents in each row", call=in_scope(PerRow((Documents(DOCUMENTS), Documents((S - 3, 3)))))),
         right("two batches under two scopes", call=two_layouts, apply=on(ModuleContextParallel)),
         right("no mask", call=in_scope(None)),
+        right("a tree of rollouts", placed_in_rollouts, call=in_scope(TREE)),
+        wrong("a tree of rollouts, positions of a part", placed_in_part, call=in_scope(TREE)),
+        wrong("a tree of rollouts, counting", counted, call=in_scope(TREE)),
         no_block="a scope is for styles",
     ),
 )
@@ -1900,6 +1917,26 @@ def but_for_padding(out: torch.Tensor, view: RankView) -> torch.Tensor:
 
 LOGITS = {"x": IDS, "model": lambda: Model(placed)}
 
+
+def in_the_part(tokens):
+    return torch.arange(len(tokens))
+
+
+def of_a_tree(
+    shift: int = 0, weigh: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens + 1
+) -> dict[str, Any]:
+    """The loss of each token of a tree where the token before it in its rollouts is. ``shift`` takes rows of another
+    rank's part; ``weigh`` makes weights of the tokens' places."""
+
+    def loss(logits, view):
+        rows, tokens = predicted_tokens(TREE, view.layout, (view.rank + shift) % view.size)
+        rows = rows.clamp(max=logits.shape[1] - 1)
+        losses = F.cross_entropy(widened(logits)[:, rows].mT, view.x[:, tokens], reduction="none")
+        return global_loss(losses * weigh(tokens).to(losses), 2 * (S - 1), view.mesh)
+
+    return {"loss": loss, "returns": lambda loss, view: loss, "call": in_scope(TREE)}
+
+
 STEPS = (
     *kind(
         "the cut of a batch",
@@ -1921,6 +1958,13 @@ STEPS = (
             **LOGITS,
             **labelled(lambda view: view.layout.shard(next_token_labels(view.x), 1, view.size - 1 - view.rank)),
         ),
+    ),
+    *kind(
+        "labels of a tree",
+        right("where their predecessors are", **LOGITS, **of_a_tree()),
+        wrong("where another rank's are", **LOGITS, **of_a_tree(shift=1)),
+        wrong("with weights by the place in a part", **LOGITS, **of_a_tree(weigh=in_the_part)),
+        no_block="a scope is for styles",
     ),
     *kind(
         "a mean",

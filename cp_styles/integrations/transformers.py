@@ -35,6 +35,7 @@ from cp_styles.comm.checks import Checks
 from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.custom_ops import attend
+from cp_styles.engine.scope import open_entries
 from cp_styles.functions.join import join_attentions
 from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
@@ -921,14 +922,11 @@ def _make_prompt_mask(
         _refuse_partial_padding(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
         attention_mask = None
-    documents, tree = None, _find_tree(binding)
+    documents, tree = None, _find_tree(binding.mask)
     laid_out = all(flag & _AS_LAID_OUT for flag in flags) and {guess >> 1 for guess in guesses} == {whole}
     if positions_BL is not None and all(guesses) and not laid_out:
         if tree is not None and tree.length == whole:  # of another length the attention says so
-            raise ValueError(
-                f"{name}: under a SequenceScope with a Tree, position_ids that are not the positions in its rollouts: "
-                'give each rank its part of tree.position_ids, as batch["position_ids"] of BatchSharder has it'
-            )
+            raise ValueError(f"{name}: {_NOT_IN_ROLLOUTS}, each rank its part, as BatchSharder does")
         layout, lengths = binding.layout_for(whole), [row.q_length for row in rows]
         if tuple(lengths) != layout.lengths:
             raise ValueError(
@@ -944,13 +942,19 @@ def _make_prompt_mask(
     return *_build_mask(pieces, documents, attention_mask, whole), whole
 
 
-def _find_tree(binding: Binding) -> Tree | None:
-    return next((part for part in binding.mask.parts if isinstance(part, Tree)), None)
+_NOT_IN_ROLLOUTS = (
+    "position_ids are not the positions in the rollouts of the Tree that a SequenceScope or a style has as its mask: "
+    "give tree.position_ids"
+)
+
+
+def _find_tree(*masks: Mask) -> Tree | None:
+    return next((part for mask in masks for part in mask.parts if isinstance(part, Tree)), None)
 
 
 def _expected_positions(binding: Binding, layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     """The positions of this rank's tokens: in the sequence, or in the rollouts of a tree."""
-    positions, tree = layout.positions(binding.group.rank(), device), _find_tree(binding)
+    positions, tree = layout.positions(binding.group.rank(), device), _find_tree(binding.mask)
     return positions if tree is None or tree.length != layout.length else tree.position_ids.to(device)[positions]
 
 
@@ -972,7 +976,14 @@ def _make_whole_mask(
     pieces, documents = _parse_mask_function(mask_function, name, config), None
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
-    if pieces.documents is not None and attention_mask is None:
+    tree = _find_tree(*(entry.scope.mask for entry in open_entries.get() if not entry.ended))
+    if tree is not None and attention_mask is None and pieces.causal:
+        # transformers numbers the runs of positions, and takes each for a document.
+        runs = (tree.position_ids.diff(prepend=tree.position_ids.new_zeros(1) - 1) != 1).cumsum(0)
+        found = runs.new_zeros(length) if pieces.documents is None else pieces.documents.cpu()
+        if tree.length == length and bool((found != runs).any()):
+            raise ValueError(f"{name}: {_NOT_IN_ROLLOUTS}")
+    elif pieces.documents is not None and attention_mask is None:
         edges = torch.nn.functional.pad(pieces.documents.cpu().diff(dim=1) != 0, (1, 1), value=True)
         documents = [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
     mask, padding = _build_mask(pieces, documents, attention_mask, length)

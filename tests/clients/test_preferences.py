@@ -18,13 +18,13 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import logsigmoid
 
-from cp_styles import ModuleContextParallel, Tree, parallelize_module
+from cp_styles import BackboneContextParallel, ModuleContextParallel, SequenceScope, Tree, head_tail, parallelize_module
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, gradients, largest_error, tiny, tokens_of
 from tests.clients.test_mixers import MODELS
 from tests.clients.test_transformers import EXACT
-from tests.oracle import randn
+from tests.oracle import error, randn
 
 PROMPT = 6
 
@@ -244,10 +244,34 @@ def test_positions_that_are_not_in_the_rollouts():
     names |= {"lengths": TREE.lengths, "parents": TREE.parents}
     wrong = on_the_page("tree").replace('positions = batch["position_ids"]', "positions = batch.positions[None]")
     with pytest.raises(
-        RankError, match=r"with a Tree, position_ids .* each rank its part of tree.position_ids"
+        RankError, match=r"position_ids are not .* of the Tree .* give tree.position_ids, each rank its part"
     ) as found:
         run_ranks(lambda _: on_a_rank(names, wrong, 2), 2)
     assert found.value.errors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tree_around_a_backbone(ranks: int):
+    """Whole batches: transformers would take each run of positions for a document."""
+    (model,), (tokens, *_) = models(1), tree_batch()
+
+    def on(rank: int, positions: torch.Tensor) -> torch.Tensor:
+        mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, BackboneContextParallel())
+        with StayDouble(), torch.no_grad(), SequenceScope(head_tail(TREE.length, ranks), mask=TREE):
+            return mine(tokens, position_ids=positions[None]).logits
+
+    expected = torch.empty(1, TREE.length, model.config.vocab_size, dtype=torch.float64)
+    for number in range(len(TREE.rollouts)):
+        mine = TREE.tokens(number)
+        with StayDouble(), torch.no_grad():
+            expected[:, mine] = model(tokens[:, mine]).logits
+    for found in run_ranks(on, ranks, TREE.position_ids):
+        assert error(found, expected) < EXACT
+    with pytest.raises(RankError, match=r"position_ids are not the positions in the rollouts of the Tree") as refused:
+        run_ranks(on, ranks, torch.arange(TREE.length))
+    assert refused.value.errors.keys() == set(range(ranks))
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "lfm2"])

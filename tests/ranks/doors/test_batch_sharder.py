@@ -21,7 +21,9 @@ from cp_styles import (
     BatchSharder,
     Documents,
     ModuleContextParallel,
+    SequenceScope,
     SlidingWindow,
+    Tree,
     batch_sharder,
     contiguous,
     flex_attention,
@@ -153,6 +155,121 @@ def test_documents_without_a_scope(way: str):
             assert len(found.value.errors) == 2
         else:
             run_ranks(on, 2, loss, batches)
+
+
+TREE = Tree((4, 2, 3, 4), (-1, 0, 1, 0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_tree_has_labels_where_the_tokens_before_them_are(ranks: int, padding: int):
+    weights = torch.arange(TOKENS.numel()).view(ROWS, LENGTH) / 4
+    given = {"input_ids": TOKENS, "labels": LABELS, "weights": weights, "tree": TREE}
+    parts = cut(given, ranks, shifted=["weights"], pad_to_multiple_of=16 if padding else 1)
+    assert torch.equal(whole(parts, "input_ids")[:, :LENGTH], TOKENS)
+    positions = [*TREE.position_ids.tolist(), *range(padding)]
+    assert whole(parts, "position_ids")[1].tolist() == positions
+    held, found = head_tail(LENGTH + padding, ranks), []
+    for rank, part in enumerate(parts):
+        assert "tree" not in part
+        before = held.positions(rank)[part.rows]
+        for at, token in enumerate(before.tolist()):
+            after = [int(x) for x in torch.nonzero(TREE.predecessors == token)]
+            same = before.tolist()[:at].count(token)  # earlier rows of this token
+            if token < LENGTH:
+                assert part["shift_labels"][:, at].tolist() == LABELS[:, after[same]].tolist()
+                assert part["weights"][:, at].tolist() == weights[:, after[same]].tolist()
+                found.append(after[same])
+            else:
+                assert part["shift_labels"][:, at].tolist() == [-100] * ROWS
+    assert sorted(found) == list(range(1, LENGTH))
+
+
+def test_the_loss_of_a_tree_is_the_mean_over_its_labels():
+    """Each label once; the logits have a row for each token of a rank, as without a tree."""
+    logits = randn(3, ROWS, LENGTH, 40)
+    expected = F.cross_entropy(
+        logits[:, TREE.predecessors[1:]].flatten(0, 1), LABELS[:, 1:].flatten(), ignore_index=-100
+    )
+
+    def on(rank: int) -> torch.Tensor:
+        batch = BatchSharder(cp_mesh(3))({"input_ids": TOKENS, "labels": LABELS, "tree": TREE})
+        return batch.loss(batch.layout.shard(logits, 1, rank))
+
+    for found in run_ranks(on, 3):
+        assert error(found, expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        ({"tree": Tree((4, 4), (-1, 0))}, {}, r"must be a Tree of the 13 tokens of a row, .* into one row, as several"),
+        ({"tree": (4, 9)}, {}, r'batch\["tree"\] is \(4, 9\), and must be a Tree'),
+        ({"document_ids": ONES}, {}, r"a tree and \['document_ids'\]: leave them out. Documents are roots"),
+        ({"shift_labels": TOKENS}, {}, r"a tree and \['shift_labels'\]: leave them out"),
+        ({}, {"predicted": 2}, r"predicted=2 and a tree: the token after the next differs by rollout"),
+    ],
+)
+def test_what_does_not_go_with_a_tree(entries: dict[str, Any], options: dict[str, Any], message: str):
+    with pytest.raises(RankError, match=message) as found:
+        cut({"input_ids": TOKENS, "labels": TOKENS, "tree": TREE} | entries, 2, **options)
+    assert found.value.errors.keys() == {0, 1}
+
+
+def test_other_trees_on_the_ranks():
+    def on(rank: int) -> None:
+        tree = Tree((4, 9), (-1, -rank))
+        BatchSharder(cp_mesh(2))({"input_ids": TOKENS, "labels": TOKENS, "tree": tree})
+
+    with pytest.raises(RankError, match=r"disagree on the samples \((position_ids|tree)\)"):
+        run_ranks(on, 2)
+
+
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_tree_without_a_scope(scoped: bool):
+    """As documents, whose attention nothing keeps apart."""
+    model = Documented("no scope").double()
+
+    def on(rank: int) -> None:
+        mine = parallelize_module(copy.deepcopy(model), cp_mesh(2), ModuleContextParallel(verified=True))
+        sharder = BatchSharder(cp_mesh(2))
+        batch = sharder({"input_ids": TOKENS, "labels": TOKENS, "tree": TREE})
+        with batch.scope() if scoped else contextlib.nullcontext():
+            logits = mine(batch.tokens)
+        batch.loss(logits).backward()
+        sharder.sum_gradients(mine)
+
+    if scoped:
+        run_ranks(on, 2)
+        return
+    with pytest.raises(
+        RankError, match=r"has document_ids or a tree, and no attention .* kept documents apart"
+    ) as found:
+        run_ranks(on, 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("way", ["scope", "style"])
+def test_functions_that_carry_a_state_refuse_a_tree(way: str):
+    def on(rank: int) -> None:
+        layout, mesh = contiguous(LENGTH, 2), cp_mesh(2)
+        part = layout.shard(TOKENS, 1, rank)
+        if way == "scope":
+            with SequenceScope(layout, mask=TREE):
+                context_roll(part, 1, 1, mesh)
+        else:
+            model = Rolling()
+            parallelize_module(model, mesh, ModuleContextParallel(mask=TREE, layout=layout, verified=True))
+            model(part, mesh)
+
+    with pytest.raises(RankError, match=r"context_roll: a Tree around a recurrence, a convolution or a roll") as found:
+        run_ranks(on, 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
+class Rolling(nn.Module):
+    def forward(self, tokens, mesh):
+        return context_roll(tokens, 1, 1, mesh)
 
 
 @pytest.mark.parametrize("way", ["cut ahead", "padding"])
