@@ -399,5 +399,9 @@ class _UnfilledMask(Mask):
     def has_bias(self) -> bool:
         return self.inner.has_bias
 
+    @property
+    def bands(self) -> tuple[Mask, ...]:
+        return (self,) * len(self.inner.bands)
+
     def row(self, index: int) -> Mask:
         return replace(self, inner=self.inner.row(index))

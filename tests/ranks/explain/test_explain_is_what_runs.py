@@ -19,6 +19,7 @@ from cp_styles import (
     PerRow,
     Ring,
     SequenceLayout,
+    Tree,
     Ulysses,
     by_work,
     context_attention,
@@ -53,6 +54,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 MASKS: dict[str, Mask] = {
     **{name: case.mask for name, case in mask_cases(LENGTH).items()},
     "dense": Dense(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
+    "short branches": Tree((17, *[4] * 30), (-1, *[0] * 30)),
     "rows": PerRow((Documents((60, 77)), Causal())),
 }
 LAYOUTS = {
