@@ -83,6 +83,18 @@ mask: a picture hides what is before its window | unit/test_mask.py
 mask: the wider of two lower bounds | unit/test_mask.py
     All.bounds | maximum
     becomes | minimum
+tree: a branch sees its elder sibling | unit/test_tree.py
+    Tree.bands | paths.append([*path, (start, stop, offset)])
+    becomes | paths.append([*path[:-1], (path[-1][0] if path else start, stop, offset)])
+tree: a window is counted in the sequence | unit/test_tree.py
+    Level.bounds | + shift[node]
+    becomes nothing
+tree: a token sees all of its node | unit/test_tree.py
+    Level.bounds | torch.minimum(q_positions_L + 1, stop[node])
+    becomes | stop[node]
+tree: tiles of a band have the pairs of all bands | ranks/engine/test_parity_grid.py
+    _Run._make_bias | attention.mask.bands[call.tile.band]
+    becomes | attention.mask
 mask: every row of the batch has the first one's | ranks/engine/test_per_row.py
     PerRow.row | masks[index]
     becomes | masks[0]
@@ -391,6 +403,51 @@ CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
     becomes | {}
+tree: a window of a conjunction is left out | unit/test_tree.py -k window
+    Tree.joined | self if left == self.left else Tree(self.lengths, self.parents, left)
+    becomes | self
+tree: full blocks of a BlockMask next to a tree | unit/test_tree.py -k full_blocks
+    _tiles_of_cells | (part.has_bias or len(part.bands) > 1)
+    becomes | part.has_bias
+tree: keys that a BlockMask and a tree hide together | unit/test_tree.py -k every_pair
+    Mask.needed | or len(part.bands) > 1
+    becomes nothing
+tree: the next token of the sequence is predicted | unit/test_tree.py
+    predicted_tokens | tree.predecessors
+    becomes | torch.arange(-1, tree.length - 1)
+tree: a shared token has the weight of its last rollout | unit/test_tree.py -k weights
+    Tree.weights | of_nodes[parent] + of_nodes[node]
+    becomes | of_nodes[node]
+tree: a chunked mask is intersected | unit/test_tree.py -k mean_something_else
+    Tree.joined | part.local or isinstance
+    becomes | isinstance
+tree: a scope without the tree | ranks/doors/test_batch_sharder.py -k tree_without_a_scope
+    ShardedBatch.scope | self._document_ids, self._tree
+    becomes | self._document_ids, None
+tree: labels of the tokens of a part | ranks/doors/test_batch_sharder.py -k 'tree_has_labels or loss_of_a_tree'
+    BatchSharder.__call__ | index_select(1, tokens)
+    becomes | index_select(1, rows)
+tree: trees of the ranks are not compared | ranks/doors/test_batch_sharder.py -k other_trees
+    describe_content | return repr(value)
+    becomes | return type(value).__name__
+tree: states go from branch to branch | clients/test_preferences.py -k branch
+    find_documents | isinstance(part, Tree)
+    becomes | False
+tree: a state under a style with a tree | ranks/doors/test_batch_sharder.py -k carry_a_state
+    CutSequence.from_call | find_documents(name, mode.unscoped.mask)
+    becomes | pass
+tree: positions of the sequence in a tree | clients/test_preferences.py -k not_in_the_rollouts
+    _expected_positions | tree is None or
+    becomes | True or
+tree: runs of positions are documents in front of blocks | clients/test_preferences.py -k backbone
+    _make_whole_mask | tree is not None and attention_mask is None
+    becomes | False
+tree: new tokens see siblings | ranks/doors/test_decode.py -k 'refused and tree'
+    _check_call | any(len(row.bands) > 1 for row in mask.rows)
+    becomes | False
+tree: a dry run has one mask for all bands | ranks/explain/test_explain_is_what_runs.py -k short_branches
+    _UnfilledMask.bands | * len(self.inner.bands)
+    becomes nothing
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
     _attend | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
     becomes | False

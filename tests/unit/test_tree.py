@@ -18,7 +18,7 @@ from cp_styles.mask import Causal, Chunked, Dense, Documents, Mask, PerRow, Pref
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 from tests.layouts import layouts
-from tests.unit.test_plan import check_plans
+from tests.unit.test_plan import check_plans, pairs_of
 
 
 @st.composite
@@ -77,6 +77,20 @@ def test_every_pair_of_a_rollout_once_and_no_key_too_many(tree: Tree, left: int 
     rows = [[int(both[mine][:, keys].any(0).sum()) for keys in held] for mine in held]
     needed = [sum(counts) - counts[rank] for rank, counts in enumerate(rows)]
     assert [plan.received_rows for plan in plans] == needed
+
+
+def test_full_blocks_of_a_block_mask_next_to_a_tree():
+    """Long enough that no block is joined with its neighbours: a full block has pairs that the tree hides."""
+    tree = Tree((300, 212, 512), (-1, 0, 0))
+    blocks = create_block_mask(lambda b, h, q, k: (q // 256 != 3) | (k // 256 != 1), None, None, 1024, 1024, "cpu", 256)
+    places = torch.arange(1024)
+    seen = seen_in(tree) & ((places[:, None] // 256 != 3) | (places // 256 != 1))
+    for layout in (contiguous(1024, 2), head_tail(1024, 2)):
+        for rank in range(2):
+            for source, part in enumerate(make_plan(layout, layout, FlexMask(blocks) & tree, rank).parts):
+                visible = seen[layout.positions(rank)][:, layout.positions(source)]
+                counts = sum((pairs_of(tile, part, visible) for tile in part.tiles), torch.zeros_like(visible.long()))
+                assert torch.equal(counts, visible.long())
 
 
 @given(trees((1, 2, 3)))

@@ -20,6 +20,7 @@ from cp_styles import (
     Mask,
     PerRow,
     SlidingWindow,
+    Tree,
     contiguous,
     head_tail,
     striped,
@@ -257,8 +258,12 @@ REFUSED: dict[str, tuple[str, Callable[[int, Any, KVCache, torch.Tensor], Any]]]
         lambda rank, mesh, cache, q: context_decode(q, cache, mask=Causal() & Documents((8, 8))),
     ),
     "a mask of biases": (
-        "not a mask of bands",
+        "is not one interval of keys for each query",
         lambda rank, mesh, cache, q: context_decode(q, cache, mask=Dense(torch.ones(PROMPT, PROMPT, dtype=torch.bool))),
+    ),
+    "a tree": (
+        "is not one interval of keys for each query, as decoding needs: pass a boolean attn_mask",
+        lambda rank, mesh, cache, q: context_decode(q, cache, mask=Tree((PROMPT - 4, 2, 2), (-1, 0, 0))),
     ),
     "a mask of a part": (
         "one column for each position",

@@ -32,6 +32,8 @@ from cp_styles.comm import point_to_point
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.explain import explain, explain_calls
 from cp_styles.explain.events import Phase, Transfer
+from cp_styles.plan import make_plan
+from cp_styles.plan.tiles import Cover
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import in_parts
@@ -181,6 +183,19 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
                 ("backward", run.backward.peak),
             ):
                 assert -beside * explicit - 8 * HEADS <= found[what] - mine <= beside, (what, found[what], mine, where)
+
+
+def test_short_branches_of_a_tree():
+    """Tiles of the second band have explicit masks. What is sent, and the pairs of all heads, are as in the plan."""
+    mask, shape = MASKS["short branches"], {"heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+    made = explain(LENGTH, ranks=3, mask=mask, **shape)
+    for rank, run in made.runs.items():
+        plan = make_plan(made.layout, made.layout, mask, rank)
+        tiles = [tile for part in plan.parts for tile in part.tiles]
+        assert {tile.band for tile in tiles if tile.cover is Cover.PARTIAL} == {1}
+        assert sorted(call.pairs for call in run.forward.calls) == sorted(2 * tile.pairs for tile in tiles)
+        received = [x.nbytes for x in run.forward.events if isinstance(x, Transfer) and not x.outgoing]
+        assert sum(received) == plan.received_rows * 2 * 2 * 16 * 4
 
 
 def test_ranges_of_a_short_causal_tile():
