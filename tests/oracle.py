@@ -197,9 +197,9 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
     def in_prefix(key: int) -> bool:
         return key - starts[document(key)] < prefixes[document(key)]
 
-    # Not depth first: the last node goes on after the second, and the third is between them.
-    parents = (-1, 0, 0, 1)
-    paths = ((0,), (0, 1), (0, 2), (0, 1, 3))
+    # A prompt with two rollouts, and another prompt. The second rollout is a band between nodes of the other band.
+    parents = (-1, 0, 0, -1)
+    paths = ((0,), (0, 1), (0, 2), (3,))
 
     def on_path(query: int, key: int) -> bool:
         return key <= query and document(key) in paths[document(query)]

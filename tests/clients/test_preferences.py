@@ -21,6 +21,7 @@ from torch.nn.functional import logsigmoid
 from cp_styles import BackboneContextParallel, ModuleContextParallel, SequenceScope, Tree, head_tail, parallelize_module
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import verify
 from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, gradients, largest_error, tiny, tokens_of
 from tests.clients.test_mixers import MODELS
 from tests.clients.test_transformers import EXACT
@@ -239,14 +240,49 @@ def test_a_tree_of_rollouts(kind: str, ranks: int):
         assert largest_error(mine, (loss.detach(), gradients(one))) < EXACT
 
 
-def test_positions_that_are_not_in_the_rollouts():
+@pytest.mark.parametrize("code", [("", ""), ("[:, batch.rows]", "[:, batch.rows.sort().values]")], ids=["page", "rows"])
+def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
+    """And finds rows of logits in another order than their labels."""
+    (model,), (tokens, labels, advantages) = models(1), tree_batch()
+    line = on_the_page("tree").replace(*code) if code[0] else on_the_page("tree")
+
+    def step(model: Any, batch: dict[str, Any], mesh: Any) -> torch.Tensor:
+        names = batch | {"model": model, "mesh": mesh, "lengths": TREE.lengths, "parents": TREE.parents}
+        exec(line, names)
+        return names["loss"]
+
+    def on(rank: int) -> None:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with StayDouble():
+            verify(mine, mesh, {"tokens": tokens, "labels": labels, "advantages": advantages}, step)
+
+    if not code[0]:
+        run_ranks(on, 2)
+        return
+    with pytest.raises(RankError, match="labels, weights or the loss itself"):
+        run_ranks(on, 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            'positions = batch["position_ids"]',
+            "positions = batch.positions[None]",
+            r"position_ids are not .* of the Tree .* give tree.position_ids, each rank its part",
+        ),
+        ("with batch.scope():", "if True:", "position_ids neither count on nor restart in the order of the sequence"),
+    ],
+    ids=["positions", "scope"],
+)
+def test_positions_that_are_not_in_the_rollouts(right: str, wrong: str, message: str):
     names = dict(zip(("model", "tokens", "labels", "advantages"), (models(1)[0], *tree_batch()), strict=True))
-    names |= {"lengths": TREE.lengths, "parents": TREE.parents}
-    wrong = on_the_page("tree").replace('positions = batch["position_ids"]', "positions = batch.positions[None]")
-    with pytest.raises(
-        RankError, match=r"position_ids are not .* of the Tree .* give tree.position_ids, each rank its part"
-    ) as found:
-        run_ranks(lambda _: on_a_rank(names, wrong, 2), 2)
+    names |= {"lengths": TREE.lengths, "parents": TREE.parents, "head_tail": head_tail}
+    code = on_the_page("tree").replace(right, wrong).replace("partial(by_work, mask=tree)", "head_tail")
+    with pytest.raises(RankError, match=message) as found:
+        run_ranks(lambda _: on_a_rank(names, code), 2)
     assert found.value.errors.keys() == {0, 1}
 
 

