@@ -116,6 +116,8 @@ class Tree(Mask):
     def length(self) -> int:
         return sum(self.lengths)
 
+    local = property(lambda self: self.left is not None)  # pyright: ignore[reportAssignmentType]
+
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """The position of each token in its rollouts, from 0 at the root: int64 ``[S]`` on the host. Cut it with the
@@ -183,12 +185,14 @@ class Tree(Mask):
         for part in parts:
             if isinstance(part, SlidingWindow):
                 left = part.left if left is None else left if part.left is None else min(left, part.left)
+            elif isinstance(part, Tree):
+                others += [part] * (part is not self)
             elif part.local or isinstance(part, (PrefixLM, WithBlocks)) or getattr(part, "prefixes", None):
                 raise NotImplementedError(
                     f"a Tree and {part!r} were combined: a token of a tree sees no later token, and its distances are "
                     "along its rollout, not in the sequence. Give the rollouts one by one to layers with such a mask"
                 )
-            elif part is not self:
+            else:
                 others.append(part)
         return (*others, self if left == self.left else Tree(self.lengths, self.parents, left))
 

@@ -185,6 +185,11 @@ def test_masks_that_mean_something_else_in_a_rollout(other: Mask):
 def test_a_window_is_counted_along_the_rollout():
     assert SlidingWindow(5) & DEEP & SlidingWindow(3) == Tree(DEEP.lengths, DEEP.parents, 3)
     assert DEEP & SlidingWindow(None, 2) == DEEP
+    assert (SlidingWindow(5) & DEEP).local
+    assert not DEEP.local
+    both = Tree(DEEP.lengths, DEEP.parents, 2) & DEEP & Tree(DEEP.lengths, (-1, 0, 1, 2, 3, 0))
+    positions = torch.arange(17)
+    assert torch.equal(both.allowed(positions, positions), seen_in(DEEP, 2))
     mask = SlidingWindow(1) & DEEP & Dense(torch.ones(17, 17, dtype=torch.bool))
     positions = torch.arange(17)
     assert torch.equal(mask.allowed(positions, positions), seen_in(DEEP, 1))
