@@ -42,6 +42,7 @@ from cp_styles.mixers.fragments import (
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.mixers.selection import mask_of_layer, select_by_layer
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
+from cp_styles.troubleshooting import see
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -453,7 +454,7 @@ def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
 
 CACHE_OF_GROUPS = (
     "{} has a cache of groups of tokens, which is not supported: generate without context parallelism, with a copy of "
-    "the model that has no style"
+    f"the model that has no style{see('Layers with keys for groups of tokens')}"
 )
 
 
@@ -474,6 +475,7 @@ def _refuse_groups(calls: AttentionCalls) -> NoReturn:
     raise NotImplementedError(
         f"{calls.binding.name}: {calls.forward_state.path} makes groups of consecutive tokens, which would have tokens "
         "of padding or of several documents: give the model one document in each row, without attention_mask"
+        f"{see('Layers with keys for groups of tokens')}"
     )
 
 

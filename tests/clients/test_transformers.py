@@ -100,7 +100,6 @@ if "dory" in transformers.CONFIG_MAPPING:  # transformers 5.24
 REFUSED_MODELS = {
     # Attention in plain operations.
     **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
-    "deepseek_v4": "positions of the two sequences do not correspond",  # compressed keys beside those of its window
     "inkling_text": "adds a position_bias to its logits",
     "doge": "gradient of an attention bias",
 }
@@ -186,20 +185,14 @@ def test_selected_keys_of_documents_under_checkpoints():
 
 
 @with_indexers
-@pytest.mark.parametrize(
-    ("model_type", "changes", "implementation", "words"),
-    [
-        ("qwen4_exp_text", {}, NAME, "selects groups of keys, and counts the groups in this rank's part"),
-        ("glm5_next_text", {"layer_types": ["indexed_attention"] * 4}, NAME, "selects groups of keys"),
-        ("deepseek_v32", {}, "sdpa", "the indexer selects keys under a mask of this rank's part"),
-    ],
-)
-def test_selected_keys_are_refused(model_type: str, changes: Any, implementation: str, words: str):
-    tokens, config = tokens_of(), config_of(model_type, **OWN[model_type] | changes)
-    model = tiny(partial(made, "causal", model_type), config)
-    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+def test_keys_that_are_selected_under_a_mask_of_the_part_are_refused():
+    tokens, model = tokens_of(), tiny(causal_lm, config_of("deepseek_v32", **OWN["deepseek_v32"]))
+    inputs, words = (
+        {"input_ids": tokens, "position_ids": positions_of()},
+        "selects keys under a mask of this rank's part",
+    )
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        on_ranks(model, inputs, labels_of(tokens), implementation=implementation)
+        on_ranks(model, inputs, labels_of(tokens), implementation="sdpa")
 
 
 @with_indexers

@@ -55,7 +55,7 @@ REMEDIES = {
     "Keys of several pieces": "ranks/doors/test_complaints.py: keys_of_several_passes",
     "A window that a part does not show": "ranks/doors/test_guards.py: windows_that_a_model_would_make_from_a_part",
     "Keys that were selected for other queries": "ranks/mixers/test_selection.py: any_cut",
-    "An indexer of groups of keys": "ranks/mixers/test_selection.py: positions_of_an_indexer_of_ones_own",
+    "Layers with keys for groups of tokens": "clients/test_groups.py: exact",
     "Dropout by position outside of the blocks": "ranks/doors/test_backbone.py: dropout_by_position",
     "Labels of sequences": "clients/test_heads.py: classes_under_the_other_style",
     "Dropout that is no module": "ranks/mixers/test_randomness.py: dropout",

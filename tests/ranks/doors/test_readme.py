@@ -126,6 +126,17 @@ def test_the_examples_of_a_halo_and_of_blocks():
     assert error(blocks, wanted) < 1e-6
 
 
+def test_the_example_of_keys_of_another_sequence():
+    names = ("example", "example: halo", "example: blocks", "example: other keys")
+    found = run_example(*names, wanted="q k v out")[:4]
+    q, k, v = (x.double() for x in found[:3])
+    means = [x.unfold(2, 64, 64).mean(-1) for x in (k, v)]
+    near = CAUSAL & ~CAUSAL.tril(-128)
+    far = torch.arange(1, 1001)[:, None] // 64 > torch.arange(15)
+    keys, values = (torch.cat(both, 2) for both in zip((k, v), means, strict=True))
+    assert error(found[3], dense_attention(q, keys, values, torch.cat((near, far), 1))) < 1e-5
+
+
 def test_the_example_is_the_attention_of_all_tokens():
     found = run_example("example", wanted="q k v out")
     check(found, lambda q, k, v: dense_attention(q, k, v, CAUSAL))
