@@ -153,7 +153,7 @@ doors: in float32, autocast is forgotten | ranks/engine/test_precision.py
     cast_for_attention | () and not any_autocast
     becomes nothing
 functions: a call has the mask of an earlier one | ranks/engine/test_wire.py
-    binding_of_call | key = name, mesh, strategy, layout, mask, kernel, checks
+    binding_of_call | key = name, mesh, strategy, layout, mask, kernel, kv_layout, checks
     becomes | key = name, mesh, strategy, layout, kernel, checks
 kernel: a negative scale's sign is lost | unit/test_kernels.py
     _BoundBackward.run | dq * self.sign
@@ -211,6 +211,63 @@ strategy: a kernel is not bound anew | ranks/engine/test_prepared.py -k switch_c
     becomes | key = phase
 strategy: keys that a later group of heads has are freed | ranks/engine/test_gpu_rules.py
     make_schedule | group.heads[1] == key_heads
+    becomes | True
+keys: the layout of the queries for keys of another sequence | ranks/engine/test_other_keys.py -k own
+    _named_layouts | [("kv_layout", self.kv_layout)]
+    becomes | []
+keys: a mask of positions over another sequence | ranks/engine/test_other_keys.py -k bad_layouts
+    _attention | crosses = kv_length != q_length or binding.kv_layout is not None
+    becomes | crosses = kv_length != q_length
+keys: numbers of another sequence without its layout | ranks/engine/test_other_keys.py -k bad_layouts
+    _attention | binding.mask.crosses and binding.kv_layout is None
+    becomes | False
+keys: ranks with other layouts of keys | ranks/engine/test_other_keys.py -k bad_layouts
+    facts | None if self.kv_layout is None else describe_cut(self.kv_layout)
+    becomes | None
+keys: marks of keys are compared with the layout of queries | ranks/engine/test_other_keys.py -k bad_layouts
+    row | side=0 if cut[0] is q else -1
+    becomes | side=0
+keys: selected keys of another sequence are told by the layout of queries | ranks/engine/test_other_keys.py -k selected
+    _share | layout = layouts[1]
+    becomes | layout = layouts[0]
+keys: a window that has not ended | ranks/engine/test_other_keys.py -k own
+    EndedWindows.bounds | (q_positions_L + 1) // self.size
+    becomes | q_positions_L // self.size + 1
+keys: a later part begins at 0 | ranks/engine/test_other_keys.py -k own
+    Shifted.bounds | q_positions_L + self.first
+    becomes | q_positions_L
+keys: pieces of one rank in one sequence | ranks/engine/test_other_keys.py -k joined
+    join_layouts | (first + start, first + stop)
+    becomes | (start, stop)
+join: the sink counts twice | ranks/engine/test_other_keys.py -k one_softmax
+    join_attentions | lses.append(sink_H[:, None]
+    becomes | lses.append(0.7 + sink_H[:, None]
+join: a query without keys divides by 0 | ranks/engine/test_other_keys.py -k one_softmax
+    join_attentions | weights_PBHL / total_BHL.masked_fill(is_empty, 1.0)
+    becomes | weights_PBHL / total_BHL
+groups: a window without the window before it | clients/test_groups.py -k exact
+    _windows_in_a_row | max(start - overlap, 0)
+    becomes | start
+groups: the number of a window for its position | clients/test_groups.py -k exact
+    store_compression_weights | (numbers - torch.arange(len(numbers), device=kv.device)) * self._size
+    becomes | numbers * 0
+groups: windows without the sink | clients/test_groups.py -k exact
+    _attend_to_windows | sink_H=sink_H
+    becomes | sink_H=None
+groups: padding in windows | clients/test_groups.py -k refused
+    _run_grouped_attention | whole.padding is not None or not known.issuperset(map(type, mask.parts))
+    becomes | False
+groups: padding in pools | clients/test_groups.py -k refused
+    _run_pool_indexer | has_padding or calls.binding.mask.parts
+    becomes | calls.binding.mask.parts
+groups: pools of queries that are taken for the last ones | clients/test_groups.py -k exact
+    get_visible_tokens | keys <= self._positions_L[:, None]
+    becomes | keys <= keys[-len(self._positions_L) :, None]
+groups: scores of blocks that have not ended decide | clients/test_groups.py -k exact
+    select_blocks | tail > at[:, None]
+    becomes | tail < 0
+messages: a large block over gloo in one all-to-all | ranks/engine/test_attention_costs.py -k largest_block
+    has_all_to_all | nbytes <= MOST_OVER_GLOO
     becomes | True
 messages: k and v of a large block in one order | ranks/engine/test_prepared.py -k as_they_lie
     Block.places | self.dims[0] if self.joined else self.sizes[0]

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import accumulate, islice, pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +63,7 @@ from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.kernels.sdpa import CPU_FLASH
+from cp_styles.mask import EndedWindows
 from cp_styles.mixers import (
     context_causal_conv1d,
     context_dropout,
@@ -70,7 +71,9 @@ from cp_styles.mixers import (
     context_recurrence,
     context_roll,
     context_select,
+    context_windows,
     selected_keys,
+    window_layout,
 )
 from cp_styles.testing import RankTimeout
 from cp_styles.torch_api import context_parallel
@@ -461,6 +464,26 @@ def indexed_alone(m, x):
     return x + context_attention(head, head, head, mask=mask & Causal(), **places)[:, 0]
 
 
+def in_blocks(m, x):
+    """Attends to the means of the blocks of two tokens that have ended."""
+    view = m.view
+    means = context_windows(x, view.mesh, size=2, layout=view.layout).mean(2)
+    return attended_to_blocks(view, x, means, window_layout(view.layout, 2))
+
+
+def in_blocks_of_a_part(m, x):
+    """Attends to the means of the blocks of this rank's tokens, as if they were the blocks of the sequence."""
+    view = m.view
+    numbers = [0, *accumulate(length // 2 for length in view.layout.lengths)]
+    blocks = SequenceLayout.from_chunks([chunk] for chunk in pairwise(numbers))
+    return attended_to_blocks(view, x, x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2), blocks)
+
+
+def attended_to_blocks(view, x, means, blocks):
+    keys, places = means[:, None], {"layout": view.layout, "kv_layout": blocks, "mask": EndedWindows(2)}
+    return x + context_attention(x[:, None], keys, keys, view.mesh, **places)[:, 0]
+
+
 def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None):
     return F.conv1d(F.pad(x, (2, 0)), weight[:, None], groups=D)
 
@@ -516,6 +539,8 @@ AROUND = (
         ),
         right("selected keys", indexed),
         wrong("keys that each rank selects among its own", indexed_alone),
+        right("blocks of tokens", in_blocks),
+        wrong("blocks of a part", in_blocks_of_a_part),
         right("a halo", **with_halo(2)),
         wrong("a halo whose reach is too small", **with_halo(1)),
         wrong("centred, then context_roll", lambda m, x: rolled(m, centred(m, x))),
