@@ -138,6 +138,8 @@ def _attend(
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank
@@ -145,7 +147,7 @@ def _attend(
 
     ``attention_mask`` is the result of :func:`_make_mask`, or a tensor or BlockMask of the *whole* sequence. ``s_aux``
     are logits of sinks [H], ``position_bias`` learned biases by distance, as in T5, ``indices`` the keys that an
-    indexer has selected. Other arguments are not used.
+    indexer has selected. Other arguments change nothing: tests/clients/test_arguments.py knows those of all models.
     """
     calls = _require_active_calls("attention")
     binding = calls.begin_call()
@@ -200,6 +202,12 @@ def _attend(
                 "packed documents"
                 f"{see('A mask that is dropped')}"
             )
+        for argument, value in (("block_indices", block_indices), ("sinks", sinks)):
+            if value is not None:
+                raise NotImplementedError(
+                    f"{name}: {type(module).__name__} gives its attention {argument}= of each query, which is not "
+                    "supported: run this model without context parallelism"
+                )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
         if indices is not None and selected is None:
