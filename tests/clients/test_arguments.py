@@ -35,7 +35,7 @@ WITHOUT_EFFECT = {
 
 
 def calls_of(function: str, text: str) -> Iterator[ast.Call]:
-    """The calls of a function of this name in a module, which is not parsed as a whole: that takes ten times as long."""
+    """The calls of a function of this name in a module, which is not parsed as a whole: that takes ten times longer."""
     for found in re.finditer(rf"\b{function}\(", text):
         depth, end = 1, found.end()
         while depth:
