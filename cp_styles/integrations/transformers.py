@@ -47,6 +47,7 @@ from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mixers.by_name import CACHE_OF_GROUPS, path_of_groups
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
+from cp_styles.mixers.fragments import find_documents
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles.module import calls_in
@@ -166,7 +167,13 @@ def _attend(
             dense = attention_mask
         elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
             mask = Causal()
-        selected = None if indices is None else mask_of_layer(indices)
+        chosen = block_indices if indices is None else indices
+        selected = None if chosen is None else mask_of_layer(chosen)
+        if block_indices is not None and find_documents(name, binding.mask & mask) is not None:
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} selects blocks of consecutive tokens, which would have tokens of "
+                "several documents: give the model one document in each row"
+            )
         mask = mask if selected is None else mask & selected
         latents, problem = take_latents(module, query, key, value)
         sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
@@ -179,6 +186,8 @@ def _attend(
             score_mod = _add_own_biases(own)
         elif biases_DH is not None:
             score_mod = _add_biases(biases_DH)
+        if block_indices is not None and selected is None and alone:
+            dense = _own_block_mask(module, block_indices, query, dense)
         refuse_dropout(name, dropout)
         if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
@@ -202,12 +211,13 @@ def _attend(
                 "packed documents"
                 f"{see('A mask that is dropped')}"
             )
-        for argument, value in (("block_indices", block_indices), ("sinks", sinks)):
-            if value is not None:
-                raise NotImplementedError(
-                    f"{name}: {type(module).__name__} gives its attention {argument}= of each query, which is not "
-                    "supported: run this model without context parallelism"
-                )
+        unknown = [("block_indices", None if selected is not None or alone else block_indices), ("sinks", sinks)]
+        given = [argument for argument, x in unknown if x is not None]
+        if given:
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} gives its attention {given[0]}= of each query, which is not supported: "
+                "run this model without context parallelism"
+            )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
         if indices is not None and selected is None:
@@ -290,6 +300,18 @@ def _decode(
     if cache in past.layers:
         past.attended(past.layers.index(cache), binding.mask & options["mask"])
     return out_BHLE
+
+
+def _own_block_mask(
+    module: Any, block_indices: torch.Tensor, query: torch.Tensor, padding: torch.Tensor | None
+) -> torch.Tensor:
+    """The mask of MiniMax M3 for the blocks that its indexer has selected, on one rank, by its own code."""
+    length = query.shape[2]
+    positions = torch.arange(length, device=query.device).expand(query.shape[0], -1)
+    allowed = None
+    if padding is not None:
+        allowed = padding & torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return module.indexer.build_block_mask(block_indices, allowed, length, query.dtype, query.device, positions)
 
 
 def _distance_biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
-from cp_styles.mixers.compressed import compress, select_blocks, select_pools, select_windows
+from cp_styles.mixers.compressed import compress, select_blocks, select_blocks_by_head, select_pools, select_windows
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import (
     DOCUMENT_ARGUMENTS,
@@ -437,6 +437,16 @@ def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
     return _run_mixer(calls, "an indexer", lambda cut: select_pools(cut, plain, layer, *tensors), {})
 
 
+def _run_head_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    """MiniMaxM3VLIndexer of transformers: blocks of keys for each key head."""
+    layer, x_BLC, rotary, _, positions_BL = bound.args[:5]
+    with calls.binding.telling():
+        _refuse_cache_of_groups(calls)
+    return _run_mixer(
+        calls, "an indexer", lambda cut: select_blocks_by_head(cut, plain, layer, x_BLC, rotary, positions_BL), {}
+    )
+
+
 def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     """Glm5NextTextAttention.build_attention_mask_from_topk of transformers."""
     selected = mask_of_layer(bound.arguments["topk_indices"])
@@ -502,7 +512,7 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     )
 
 
-_OF_GROUPS = _run_compressor, _run_block_indexer, _run_pool_indexer
+_OF_GROUPS = _run_compressor, _run_block_indexer, _run_pool_indexer, _run_head_indexer
 # They run the layer's own code on one rank themselves, or parts of it.
 _DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
@@ -526,6 +536,7 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "DeepseekV4Indexer.forward": (_run_window_indexer, "428c5223ef907ac9"),
     "Glm5NextTextIndexer.forward": (_run_pool_indexer, "66575baacb826ee2"),
     "Glm5NextTextAttention.build_attention_mask_from_topk": (_mask_of_selected, "ec33b58c76890c6d"),
+    "MiniMaxM3VLIndexer.forward": (_run_head_indexer, "83606351ef7f4edc"),
     "Qwen4ExpTextAttention.forward": (_run_grouped_attention, "444d6c7e850d338a"),
     "Qwen4ExpTextQSAIndexer.forward": (_run_block_indexer, "d4ef05fac7a7e54d"),
     "xLSTMBackend.forward": (_run_mlstm, "ada65c0d031ae105"),

@@ -161,6 +161,34 @@ def select_pools(
     return chosen_BLK
 
 
+@torch.no_grad()
+def select_blocks_by_head(
+    sequence: CutSequence,
+    plain: Callable[..., Any],
+    indexer: Any,
+    x_BLC: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    positions_BL: torch.Tensor,
+) -> torch.Tensor:
+    """The numbers of the blocks that the indexer of MiniMax M3 selects, [B, G, L, K], by its own ``plain``.
+
+    :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key for
+    each token, and that of :func:`~cp_styles.mixers.selected_keys`.
+    """
+    with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
+        layout = cut.layout
+    options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
+    own_B1LD = _taken(partial(plain, indexer, x_BLC, rotary, _StandIn(), positions_BL))
+    cache = _StatesOfAllRanks(gather(own_B1LD, 2, sequence.group, reduce_gradients=False, **options))
+    step = max(_SCORES // max(len(x_BLC) * indexer.num_heads * layout.length, 1), 1)
+    parts = zip(*(x.split(step, 1) for x in (x_BLC, *rotary, positions_BL)), strict=True)
+    chosen = [plain(indexer, x, (cos, sin), cache, positions) for x, cos, sin, positions in parts]
+    chosen_BGLK = torch.cat(chosen, 2)
+    mask = selected_keys(chosen_BGLK.clone(), sequence.group, block=indexer.block_size, **options)
+    facts_about(chosen_BGLK)[select_by_layer] = mask
+    return chosen_BGLK
+
+
 def _own_keys(
     cut: Cut, sequence: CutSequence, plain: Callable[..., Any], module: Any, *of_tokens: torch.Tensor
 ) -> torch.Tensor:
@@ -202,17 +230,23 @@ class _StandIn:
     def update_indexer(self, states_BLC: torch.Tensor, layer: int) -> torch.Tensor:
         raise _Taken(states_BLC)
 
+    def update_index(self, keys_B1LD: torch.Tensor) -> torch.Tensor:
+        raise _Taken(keys_B1LD)
+
 
 class _StatesOfAllRanks(_StandIn):
-    """Gives an indexer the states of all tokens."""
+    """Gives an indexer the states, or the keys, of all tokens."""
 
-    def __init__(self, states_BSC: torch.Tensor) -> None:
-        self.keys = states_BSC
+    def __init__(self, states: torch.Tensor) -> None:
+        self.keys = states
 
     def get_seq_length(self) -> int:
         return self.keys.shape[1]
 
     def update_indexer(self, states_BLC: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.keys
+
+    def update_index(self, keys_B1LD: torch.Tensor) -> torch.Tensor:
         return self.keys
 
 
