@@ -15,6 +15,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.latent import context_latent_attention
+from cp_styles.functions.max_scores import context_max_scores
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.intercept.flex_attention import flex_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -72,6 +73,7 @@ __all__ = [
     "context_attention",
     "context_flex_attention",
     "context_latent_attention",
+    "context_max_scores",
     "context_varlen_attention",
     "contiguous",
     "flex_attention",

@@ -22,6 +22,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, flatten
+from cp_styles.functions.max_scores import max_scores
 from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
@@ -52,20 +53,14 @@ class FlexCall:
     compiled: bool = False
 
     @property
-    def wants_lse(self) -> bool:
-        return self.return_lse or (self.return_aux is not None and self.return_aux.lse)
+    def wants(self) -> AuxRequest:
+        return self.return_aux or AuxRequest(lse=self.return_lse)
 
     def check(self, name: str, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> None:
         """Raise for arguments that are not supported."""
         refuse_unknown(name, "flex_attention", self.others)
         if self.return_lse and self.return_aux is not None:
             raise ValueError(f"{name}: return_lse and return_aux both ask for the logsumexp: pass return_aux alone")
-        if self.return_aux is not None and self.return_aux.max_scores:
-            raise NotImplementedError(
-                f"{name}: max_scores are not supported under context parallelism; leave AuxRequest(max_scores=True) "
-                "out. For QK-clip, the product of the largest norms of queries and keys of all ranks is a bound of "
-                "the logits"
-            )
         backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
         if backend not in ("AUTO", "TRITON"):  # the remaining options tune torch's own kernel and change no result
             raise NotImplementedError(
@@ -75,11 +70,11 @@ class FlexCall:
         if q_BHLD.shape[1] != k_BGMD.shape[1]:
             refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
 
-    def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
+    def result(self, out_BHLE: torch.Tensor, aux: AuxOutput) -> Any:
         """The result in the form in which torch's function returns it."""
         if self.return_aux is not None:
-            return out_BHLE, AuxOutput(lse=lse_BHL, max_scores=None)
-        return (out_BHLE, lse_BHL) if self.return_lse else out_BHLE
+            return out_BHLE, aux
+        return (out_BHLE, aux.lse) if self.return_lse else out_BHLE
 
 
 def context_flex_attention(
@@ -119,7 +114,8 @@ def context_flex_attention(
         scale: factor of the logits; default 1/sqrt(D).
         enable_gqa: allow H to be a multiple of G.
         return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf for queries without keys), which
-            is differentiable.
+            is differentiable. ``AuxRequest(max_scores=True)`` for the largest score of each query, scaled and after
+            ``score_mod``, in float32, or in float64 for float64; -inf for queries without keys. It has no gradient.
         mask: a mask of this package, in addition to ``block_mask``.
         layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, whose mask then applies too; without a scope ``head_tail``.
@@ -133,7 +129,8 @@ def context_flex_attention(
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.Checks`), then the strategy's.
-    :class:`~cp_styles.Ulysses` also sends the logsumexp back if it is requested.
+    :class:`~cp_styles.Ulysses` also sends the logsumexp back if it is requested. ``max_scores`` take a second pass:
+    the communication of :func:`~cp_styles.context_max_scores`, and the scores once more, in plain operations.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -157,17 +154,21 @@ def flex_attend(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     call: FlexCall,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(out, lse)`` of a call, for a binding."""
+) -> tuple[torch.Tensor, AuxOutput]:
+    """The output of a call, for a binding, and what the call wants in addition."""
     with binding.telling():
         with without_dispatch_modes():
             check_local(binding.name, tensors)
             call.check(binding.name, *tensors[:2])
             binding, read = _bind_call(binding, call, tensors)
         learned = flatten(read, tensors[0].device) if read else None
-    options = {"scale": call.scale, "wants_lse": call.wants_lse, "learned": learned}
-    out, lse, _ = attend(binding, tensors, **options, casts=False)
-    return out, lse if call.wants_lse else None
+    wants, options = call.wants, {"scale": call.scale, "casts": False}
+    largest = None
+    if wants.max_scores:  # first, so that the ranks compare whether all ask for them
+        modified = binding.kernel if isinstance(binding.kernel, FlexKernel) else None
+        largest = max_scores(binding, *tensors[:2], **options, modified=modified)
+    out, lse, _ = attend(binding, tensors, **options, wants_lse=wants.lse, learned=learned)
+    return out, AuxOutput(lse if wants.lse else None, largest)
 
 
 def _bind_call(

@@ -44,13 +44,15 @@ def flex_attention(
         enable_gqa: H may be a multiple of G.
         return_lse: also return the logsumexp.
         kernel_options: torch's. Under context parallelism ``BACKEND`` is refused, and tuning changes nothing.
-        return_aux: ``AuxRequest(lse=True)`` for the logsumexp. Under context parallelism ``max_scores`` are refused.
+        return_aux: ``AuxRequest(lse=True)`` for the logsumexp, ``AuxRequest(max_scores=True)`` for the largest score of
+            each query: see :func:`~cp_styles.context_flex_attention`.
         others: further arguments of torch's function, which are refused under context parallelism.
 
     Returns:
         The output [B, H, L, E]; ``(out, lse)`` with ``return_lse``, ``(out, AuxOutput)`` with ``return_aux``.
 
-    Communication: none outside. Inside: one agreement of the ranks, then the strategy's.
+    Communication: none outside. Inside: one agreement of the ranks, then the strategy's; with ``max_scores`` also the
+    communication of :func:`~cp_styles.context_max_scores`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: inside, on every rank, if the input of one is bad, if the ranks

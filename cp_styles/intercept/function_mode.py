@@ -321,7 +321,7 @@ class AttentionCalls(TorchFunctionMode):
         results = [flex_attend(*each, call) for each in calls]
         out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:
-            out = apply_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
+            out = apply_sink(out, torch.cat([aux.lse for _, aux in results if aux.lse is not None]), sink_H)
         return out
 
     def note_function(self, group_name: str) -> None:

@@ -82,6 +82,21 @@ class FlexKernel(Kernel):
         groups = k_BGMD.shape[1]
         return torch.cat(dq, 2), *(x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
 
+    def max_scores(
+        self,
+        q_BHLD: torch.Tensor,
+        k_BGMD: torch.Tensor,
+        *,
+        causal: bool,
+        bias: torch.Tensor | None,
+        scale: float,
+        where: TilePositions,
+    ) -> torch.Tensor:
+        """The largest score of each query in a tile [B, H, L], in the accumulation dtype; -inf without keys."""
+        tile = _Tile(self, q_BHLD, k_BGMD, k_BGMD[..., :0], causal, bias, scale, where)
+        with context_of_user_code(q_BHLD.device), torch.no_grad():
+            return torch.cat([tile.max_scores(rows) for rows in tile.chunks()], 2)
+
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         pass
 
@@ -127,6 +142,11 @@ class _Tile:
         lse = torch.logsumexp(scores.masked_fill(masked, float("-inf")), -1)
         lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
         return matmul(torch.exp(scores - lse.unsqueeze(-1)).masked_fill(masked, 0.0), self.v), lse
+
+    def max_scores(self, rows: slice) -> torch.Tensor:
+        """The largest score of some queries; -inf without keys."""
+        scores, masked = self.scores(rows, self.logits(rows))
+        return scores.masked_fill(masked, float("-inf")).amax(-1)
 
     def backward(
         self, rows: slice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor

@@ -55,8 +55,8 @@ CORE = (
     "subclassing.py",
 )
 # Files in these folders through which only some attentions go: latents, kernels from outside, masks with
-# gaps, and selected keys.
-OPTIONS = "kernels/latent.py", "kernels/outside.py", "plan/rows.py", "plan/selected.py"
+# gaps, selected keys and largest scores.
+OPTIONS = "kernels/latent.py", "kernels/max_scores.py", "kernels/outside.py", "plan/rows.py", "plan/selected.py"
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
 
@@ -121,8 +121,9 @@ def sizes() -> dict[str, int]:
 
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
-# calls of the host: see test_account.py. Keys of another sequence took 190 of both, halos and windows 500.
-LIMITS = {"lines of the package": 32_870, "lines of the core path": 13_350, "floors": 10}
+# calls of the host: see test_account.py. Keys of another sequence took 190 of both, halos and windows 500, largest
+# scores 250.
+LIMITS = {"lines of the package": 33_120, "lines of the core path": 13_370, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
