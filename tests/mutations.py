@@ -317,6 +317,45 @@ OTHERS = mistakes(r"""
 engine: backwards of all forwards are alike | ranks/engine/test_half_way.py -k another_order
     begin_backward | pack_call_number(forward, 0)
     becomes | 0
+maxima: of the latest tile | ranks/flex/test_max_scores.py -k all_keys
+    MaxMerge.__call__ | torch.maximum(lse_BHL, new_lse_BHL, out=lse_BHL)
+    becomes | lse_BHL.copy_(new_lse_BHL)
+maxima: of the latest pack | ranks/flex/test_max_scores.py -k all_keys
+    MaxMerge.__call__ | torch.maximum(lse_BHL.index_select(2, index), new_lse_BHL)
+    becomes | new_lse_BHL
+maxima: of the latest block of keys | ranks/flex/test_max_scores.py -k few_scores
+    _max_of_blocks | torch.maximum(block, scores.amax(-1), out=block)
+    becomes | block.copy_(scores.amax(-1))
+maxima: a block at the end of a window is left out | ranks/flex/test_max_scores.py -k few_scores
+    _max_of_blocks | most < -before or least > after: continue
+    becomes | most < -before or most > after: continue
+maxima: causal tiles without their mask | ranks/flex/test_max_scores.py -k all_keys
+    MaxScores.forward | (-1, 0) if causal else window or (-1, -1)
+    becomes | window or (-1, -1)
+maxima: a bias is no part of the scores | ranks/flex/test_max_scores.py -k all_keys
+    _max_of_blocks | scores += bias[:, :, first:last, first_key:last_key]
+    becomes | pass
+maxima: values travel with the keys | ranks/flex/test_max_scores.py -k alone_travel
+    max_scores | k_BGMD[..., :0]
+    becomes | k_BGMD
+maxima: received keys are kept | ranks/flex/test_max_scores.py -k not_kept
+    max_scores | binding = binding.without_kept_keys()
+    becomes | pass
+maxima: products of 16 bits are rounded | ranks/flex/test_max_scores.py -k all_keys
+    _max_of_blocks | scores = matmul(q, k_BGMD[:, :, first_key:last_key].to(dtype).mT)
+    becomes | scores = (q.to(q_BHLD.dtype) @ k_BGMD[:, :, first_key:last_key].mT).to(dtype)
+maxima: all queries of a tile at once | ranks/flex/test_max_scores.py -k memory
+    _max_of_blocks | max(1, _SCORES // (batch * heads * columns))
+    becomes | queries
+maxima: before the score_mod | ranks/flex/test_max_scores.py -k flex_attention
+    flex_attend | modified=modified
+    becomes | modified=None
+maxima: of masked scores too | ranks/flex/test_max_scores.py -k flex_attention
+    _Tile.max_scores | scores.masked_fill(masked, float("-inf")).amax(-1)
+    becomes | scores.amax(-1)
+maxima: that only some ranks ask for | ranks/flex/test_max_scores.py -k without_maxima
+    flex_attend | if wants.max_scores:
+    becomes | if wants.max_scores and binding.group.rank() > 0:
 merge: what rows of a pack had before keeps its weight | unit/test_merge.py ranks/flex/test_varlen_kernel.py
     TorchMerge.__call__ | out_BHLE.mul_(weight.unsqueeze(-1))
     becomes | pass

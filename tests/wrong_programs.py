@@ -47,6 +47,7 @@ from cp_styles import (
     Tree,
     Ulysses,
     context_attention,
+    context_max_scores,
     contiguous,
     flex_attention,
     global_loss,
@@ -517,6 +518,15 @@ def with_halo(reach: int) -> dict[str, Any]:
     return {"model": model, "apply": apply, "no_block": "its halo is put on with the style"}
 
 
+def clipped(m, x, *, over_ranks: bool = True):
+    """Divides by the largest score of all queries, or of this rank's queries alone."""
+    q = m.linear(x).unsqueeze(1)
+    largest = context_max_scores(q, q, m.view.mesh, mask=Causal(), layout=m.view.layout).amax()
+    if over_ranks:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=m.view.mesh.get_group())
+    return x / largest.to(x.dtype)
+
+
 AROUND = (
     *kind(
         "around gather",
@@ -538,6 +548,8 @@ AROUND = (
             "dropout by position", lambda m, x: context_dropout(x, 0.5, 1, m.view.mesh, seed=0, layout=m.view.layout)
         ),
         right("selected keys", indexed),
+        right("the largest score of all queries", clipped),
+        wrong("the largest score of this rank's queries", partial(clipped, over_ranks=False)),
         wrong("keys that each rank selects among its own", indexed_alone),
         right("blocks of tokens", in_blocks),
         wrong("blocks of a part", in_blocks_of_a_part),

@@ -43,8 +43,8 @@ def context_max_scores(
         q_BHLD: local query, cut by ``layout``, with positions applied.
         k_BGMD: local key, cut by ``kv_layout``, or in the same way. H is a multiple of G (GQA).
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
-        mask: which keys each query attends to, in global positions. An additive mask is a part of the scores. Default:
-            all.
+        mask: which keys each query attends to, in global positions. An additive mask is a part of the scores, in
+            the dtype of the inputs. Default: all.
         layout: the layout, or the balancer that makes it. Default: the layout of the :class:`~cp_styles.SequenceScope`
             around the call, whose mask then applies too; without a scope ``head_tail``.
         kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it, as in

@@ -88,13 +88,14 @@ def _max_of_blocks(
     groups, keys = k_BGMD.shape[1:3]
     before, after = (math.inf if size < 0 else size for size in window)
     max_BHL = torch.full((batch, heads, queries), -math.inf, dtype=dtype, device=device)
+    own_L1, numbers_M = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
         bias = bias.expand(*bias.shape[:2], queries, keys)
     columns = min(keys, _KEYS)
     rows = max(1, _SCORES // (batch * heads * columns))
     for (first, last), (first_key, last_key) in product(_blocks(queries, rows), _blocks(keys, columns)):
-        # The numbers of keys from the key that has the query's number, counted from the end, to the block's keys.
+        # Distances from the query's own key, see Kernel.windows, to the keys of the block.
         least, most = (distance + queries - keys for distance in (first_key - last + 1, last_key - 1 - first))
         if most < -before or least > after:
             continue
@@ -103,13 +104,13 @@ def _max_of_blocks(
         scores = matmul(q, k_BGMD[:, :, first_key:last_key].to(dtype).mT).mul_(scale)
         scores = scores.view(batch, heads, last - first, last_key - first_key)
         if bias is not None:
-            scores = scores + bias[:, :, first:last, first_key:last_key].to(dtype)
+            scores += bias[:, :, first:last, first_key:last_key]
         if least < -before or most > after:
-            ahead = torch.arange(first_key, last_key, device=device) - torch.arange(first, last, device=device)[:, None]
-            ahead += queries - keys
-            scores = scores.masked_fill((ahead < -before) | (ahead > after), -math.inf)
+            own, those = own_L1[first:last], numbers_M[first_key:last_key]
+            scores.masked_fill_((those < own - before) | (those > own + after), -math.inf)
         block = max_BHL[:, :, first:last]
         torch.maximum(block, scores.amax(-1), out=block)
+        del scores  # free the memory for the next block
     return max_BHL
 
 

@@ -142,6 +142,25 @@ def test_the_example_is_the_attention_of_all_tokens():
     check(found, lambda q, k, v: dense_attention(q, k, v, CAUSAL))
 
 
+@pytest.mark.parametrize("size", ["0.9", "0.3"])
+def test_the_example_of_qk_clip(size: str):
+    """With the new weights the largest score of a head is at the threshold, or smaller weights are as they were."""
+
+    def on(rank):
+        scope = {}
+        exec(example("example"), scope)
+        exec(example("example: clip").replace("0.9", size), scope)
+        return scope["hidden"], scope["max_H"], [scope[name].weight.detach() for name in ("to_q", "to_k")]
+
+    parts, (max_H, _), (weights, others) = zip(*run_ranks(on, 2), strict=True)
+    assert all(map(torch.equal, weights, others))
+    hidden = head_tail(1000, 2).unshard(parts, 1).double()
+    q, k = ((hidden @ x.double().mT).unflatten(2, (8, 16)).transpose(1, 2) for x in weights)
+    largest = (q @ k.mT * 16**-0.5).masked_fill(~CAUSAL, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(largest, max_H.clamp(max=100).double(), rtol=1e-5, atol=0)  # float32
+    assert (max_H > 100).all() == (size == "0.9")
+
+
 def test_packed_documents_in_a_window_layer():
     found = run_example("example", "example: packed", wanted="q k v out")
     document, positions = torch.tensor([document_of(DOCUMENTS)(p) for p in range(1000)]), torch.arange(1000)

@@ -208,7 +208,6 @@ REFUSED = {
     ),
     "BACKEND": ({"kernel_options": {"BACKEND": "FLASH"}}, "BACKEND='FLASH' asks for a kernel"),
     "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse"),
-    "maxima": ({"return_aux": AuxRequest(max_scores=True)}, "max"),
     "one rank alone": (lambda rank: {"kernel_options": {"BACKEND": "FLASH"} if rank else None}, "have failed"),
 }
 

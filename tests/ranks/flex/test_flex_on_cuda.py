@@ -52,7 +52,8 @@ def attend_on(layout: SequenceLayout, strategy: Strategy) -> Callable[..., tuple
 
     def attend(*tensors: torch.Tensor, **options) -> tuple:
         binding = Binding("flex", "cp", dist.group.WORLD, strategy, layout, Full())
-        return flex_attend(binding, tensors, FlexCall(**options, return_lse=True, compiled=True))  # pyright: ignore
+        call = FlexCall(**options, return_lse=True, compiled=True)
+        return call.result(*flex_attend(binding, tensors, call))  # pyright: ignore
 
     return attend
 
