@@ -336,8 +336,8 @@ maxima: a bias is no part of the scores | ranks/flex/test_max_scores.py -k all_k
     _max_of_blocks | scores += bias[:, :, first:last, first_key:last_key]
     becomes | pass
 maxima: values travel with the keys | ranks/flex/test_max_scores.py -k alone_travel
-    max_scores | k_BGMD[..., :0]
-    becomes | k_BGMD
+    max_scores | (q_BHLD, k_BGMD, k_BGMD[..., :0])
+    becomes | (q_BHLD, k_BGMD, k_BGMD)
 maxima: received keys are kept | ranks/flex/test_max_scores.py -k not_kept
     max_scores | binding = binding.without_kept_keys()
     becomes | pass
@@ -353,7 +353,7 @@ maxima: before the score_mod | ranks/flex/test_max_scores.py -k flex_attention
 maxima: of masked scores too | ranks/flex/test_max_scores.py -k flex_attention
     _Tile.max_scores | scores.masked_fill(masked, float("-inf")).amax(-1)
     becomes | scores.amax(-1)
-maxima: that only some ranks ask for | ranks/flex/test_max_scores.py -k without_maxima
+maxima: that only some ranks ask for | ranks/flex/test_max_scores.py -k what_is_wrong
     flex_attend | if wants.max_scores:
     becomes | if wants.max_scores and binding.group.rank() > 0:
 merge: what rows of a pack had before keeps its weight | unit/test_merge.py ranks/flex/test_varlen_kernel.py

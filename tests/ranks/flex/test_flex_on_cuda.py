@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.binding import Binding
@@ -161,3 +162,26 @@ def test_the_stand_in_reads_a_tile_in_its_place():
     logits = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
     assert error(out, torch.softmax(logits, -1) @ v.repeat_interleave(2, 1)) < EXACT
     assert error(lse, torch.logsumexp(logits, -1)) < EXACT
+
+
+def test_the_largest_scores_of_a_compiled_call():
+    """They equal the scores of a call that is not compiled: plain operations compute both."""
+    whole, layout = FlexProblem(case.causal, biased_softcap, TABLES, length=LENGTH, dim=DIM), head_tail(LENGTH, 2)
+
+    def on(rank: int, compiled: bool) -> torch.Tensor:
+        found = []
+
+        def attend(*tensors: torch.Tensor, **options) -> tuple:
+            binding = Binding("flex", "cp", dist.group.WORLD, Ring(), layout, Full())
+            call = FlexCall(**options, return_aux=AuxRequest(lse=True, max_scores=True), compiled=compiled)
+            out, aux = call.result(*flex_attend(binding, tensors, call))  # pyright: ignore
+            found.append(aux.max_scores)
+            return out, aux.lse
+
+        whole.run(attend, layout, rank)
+        return found[0]
+
+    with compiled_flex_on_cpu() as calls:
+        by_kernel = run_ranks(lambda rank: on(rank, True), 2)
+        assert calls["forward"]
+    assert all(map(torch.equal, by_kernel, run_ranks(lambda rank: on(rank, False), 2)))

@@ -192,7 +192,7 @@ def test_keys_alone_travel(strategy):
 
 def test_memory_does_not_grow_with_the_square():
     """Blocks of scores: far less than the scores of a tile, and no received keys are kept."""
-    length, heads = 8192, 2
+    length, heads = 8192, 4
     layout = head_tail(length, 2)
     q, k = (randn(seed, 1, heads, length, 8, dtype=torch.float32) for seed in range(2))
 
@@ -204,7 +204,7 @@ def test_memory_does_not_grow_with_the_square():
 
     of_scores, of_keys = 4 * max_scores._SCORES, heads * length // 2 * 8 * 4
     for mask in (Causal(), SlidingWindow(3000, 0), Documents((5000, 3192)) & Causal(), Full()):
-        # One block of scores, and its mask of bytes three times. All pairs of a rank would take 268 MB.
+        # One block of scores, and its mask of bytes three times. All pairs of a rank would take 536 MB.
         assert max(run_ranks(partial(on, mask=mask), 2)) < 2 * of_scores + 10 * of_keys < 80e6
 
 
