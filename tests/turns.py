@@ -48,6 +48,7 @@ from cp_styles import (
     context_attention,
     context_flex_attention,
     context_latent_attention,
+    context_max_scores,
     context_varlen_attention,
     flex_attention,
     head_tail,
@@ -365,6 +366,9 @@ DOORS: dict[str, Door] = {
         )
     ),
     "latents": by_calls(latents),
+    "largest scores": by_calls(
+        lambda mesh, x: x + context_max_scores(*[heads(x)] * 2, mesh, mask=Causal()).mean(1).unsqueeze(-1)
+    ),
     "decode": Door(decoded, *_IN_CALLS, ("eager",)),  # it has no backward
     "convolution": by_calls(lambda mesh, x: context_causal_conv1d(convolution, x, mesh, width=3, seq_dim=1)),
     "roll": by_calls(lambda mesh, x: context_roll(x, 1, 1, mesh)),

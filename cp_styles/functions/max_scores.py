@@ -33,8 +33,8 @@ def context_max_scores(
 ) -> torch.Tensor:
     """The largest score q k^T scale of each query and head, over the keys of all ranks, as QK-clip needs it.
 
-    The result is of this rank's queries. For the largest score of a head, take the maximum over the ranks too: one
-    all-reduce of H numbers.
+    The result is of this rank's queries. For the largest score of a head, take the maximum over the ranks too, by one
+    all-reduce of H numbers, as the example does. There each rank has a token.
 
     Shapes: B batch, H query heads, G key heads, L local queries, M local keys, D head dim. Query and key share one
     floating-point dtype and one device, CPU or CUDA.

@@ -123,7 +123,7 @@ def sizes() -> dict[str, int]:
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
 # calls of the host: see test_account.py. Keys of another sequence took 190 of both, halos and windows 500, largest
 # scores 250.
-LIMITS = {"lines of the package": 33_120, "lines of the core path": 13_370, "floors": 10}
+LIMITS = {"lines of the package": 33_117, "lines of the core path": 13_372, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
