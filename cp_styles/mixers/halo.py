@@ -331,7 +331,9 @@ def halo_plan(layout: SequenceLayout, documents: tuple[int, ...], reach: tuple[i
             # Modules refuse no tokens, and every rank runs the backward: a rank without tokens computes the first one.
             positions = [0] * min(layout.length, 1)
             parts[peer].append(Part(len(positions), 0, 0))
-        needs.append((torch.tensor(positions, dtype=torch.int64), torch.arange(len(positions), device="cpu")))
+        needs.append(
+            (torch.tensor(positions, dtype=torch.int64, device="cpu"), torch.arange(len(positions), device="cpu"))
+        )
     calls: list[tuple[Part, ...]] = []
     for part in parts[rank]:
         # At an end of a document the module pads.
