@@ -215,8 +215,8 @@ def _attend(
         given = [argument for argument, x in unknown if x is not None]
         if given:
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} gives its attention {given[0]}= of each query, which is not supported: "
-                "run this model without context parallelism"
+                f"{name}: {type(module).__name__} gives its attention {given[0]}= of each query, which is not "
+                "supported: run this model without context parallelism"
             )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
