@@ -902,7 +902,7 @@ tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/
     OnMeshAxis._refuse_uneven | % axis.size() ==
     becomes | >
 selection: keys that other queries have selected | ranks/mixers/test_selection.py
-    Selected.bias | sorted_M[place_BLK] == wanted_BLK
+    Selected.bias | sorted_M[place_BGLK] == wanted_BGLK
     becomes | place_BLK >= 0
 selection: keys of another rank's queries | ranks/mixers/test_selection.py
     Selection.needed | self.selected_S[kv_positions_M] if peer == self.rank else self.sent[peer]

@@ -473,7 +473,9 @@ class Resolved:
         try:
             mask = mask if attn_mask is None else mask & Dense(attn_mask)
             _check_shapes(q, k, v, k.shape[3] if binding.kernel is None else binding.kernel.dims(k, v)[0])
-            mask.check((*(binding.mask_shape or (q.shape[0], q.shape[1])), q_length, kv_length))
+            shape = binding.mask_shape or (q.shape[0], q.shape[1])
+            mask.check((*shape, q_length, kv_length))
+            mask = mask.for_heads(shape[1])
         except ValueError as error:
             raise ValueError(f"{binding.name}: {error}") from None
         if (planted := binding.role.planted) is not None:

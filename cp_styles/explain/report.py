@@ -234,6 +234,7 @@ def explain(
     sides = (layout, length), (kv_layout or layout, kv_length)
     cuts = [layout_made_by(cut, size, ranks) for cut, size in sides]
     mask.check((batch, heads, length, kv_length))
+    mask = mask.for_heads(heads)
     return explained(
         strategy,
         (cuts[0], cuts[1]),

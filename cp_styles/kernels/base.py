@@ -243,8 +243,12 @@ class BoundKernel(Kernel):
 def tile_function(kernel: Kernel, phase: str) -> Callable[..., Any]:
     """The ``forward`` or ``backward`` of a kernel. With a kernel from outside of this package it raises TypeError for a
     result that is not what :class:`Kernel` asks for."""
-    own = type(kernel).__module__.startswith(_PACKAGE)
-    return getattr(kernel, phase) if own else partial(check_result, kernel, phase)
+    return getattr(kernel, phase) if is_own(kernel) else partial(check_result, kernel, phase)
+
+
+def is_own(kernel: Kernel) -> bool:
+    """Whether the class of a kernel is of this package."""
+    return type(kernel).__module__.startswith(_PACKAGE)
 
 
 _PACKAGE = f"{__name__.partition('.')[0]}."

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from cp_styles.kernels.base import Bound, BoundKernel, Kernel, bind_tile, in_order
+from cp_styles.kernels.base import Bound, BoundKernel, Kernel, OtherBackward, bind_tile, in_order, is_own
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.reference import ReferenceKernel
-from cp_styles.kernels.sdpa import SDPA_KERNELS
+from cp_styles.kernels.sdpa import SDPA_KERNELS, SdpaKernel
+from cp_styles.kernels.selected import SelectedKernel
 
 
 def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = None) -> Kernel:
@@ -133,6 +134,17 @@ class ByTile(BoundKernel):
             last = None
             kernels = [x for x in kernels if x.windows >= (window is not None) and x.small_tiles >= (pack is not None)]
         return next((x for x in kernels if x.takes(*specs, causal=causal, biased=biased)), last)
+
+
+def kernel_for_selected(kernel: Kernel) -> Kernel | None:
+    """The kernel that gathers keys in place of ``kernel``, or None if ``kernel`` is not softmax attention of this
+    package: its tiles have an explicit mask."""
+    if isinstance(kernel, OtherBackward):
+        inner = kernel_for_selected(kernel.inner)
+        return inner and replace(kernel, inner=inner)
+    kernels = (*kernel.plain, *kernel.masked) if isinstance(kernel, ByTile) else (kernel,)
+    own = all(isinstance(x, SdpaKernel | ReferenceKernel) and is_own(x) for x in kernels)
+    return SelectedKernel() if own else None
 
 
 def _make_band_bias(window: Any, rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -235,6 +235,15 @@ class Mask:
         """
         return parts
 
+    def for_heads(self, count: int) -> Mask:
+        """The mask of an attention with so many query heads."""
+        return self
+
+    @property
+    def selected(self) -> Any:
+        """The part of this mask that has keys for each query, if there is one part that has; otherwise None."""
+        return None
+
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, PerRow):
             return PerRow(tuple(self.row(index) & mask for index, mask in enumerate(other.masks)))
@@ -342,6 +351,14 @@ class All(_CompositeMask):
     def row(self, index: int) -> Mask:
         return reduce(Mask.__and__, (part.row(index) for part in self.parts))
 
+    def for_heads(self, count: int) -> Mask:
+        return reduce(Mask.__and__, (part.for_heads(count) for part in self.parts))
+
+    @property
+    def selected(self) -> Any:
+        found = [part.selected for part in self.parts if part.selected is not None]
+        return found[0] if len(found) == 1 else None
+
     def check(self, shape: tuple[int, int, int, int]) -> None:
         for part in self.parts:
             part.check(shape)
@@ -427,6 +444,9 @@ class PerRow(_CompositeMask):
 
     def row(self, index: int) -> Mask:
         return self.masks[index]
+
+    def for_heads(self, count: int) -> Mask:
+        return PerRow(tuple(mask.for_heads(count) for mask in self.masks))
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, PerRow) and len(other.masks) != len(self.masks):

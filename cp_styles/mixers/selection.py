@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cp_styles._compat import start_all_to_all, uncompiled
-from cp_styles.bounded_cache import facts_about
+from cp_styles.bounded_cache import facts_about, remembered
 from cp_styles.collectives.autograd import differentiable, gather_exchange
 from cp_styles.collectives.exchange import wait_received
 from cp_styles.collectives.peers import Peers
@@ -24,6 +24,7 @@ from cp_styles.collectives.rows import Rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.contents import Contents
+from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.layout import Balancer, SequenceLayout
@@ -131,9 +132,10 @@ def context_select(
 
 @uncompiled
 def selected_keys(
-    positions_BLK: torch.Tensor,
+    chosen: torch.Tensor,
     mesh: MeshOrGroup,
     *,
+    block: int = 1,
     layout: SequenceLayout | Balancer | None = None,
     kv_layout: SequenceLayout | None = None,
     checks: Checks = CHECKS,
@@ -141,41 +143,51 @@ def selected_keys(
     """The mask of keys that an indexer of your own has selected for this rank's queries.
 
     Args:
-        positions_BLK: int32 or int64 [B, L, K], or [1, L, K] for all rows of the batch: positions in the whole
-            sequence, -1 for none; CPU or CUDA. Do not change the tensor in place.
+        chosen: int32 or int64 [B, L, K]: positions in the whole sequence, -1 for none; CPU or CUDA. Or [B, G, L, K],
+            with a choice for each group of heads: query head h of H has the choice of group h // (H / G). So G is 1, the
+            number of key heads, the number of query heads, or another divisor of H. B is 1 if all rows of the batch
+            share their choice. Do not change the tensor in place.
+        block: the number of consecutive keys of a block. ``chosen`` then has numbers of blocks: block n has the
+            positions from n * block on, as far as there are keys.
         mesh, layout, checks: as in :func:`context_select`.
         kv_layout: the layout of keys of another sequence, such as of windows of tokens: positions are then numbers of
             these keys. Give the attention the same one.
+
+    A key travels to a rank, with all of its heads, if a query of this rank has selected it for any group and any row of
+    the batch, and the remaining mask allows it to any query of the rank.
 
     Communication: one all-gather of some integers; one all-to-all of a byte for each key. The host waits for the device
     once.
 
     Raises:
         ValueError, TypeError: on every rank, if any rank's positions are no integers, or lie outside the sequence, or
-            the ranks differ.
+            the ranks differ. The attention raises ValueError if G does not divide its query heads.
 
     Example::
 
         mask = Causal() & selected_keys(positions_BLK, mesh, layout=layout)
+        by_key_head = Causal() & selected_keys(blocks_BGLK, mesh, block=64, layout=layout)
     """
     sequence = CutSequence.from_call("selected_keys", mesh, layout, (), checks)
     keys = kv_layout and sequence.of_these_ranks(kv_layout)
 
     def describe() -> CallFacts:
-        if positions_BLK.ndim != 3 or positions_BLK.dtype not in (torch.int32, torch.int64):
+        if chosen.ndim not in (3, 4) or chosen.dtype not in (torch.int32, torch.int64):
             raise TypeError(
-                f"{sequence.name}: positions_BLK must be int32 or int64 [B, L, K], got {positions_BLK.dtype} "
-                f"{tuple(positions_BLK.shape)}"
+                f"{sequence.name}: chosen must be int32 or int64 [B, L, K], or [B, G, L, K] with a choice for each "
+                f"group of heads, got {chosen.dtype} {tuple(chosen.shape)}"
             )
+        if type(block) is not int or block < 1:
+            raise ValueError(f"{sequence.name}: block={block!r} must be the number of keys of a block, at least 1")
         if keys is not None and keys.ranks != sequence.group.size():
             raise ValueError(
                 f"{sequence.name}: kv_layout is for {keys.ranks} ranks, the group has {sequence.group.size()}: make it "
                 "for the ranks that share the sequence"
             )
-        return [positions_BLK], 1, {"kv_layout": keys}
+        return [chosen], chosen.ndim - 2, {"block": block, "kv_layout": keys}
 
     with sequence.compared_call(describe) as cut:
-        return _share(cut.peers, (cut.layout, keys or cut.layout), positions_BLK)
+        return _share(cut.peers, (cut.layout, keys or cut.layout), chosen, block)
 
 
 @uncompiled
@@ -312,28 +324,68 @@ def _gather(peers: Peers, layout: SequenceLayout, x_BLD: torch.Tensor, *, check:
 
 
 @torch.no_grad()
-def _share(peers: Peers, layouts: tuple[SequenceLayout, SequenceLayout], positions_BLK: torch.Tensor) -> Selected:
-    """The mask of the positions. The ranks tell each other which keys they have selected."""
-    layout = layouts[1]
+def _share(
+    peers: Peers, layouts: tuple[SequenceLayout, SequenceLayout], chosen: torch.Tensor, block: int = 1
+) -> Selected:
+    """The mask of positions, or of blocks. The ranks tell each other which keys they have selected."""
+    layout, chosen_BGLK = layouts[1], chosen if chosen.ndim == 4 else chosen[:, None]
     # One byte for each key: a message of keys and values has thousands of times as many.
-    flags = torch.zeros(layout.length + 1, dtype=torch.uint8, device=positions_BLK.device)
-    at = positions_BLK.flatten().long()
-    flags.index_fill_(0, at.clamp(-1, layout.length - 1) + 1, 1)
-    flags.masked_fill_(((at < -1) | (at >= layout.length)).any(), 2)  # each peer is told with its own flags
-    needed = Rows(layout).to_ranks(flags[1:])  # source by source
+    device, blocks = chosen.device, -(-layout.length // block)
+    flags = torch.zeros(blocks + 1, dtype=torch.uint8, device=device)
+    at = chosen.flatten().long()
+    flags.index_fill_(0, at.clamp(-1, blocks - 1) + 1, 1)
+    flags.masked_fill_(((at < -1) | (at >= blocks)).any(), 2)  # each peer is told with its own flags
+    flags = flags[1:].repeat_interleave(block)[: layout.length]
+    needed = Rows(layout).to_ranks(flags)  # source by source
     sent, own = needed, layout.lengths[peers.rank]
     if peers.size > 1:
         started = start_all_to_all(needed.contiguous(), [own] * peers.size, list(layout.lengths), peers.name)
         sent = wait_received(started, peers)
-    both = torch.cat((flags[1:], sent)).cpu()  # the host makes the plan
+    counts_BGPL = _count(layout, chosen_BGLK.clamp(-1, blocks - 1), block)
+    numbers = chosen.shape[-1] + 1
+    counts_BGPK = torch.zeros(*counts_BGPL.shape[:3], numbers, dtype=torch.int32, device=device)
+    counts_BGPK.scatter_add_(3, counts_BGPL.long(), torch.ones_like(counts_BGPL))
+    both = torch.cat((flags, sent, counts_BGPK.flatten().view(torch.uint8))).cpu()  # the host makes the plan
+    both, found = both.split((layout.length + len(sent), len(both) - layout.length - len(sent)))
     if bool((both == 2).any()):
+        what = "positions" if block == 1 else f"blocks of {block} keys"
         raise ValueError(
-            f"selected_keys: a rank has positions outside the sequence of {layout.length} tokens: pass positions in "
+            f"selected_keys: a rank has {what} outside the sequence of {layout.length} tokens: pass {what} in "
             "the whole sequence, and -1 for none"
         )
     both = both.bool()
     sent = both[layout.length :].view(peers.size, own).unbind()
-    return Selected(positions_BLK, Selection(layouts, peers.rank, both[: layout.length], sent), Contents(positions_BLK))
+    found = found.clone().view(torch.int32).view(counts_BGPK.shape)
+    selection = Selection(layouts, peers.rank, both[: layout.length], sent, found, block)
+    return Selected(chosen_BGLK, selection, counts_BGPL, Contents(chosen_BGLK))
+
+
+def _count(layout: SequenceLayout, chosen_BGLK: torch.Tensor, block: int) -> torch.Tensor:
+    """How many keys, or blocks, of each rank each query has selected: int32 [B, G, P, L]."""
+    ranks, shape, device = layout.ranks, chosen_BGLK.shape, chosen_BGLK.device
+    holders = holders_of_blocks(layout, block).on(device)[0]  # [n, blocks + 1]
+    total = torch.zeros(*shape[:3], ranks + 1, dtype=torch.int32, device=device)
+    for rows in _ranges(shape[2], shape[0] * shape[1] * (shape[3] + ranks)):
+        part = chosen_BGLK[:, :, rows].long()
+        for holder in holders:  # a block of one rank has one
+            at = holder[part]
+            total[:, :, rows] = total[:, :, rows].scatter_add(3, at, torch.ones_like(at, dtype=torch.int32))
+    return total[..., :ranks].transpose(2, 3).contiguous()
+
+
+@remembered(16)
+def holders_of_blocks(layout: SequenceLayout, block: int) -> DeviceTables:
+    """The ranks that hold keys of each block, each once, [n, blocks + 1]; as many as ranks for none, and at the end."""
+    blocks = -(-layout.length // block)
+    owner = torch.full((blocks * block,), layout.ranks, device="cpu")
+    for rank in range(layout.ranks):
+        owner[layout.positions(rank, "cpu")] = rank
+    owner = owner.view(blocks, block).sort(1).values
+    owner[:, 1:].masked_fill_(owner[:, 1:] == owner[:, :-1], layout.ranks)
+    owner = owner.sort(1).values
+    most = max([1, *(owner < layout.ranks).sum(1).tolist()])
+    owner = owner[:, :most]
+    return DeviceTables(torch.cat((owner, owner.new_full((1, owner.shape[1]), layout.ranks))).T.contiguous())
 
 
 class _Allowed:

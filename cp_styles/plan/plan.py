@@ -88,21 +88,29 @@ def make_plan(
     *,
     small_tiles: bool = False,
     windows: bool = False,
+    gathers: bool = False,
 ) -> Plan:
     """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached.
 
     With ``small_tiles``, short runs are not joined into a block with an explicit mask, unless many runs attend to the
-    same keys. With ``windows``, there are tiles that are bands. The sent rows do not depend on these options.
+    same keys. With ``windows``, there are tiles that are bands. With ``gathers``, a mask of selected keys has one tile
+    for each source, whose keys are gathered. The sent rows do not depend on these options.
 
     Raises:
         ValueError: the mask is of keys that were selected for another layout.
     """
-    return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows)
+    return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows, gathers)
 
 
 @remembered(64)
 def _make_plan(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
+    q_layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    small_tiles: bool,
+    windows: bool,
+    gathers: bool,
 ) -> Plan:
     if mask.only_for is not None:
         layouts, known = mask.only_for
@@ -118,7 +126,7 @@ def _make_plan(
     if mask.has_gaps:
         q, kv = ([cut.positions(each, "cpu") for each in range(cut.ranks)] for cut in (q_layout, kv_layout))
         refuse_contradictions(mask, q, kv)
-        parts = [SourcePart(source, *needed_tiles(mask, q[rank], keys)) for source, keys in enumerate(kv)]
+        parts = [SourcePart(source, *needed_tiles(mask, q[rank], keys, gathers)) for source, keys in enumerate(kv)]
         sends = {peer: find_ranges(mask.needed(rows, kv[rank])) for peer, rows in enumerate(q) if peer != rank}
     else:
         queries, keys = make_holders(q_layout, kv_layout)

@@ -53,12 +53,16 @@ def refuse_contradictions(mask: Mask, q: Sequence[torch.Tensor], kv: Sequence[to
                 )
 
 
-def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor) -> tuple[RowRanges, tuple[Tile, ...]]:
+def needed_tiles(mask: Mask, q: torch.Tensor, kv: torch.Tensor, gathers: bool) -> tuple[RowRanges, tuple[Tile, ...]]:
     """The rows of a source that a rank needs, and tiles of the rank's rows and of these received rows.
 
-    ``q`` and ``kv`` are the positions of the rank's queries and of the source's keys.
+    ``q`` and ``kv`` are the positions of the rank's queries and of the source's keys. ``gathers``: one tile, whose keys
+    are gathered.
     """
     needed = mask.needed(q, kv)
+    if gathers:
+        keys = int(needed.sum())
+        return find_ranges(needed), (Tile((0, len(q)), (0, keys), Cover.SELECTED),) if keys and len(q) else ()
     tiles = _tiles_of_cells(mask, q, kv, needed) if mask.grids else _tiles_of_rows(mask, q, kv[needed])
     return find_ranges(needed), tuple(tiles)
 

@@ -31,6 +31,7 @@ class Cover(enum.Enum):
     CAUSAL = "causal"  # square; row i attends to keys 0 .. i
     BAND = "band"  # see Tile.window
     PARTIAL = "partial"  # an explicit mask
+    SELECTED = "selected"  # keys of its own for each query
 
 
 class Tile(NamedTuple):

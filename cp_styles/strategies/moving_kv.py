@@ -29,9 +29,12 @@ from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import Bound, TensorSpec, TilePositions, bind_tile
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
+from cp_styles.kernels.choice_by_tile import kernel_for_selected
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import is_dense, part_of
+from cp_styles.kernels.selected import Picks
 from cp_styles.mask import Mask
+from cp_styles.plan.selected import gathers_keys
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.packs import Call, row_index
@@ -275,7 +278,9 @@ class _Binder:
             ]
             options = {"causal": tile.cover is Cover.CAUSAL, "scale": self.attention.scale, "pack": pack}
             options |= {"biased": tile.cover is Cover.PARTIAL, "window": tile.window}
-            self.bounds[key] = bind_tile(self.kernel, self.phase, specs, **options)
+            kernel = kernel_for_selected(self.kernel) if tile.cover is Cover.SELECTED else self.kernel
+            assert kernel is not None
+            self.bounds[key] = bind_tile(kernel, self.phase, specs, **options)
         return _Call(self.bounds[key], keys, tile, q_heads, kv_heads, part, places, q_index, kv_index)
 
 
@@ -285,7 +290,8 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     shapes = (tuple(x.shape) for x in (q, k, v))
     # A tile of several sources must not be a copy.
     joins = q.shape[0] == 1 and kernel.streams_keys and kernel.tile_dtype(q.dtype) == q.dtype
-    options = kernel.small_tiles, kernel.windows, joins, rounds, strategy.keep
+    gathers = kernel_for_selected(kernel) is not None and gathers_keys(mask, q.shape[1], k.shape[1])
+    options = kernel.small_tiles, kernel.windows, joins, gathers, rounds, strategy.keep
     wide = accumulation_dtype(q.dtype)
     widening = wide.itemsize // q.dtype.itemsize
     schedule = make_schedule(*layouts, mask.pattern, attention.rank, *options, *shapes, widening)
@@ -308,7 +314,7 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     lse: Spec = (tuple(q.shape[:3]), wide)
     wide = wide if widens or attention.ranks > 1 else q.dtype
     residual = ResidualPlaces([lse, *(((size,), k.dtype) for size in schedule.kept)])
-    tile_dtype = kernel.tile_dtype(q.dtype) if widens else q.dtype
+    tile_dtype = kernel.tile_dtype(q.dtype) if widens and not gathers else q.dtype
     return _Setup(schedule, levels, wide, tile_dtype, residual, kernel.dims(k, v)[1])
 
 
@@ -397,6 +403,8 @@ class _Run:
         if call.tile.cover is Cover.PARTIAL:
             queries.latest = None, None  # free the memory for the mask
             options["bias"] = self._make_bias(call)
+        if call.tile.cover is Cover.SELECTED:
+            options["picks"] = self._make_picks(call)
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
             options["where"] = TilePositions(*self._positions(call), first + call.q_heads[0])
@@ -483,6 +491,13 @@ class _Run:
         mask = attention.mask if call.tile.band is None else attention.mask.bands[call.tile.band]
         bias = _masked_bias(mask, heads, dtype, *self._positions(call))
         return (bias if levels is None else levels.subtract(bias, call.q_heads, call.tile.q)).to(dtype)
+
+    def _make_picks(self, call: _Call) -> Picks:
+        attention, (q_positions, kv_positions) = self.attention, self._positions(call)
+        first = 0 if attention.heads is None else attention.heads[0]
+        heads = first + call.q_heads[0], first + call.q_heads[1]
+        bounds, key_heads = attention.mask.bounds(q_positions), call.kv_heads[1] - call.kv_heads[0]
+        return attention.mask.selected.picks(call.keys.source, kv_positions, bounds, len(self.k), heads, key_heads)
 
 
 def _masked_bias(

@@ -53,12 +53,12 @@ Call: TypeAlias = Tile | PackedTiles
 
 
 def make_calls(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
-    """The kernel calls for the ``tiles`` of one source, in order. Tiles with an explicit mask come last.
+    """The kernel calls for the ``tiles`` of one source, in order. Tiles with keys for each query come last.
 
     ``shapes`` are the shapes of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.
     """
-    masked = [tile for tile in tiles if tile.cover is Cover.PARTIAL]
-    unmasked = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]
+    masked = [tile for tile in tiles if tile.cover in (Cover.PARTIAL, Cover.SELECTED)]
+    unmasked = [tile for tile in tiles if tile.cover not in (Cover.PARTIAL, Cover.SELECTED)]
     if not small_tiles:
         return (*unmasked, *masked)
     batch, heads = shapes[0][:2]

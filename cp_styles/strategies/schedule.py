@@ -213,6 +213,7 @@ def make_schedule(
     small_tiles: bool,
     windows: bool,
     joins: bool,
+    gathers: bool,
     rounds: Rounds,
     keep: int,
     q_shape: Shape,
@@ -226,6 +227,7 @@ def make_schedule(
     Args:
         joins: keys of several sources that arrive together in a forward are one tile, if the same queries attend to all
             keys. For a batch of one row: messages of more rows are not adjacent in memory.
+        gathers: see :func:`~cp_styles.plan.make_plan`. Ranks may differ in it.
         rounds: the distances from 1 to the number of ranks - 1, each once.
         keep: number of sources whose messages are kept for the backward.
         q_shape: shape of the local query [B, H, L, D].
@@ -233,7 +235,8 @@ def make_schedule(
         v_shape: shape of the local value [B, G, M, E].
         widening: bytes of a number of a gradient over the bytes of a key.
     """
-    plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles, windows=windows)
+    options = {"small_tiles": small_tiles, "windows": windows, "gathers": gathers}
+    plan = make_plan(q_layout, kv_layout, pattern, rank, **options)
     ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
     share = q_shape[1] // max(key_heads, 1)
     distances = [distance for arriving in rounds for distance in arriving]

@@ -387,7 +387,7 @@ def test_positions_that_are_no_integers():
     def main(rank: int) -> None:
         selected_keys(randn(0, 1, 4, 3), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout=contiguous(8, 2))
 
-    with pytest.raises(RankError, match=re.escape("positions_BLK must be int32 or int64 [B, L, K]")):
+    with pytest.raises(RankError, match=re.escape("chosen must be int32 or int64 [B, L, K], or [B, G, L, K]")):
         run_ranks(main, 2)
 
 
@@ -408,7 +408,7 @@ def test_a_mask_of_another_batch():
         mask = selected_keys(torch.zeros(3, 8, 1, dtype=torch.int64), mesh)
         with pytest.raises(ValueError, match="keys were selected for 3 rows of 8 positions, the attention has 2 rows"):
             context_attention(*(randn(at, 2, 1, 8, 4) for at in range(3)), mesh, mask=mask)
-        mask.positions_BLK.add_(1)
+        mask.chosen_BGLK.add_(1)
         with pytest.raises(RuntimeError, match="were changed in place"):
             context_attention(*(randn(at, 3, 1, 8, 4) for at in range(3)), mesh, mask=mask)
 
