@@ -33,6 +33,7 @@ from cp_styles.explain.events import (
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel
 from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
+from cp_styles.kernels.selected import SelectedKernel
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
@@ -332,10 +333,22 @@ class _RecordingKernel(OtherBackward):
             results = run(*tensors, **options)
             recorder.pack = None
             return results
+        if isinstance(self.inner, SelectedKernel):  # its rows of queries have as many heads as a unit
+            sizes, each = options["picks"].sizes, q.shape[1] // options["picks"].units
+            recorder.pack = tuple((1, each, 1, *size) for size in sizes)
         # Like torch's kernels above, the reference runs, so that the memory of its copies is counted.
-        cover = "causal" if options["causal"] else "full" if options["bias"] is None else "partial"
+        cover = (
+            "selected"
+            if recorder.pack
+            else "causal"
+            if options["causal"]
+            else "full"
+            if options["bias"] is None
+            else "partial"
+        )
         recorder.record_call(type(self.inner).__name__, backward, cover, q, k, v)
-        recorder.in_kernel = isinstance(self.inner, ReferenceKernel)
+        recorder.pack = None
+        recorder.in_kernel = isinstance(self.inner, ReferenceKernel | SelectedKernel)
         results = run(*tensors, **options) if recorder.in_kernel else _empty_results(q, k, v, backward)
         recorder.in_kernel = False
         recorder.label("tiles", *results)
@@ -405,3 +418,7 @@ class _UnfilledMask(Mask):
 
     def row(self, index: int) -> Mask:
         return replace(self, inner=self.inner.row(index))
+
+    @property
+    def selected(self) -> Any:
+        return self.inner.selected

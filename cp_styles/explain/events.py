@@ -119,7 +119,8 @@ class KernelCall(NamedTuple):
     Attributes:
         kernel: name of the kernel.
         backward: whether it is a backward.
-        cover: "full", "causal" (one edge is a diagonal), "window" (two edges are) or "partial" (with an explicit mask).
+        cover: "full", "causal" (one edge is a diagonal), "window" (two edges are), "partial" (with an explicit mask) or
+            "selected" (each query has keys of its own).
         tiles: the (batch, query heads, key heads, queries, keys) of each tile.
         dims: head dims of queries and of values, as the kernel gets them.
         itemsize: bytes of a number.

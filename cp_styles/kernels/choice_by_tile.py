@@ -142,9 +142,10 @@ def kernel_for_selected(kernel: Kernel) -> Kernel | None:
     if isinstance(kernel, OtherBackward):
         inner = kernel_for_selected(kernel.inner)
         return inner and replace(kernel, inner=inner)
-    kernels = (*kernel.plain, *kernel.masked) if isinstance(kernel, ByTile) else (kernel,)
-    own = all(isinstance(x, SdpaKernel | ReferenceKernel) and is_own(x) for x in kernels)
-    return SelectedKernel() if own else None
+    if isinstance(kernel, ByTile):
+        found = list(map(kernel_for_selected, (*kernel.plain, *kernel.masked)))
+        return None if None in found else found[0]
+    return SelectedKernel() if isinstance(kernel, SdpaKernel | ReferenceKernel) and is_own(kernel) else None
 
 
 def _make_band_bias(window: Any, rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

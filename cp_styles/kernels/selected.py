@@ -14,7 +14,7 @@ from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
 from cp_styles.kernels.reference import matmul
 
 # The largest number of numbers of gathered keys, and of values, that are in memory at a time.
-_GATHERED = {"cpu": 2**19}
+_GATHERED = {"cpu": 2**21}
 _GATHERED_ON_GPU = 2**24
 
 

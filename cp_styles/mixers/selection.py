@@ -144,7 +144,7 @@ def selected_keys(
 
     Args:
         chosen: int32 or int64 [B, L, K]: positions in the whole sequence, -1 for none; CPU or CUDA. Or [B, G, L, K],
-            with a choice for each group of heads: query head h of H has the choice of group h // (H / G). So G is 1, the
+            with a choice for each group of heads: query head h of H has the choice of group h // (H / G). G is 1, the
             number of key heads, the number of query heads, or another divisor of H. B is 1 if all rows of the batch
             share their choice. Do not change the tensor in place.
         block: the number of consecutive keys of a block. ``chosen`` then has numbers of blocks: block n has the

@@ -26,7 +26,7 @@ _LEAST_FILLED = 3 / 4
 
 # A gathered pair takes as long as so many pairs of a tile with an explicit mask, and a part of it for each head.
 # Measured on a CPU, see [Note: gathered keys].
-_GATHER, _OF_HEAD = 30, 3
+_GATHER, _OF_HEAD = 14, 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,13 @@ class Selected(Mask):
         sizes = tuple((rows * batch // rows_of, width * selection.block) for rows, width in widths)
         device, block, keys = self.chosen_BGLK.device, selection.block, kv_positions_M.shape[0]
         if kv_positions_M.device.type == "meta":  # shapes only
-            return Picks(units, sizes, lambda *_: GatheredRows(*[kv_positions_M] * 3))
+            rows = kv_positions_M.new_empty
+
+            def gather_nothing(first: int, stop: int, width: int) -> GatheredRows:
+                columns = rows(stop - first, width)
+                return GatheredRows(rows(stop - first), columns, columns > 0)
+
+            return Picks(units, sizes, gather_nothing)
         group_U = (torch.arange(units, device=device) * step + heads[0]) // size
         order = self.counts_BGPL[:, :, source].index_select(1, group_U).expand(batch, -1, -1).flatten()
         order = order.argsort(descending=True, stable=True)
