@@ -33,10 +33,10 @@ from cp_styles.explain.events import (
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel
 from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
-from cp_styles.kernels.selected import SelectedKernel
 from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
+from cp_styles.kernels.selected import SelectedKernel
 from cp_styles.layout import SequenceLayout
 from cp_styles.live_storages import LiveStorages
 from cp_styles.mask import Mask

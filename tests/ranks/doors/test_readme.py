@@ -18,11 +18,13 @@ from cp_styles import (
     AttentionContextParallel,
     BatchSharder,
     TransferError,
+    contiguous,
     global_loss,
     global_token_count,
     head_tail,
     next_token_labels,
     save_attention,
+    striped,
     sum_gradients,
 )
 from cp_styles.__main__ import main
@@ -30,7 +32,7 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.conftest import QUICK
 from tests.first_hours import nanogpt
-from tests.oracle import dense_attention, document_of, error
+from tests.oracle import dense_attention, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
 
@@ -221,6 +223,67 @@ def test_keys_that_an_indexer_selects():
     target, log_p = logits.softmax(-1).mean(1).gather(-1, positions), scores.log_softmax(-1)
     torch.where(target > 0, target * (target.log() - log_p), 0).sum().div(1000).backward()
     assert error(grad, index_q.grad) < 2e-2
+
+
+def moba_on_one(q, k, v, block: int, top: int) -> torch.Tensor:
+    length, at = q.shape[2], torch.arange(q.shape[2])
+    complete, of_head = length // block, q.shape[1] // k.shape[1]
+    means = k[:, :, : complete * block].unflatten(2, (complete, block)).mean(3).repeat_interleave(of_head, 1)
+    own = at[:, None] // block
+    scores = (q @ means.mT).masked_fill(torch.arange(complete) >= own, -torch.inf).detach()
+    best, blocks = scores.topk(min(top, complete))
+    chosen = (blocks[..., None] == at // block) & (best > -torch.inf)[..., None]
+    return dense_attention(q, k, v, (chosen.any(-2) | (own == at // block)) & (at[:, None] >= at))
+
+
+def nsa_on_one(q, k, v, gates, block: int, top: int, window: int) -> torch.Tensor:
+    length, at = q.shape[2], torch.arange(q.shape[2])
+    complete, of_head = length // block, q.shape[1] // k.shape[1]
+    far = [x[:, :, : complete * block].unflatten(2, (complete, block)).mean(3) for x in (k, v)]
+    ended = torch.arange(complete) < (at[:, None] + 1) // block
+    logits = (q @ far[0].repeat_interleave(of_head, 1).mT * q.shape[3] ** -0.5).detach()
+    weights = logits.masked_fill(~ended, -torch.inf).softmax(-1).nan_to_num().unflatten(1, (k.shape[1], -1)).sum(2)
+    best, blocks = weights.topk(min(top, complete))
+    chosen = ((blocks[..., None] == at // block) & (best > 0)[..., None]).any(-2).repeat_interleave(of_head, 1)
+    before = at[:, None] - at
+    masks = ended, chosen & (before >= 0), (before >= 0) & (before < window)
+    keys = far, (k, v), (k, v)
+    return sum(gate * dense_attention(q, *pair, mask) for gate, pair, mask in zip(gates, keys, masks, strict=True))
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa"])
+def test_blocks_of_keys_for_each_head(name: str):
+    """The page's programs in float64, for blocks that cross parts and an incomplete last one, and many to gather."""
+    cases = [(47, 5, layout) for layout in (head_tail, contiguous, striped)] + [(600, 4, head_tail)]
+    inputs = {length: [randn(at, 2, heads, length, 8) for at, heads in enumerate((4, 2, 2))] for length in (47, 600)}
+    gates = {length: randn(5, 3, 2, 4, length, 1) for length in inputs}
+
+    def on(rank: int):
+        scope = {}
+        for each in ("example", "example: moba", *(["example: nsa"] if name == "nsa" else [])):
+            exec(example(each), scope)
+        found = []
+        for length, block, make in cases:
+            layout = make(length, 2)
+            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs[length]]
+            own = layout.shard(gates[length], 3, rank).clone().requires_grad_()
+            options = {"mesh": scope["mesh"], "layout": layout, "block": block, "top": 2}
+            if name == "nsa":
+                out = scope["nsa"](*leaves, own, **options, window=7)
+            else:
+                out = scope["moba"](*leaves, **options)
+            out.backward(layout.shard(randn(9, *inputs[length][0].shape), 2, rank))
+            found.append([out.detach(), *(x.grad for x in leaves), *([own.grad] if name == "nsa" else [])])
+        return found
+
+    for (length, block, make), *parts in zip(cases, *run_ranks(on, 2), strict=True):
+        leaves = [x.clone().requires_grad_() for x in inputs[length]]
+        whole = gates[length].clone().requires_grad_()
+        out = nsa_on_one(*leaves, whole, block, 2, 7) if name == "nsa" else moba_on_one(*leaves, block, 2)
+        out.backward(randn(9, *out.shape))
+        wanted = [out.detach(), *(x.grad for x in leaves), *([whole.grad] if name == "nsa" else [])]
+        for dim, expected, *both in zip((2, 2, 2, 2, 3), wanted, *parts, strict=False):
+            assert error(make(length, 2).unshard(both, dim), expected) < EXACT
 
 
 def test_ulysses_by_hand():
