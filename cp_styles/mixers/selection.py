@@ -345,7 +345,7 @@ def _share(
     numbers = chosen.shape[-1] + 1
     counts_BGPK = torch.zeros(*counts_BGPL.shape[:3], numbers, dtype=torch.int32, device=device)
     counts_BGPK.scatter_add_(3, counts_BGPL.long(), torch.ones_like(counts_BGPL))
-    both = torch.cat((flags, sent, counts_BGPK.flatten().view(torch.uint8))).cpu()  # the host makes the plan
+    both = _read_on_host(torch.cat((flags, sent, counts_BGPK.flatten().view(torch.uint8))))
     both, found = both.split((layout.length + len(sent), len(both) - layout.length - len(sent)))
     if bool((both == 2).any()):
         what = "positions" if block == 1 else f"blocks of {block} keys"
@@ -358,6 +358,10 @@ def _share(
     found = found.clone().view(torch.int32).view(counts_BGPK.shape)
     selection = Selection(layouts, peers.rank, both[: layout.length], sent, found, block)
     return Selected(chosen_BGLK, selection, counts_BGPL, Contents(chosen_BGLK))
+
+
+def _read_on_host(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.cpu()  # the host makes the plan
 
 
 def _count(layout: SequenceLayout, chosen_BGLK: torch.Tensor, block: int) -> torch.Tensor:

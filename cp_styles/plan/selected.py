@@ -24,9 +24,10 @@ from cp_styles.troubleshooting import see
 # Queries of one range have as many keys as the first of them, which has the most. Others have at least this share.
 _LEAST_FILLED = 3 / 4
 
-# A gathered pair takes as long as so many pairs of a tile with an explicit mask, and a part of it for each head.
-# Measured on a CPU, see [Note: gathered keys].
-_GATHER, _OF_HEAD = 14, 1.5
+# The time of a gathered pair, in pairs of a head of a tile with an explicit mask, by device: once for all heads that
+# share its keys, and for each of these heads. Measured on a CPU with 64 dims, forward and backward. On a GPU not
+# measured: estimated from the bytes of copies in float32.
+_COSTS, _COSTS_ON_GPU = {"cpu": (14.0, 1.5)}, (280.0, 2.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,8 @@ def gathers_keys(mask: Mask, heads: int, key_heads: int) -> bool:
     together = max(heads // max(key_heads, selection.counts_BGPK.shape[1]), 1)
     keys = int(selection.selected_S.sum()) / max(len(selection.selected_S), 1)
     band = int(mask.pattern.work(selection.positions.host[0], len(selection.selected_S)).sum())
-    return selection.pairs() * (_GATHER / together + _OF_HEAD) <= keys * band
+    shared, each = _COSTS.get(mask.selected.chosen_BGLK.device.type, _COSTS_ON_GPU)
+    return selection.pairs() * (shared / together + each) <= keys * band
 
 
 @dataclass(frozen=True, eq=False, repr=False)
