@@ -422,8 +422,8 @@ def attention_of(case: Case, mesh: Any, learned: Sequence[torch.Tensor]) -> Call
         options["kernel"] = KERNELS[case.kernel]
     by_style, of_call = mask.mask if case.masked_by == "style" else None, case.masked_by == "call"
     if mask.selected is not None:
-        own = there(layout.shard(mask.selected, 1, mesh.get_local_rank()))
-        by_style = mask.mask & selected_keys(own, mesh, layout=options["layout"], checks=AGREEMENTS[case.agreement])
+        own, same = there(layout.shard(mask.selected, 2, mesh.get_local_rank())), AGREEMENTS[case.agreement]
+        by_style = mask.mask & selected_keys(own, mesh, block=mask.block, layout=options["layout"], checks=same)
     call: dict[str, Any] = {} if case.scale is None else {"scale": case.scale}
     if case.lse:
         call["lse"] = True

@@ -438,8 +438,8 @@ def rows() -> Iterator[Check]:
         parts = [cut.shard(x, 2, rank).to(DEVICE) for x in (*inputs, cotangent)]
         options: dict[str, Any] = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
         if value.selected is not None:
-            own = cut.shard(value.selected, 1, rank).to(DEVICE)
-            options["mask"] &= selected_keys(own, dist.group.WORLD, layout=cut)
+            own = cut.shard(value.selected, 2, rank).to(DEVICE)
+            options["mask"] &= selected_keys(own, dist.group.WORLD, block=value.block, layout=cut)
         attend = partial(context_attention, mesh=dist.group.WORLD, **options)
         return judge(errors_of(attend_and_differentiate(attend, parts[:3], parts[3]), expected, cut, rank), dtype)
 

@@ -903,13 +903,46 @@ tp: rows that it does not divide leave as plain tensors | ranks/tensor_parallel/
     becomes | >
 selection: keys that other queries have selected | ranks/mixers/test_selection.py
     Selected.bias | sorted_M[place_BGLK] == wanted_BGLK
-    becomes | place_BLK >= 0
+    becomes | place_BGLK >= 0
 selection: keys of another rank's queries | ranks/mixers/test_selection.py
     Selection.needed | self.selected_S[kv_positions_M] if peer == self.rank else self.sent[peer]
     becomes | self.selected_S[kv_positions_M]
 selection: every key is sent | ranks/mixers/test_selection.py -k travel
     _share | wait_received(started, peers)
     becomes | wait_received(started, peers).fill_(1)
+selection: heads with the choice of another group | ranks/mixers/test_selected_blocks.py -k any_choice
+    Selected.bias | bias.repeat_interleave(self.heads // groups, 1)
+    becomes | bias.repeat(1, self.heads // groups, 1, 1)
+selection: gathered keys of another group's choice | ranks/mixers/test_selected_blocks.py -k any_choice
+    Selected.picks | group_U[unit % units]
+    becomes | group_U[0]
+selection: a key that is selected twice counts twice | ranks/mixers/test_selected_blocks.py -k any_choice
+    Selected.picks | wanted[:, 1:] == wanted[:, :-1]
+    becomes | False
+selection: gathered keys that the rest of the mask forbids | ranks/mixers/test_selected_blocks.py -k any_choice
+    Selected.picks | (wanted >= hi[query, None])
+    becomes | (wanted < 0)
+selection: gathered gradients of a key that one query has | ranks/mixers/test_selected_blocks.py -k any_choice
+    SelectedKernel.backward | dk.index_add_(
+    becomes | dk.index_copy_(
+selection: a block counts for its first rank alone | ranks/mixers/test_selected_blocks.py -k any_choice
+    holders_of_blocks | owner[:, :most]
+    becomes | owner[:, :1]
+selection: all queries have as many gathered keys | ranks/mixers/test_selected_blocks.py -k pairs
+    Selection.widths | keys < _LEAST_FILLED * width
+    becomes | False
+selection: many keys are gathered too | ranks/mixers/test_selected_blocks.py -k close
+    gathers_keys | <= keys * band
+    becomes | >= 0
+selection: a kernel of one's own is passed over | ranks/mixers/test_selected_blocks.py -k close
+    kernel_for_selected | isinstance(kernel, SdpaKernel | ReferenceKernel) and is_own(kernel)
+    becomes | True
+selection: all keys of a block of the sequence are listed | ranks/mixers/test_selected_blocks.py -k no_list
+    Picks.ranges | max(most // (width * numbers), 1)
+    becomes | rows
+selection: the host waits for each range | ranks/mixers/test_selected_blocks.py -k waits
+    Selected.picks | order[first:stop]
+    becomes | order[first:stop][order[first:stop] >= 0]
 selection: gradients through scores that are cut off | ranks/mixers/test_selection.py
     _Select.backward | torch.where(product > 0, grad * w_BLI[..., None], 0.0)
     becomes | (grad * w_BLI[..., None])

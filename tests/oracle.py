@@ -265,8 +265,8 @@ class MaskValue:
     """A mask of the package, and the oracle's: booleans or a bias, or both, that broadcast to [B, H, L, M].
 
     A call that is given ``tensor`` is in a module or block whose mask is ``band``. ``blocks`` is the mask for
-    FlexAttention. Each rank combines ``mask`` with the keys that its queries have selected: ``selected`` [B, L, K] has
-    their positions, or -1.
+    FlexAttention. Each rank combines ``mask`` with the keys that its queries have selected: ``selected`` [B, G, L, K]
+    has the numbers of their blocks of ``block`` keys, or -1.
     """
 
     mask: Mask
@@ -276,6 +276,7 @@ class MaskValue:
     tensor: torch.Tensor | None = None
     blocks: BlockMask | None = None
     selected: torch.Tensor | None = None
+    block: int = 1
 
 
 @cache
@@ -333,12 +334,14 @@ def _of_rows_and_heads(sizes: Sizes) -> MaskValue:
 
 
 def _selected(sizes: Sizes) -> MaskValue:
-    """Up to three keys for each query; some queries have none."""
+    """Up to three keys, or blocks of keys, for each query, or for each of its heads; some queries have none."""
     rows, length = (sizes.batch if sizes.seed % 2 else 1), sizes.length
-    generator = torch.Generator().manual_seed(sizes.seed)
-    selected = torch.randint(-length // 2, length, (rows, length, 3), generator=generator).clamp(min=-1)
-    sees = torch.zeros(rows, length, length + 1, dtype=torch.bool).scatter_(-1, selected % (length + 1), True)
-    return MaskValue(Causal(), sees[:, None, :, :length].tril(), selected=selected)
+    groups, block = (sizes.heads if sizes.seed % 3 else 1), (1, 4)[sizes.seed // 2 % 2]
+    generator, blocks = torch.Generator().manual_seed(sizes.seed), -(-length // block)
+    selected = torch.randint(-blocks // 2, blocks, (rows, groups, length, 3), generator=generator).clamp(min=-1)
+    sees = torch.zeros(rows, groups, length, blocks + 1, dtype=torch.bool).scatter_(-1, selected % (blocks + 1), True)
+    sees = sees[..., :blocks].repeat_interleave(block, -1)[..., :length].tril()
+    return MaskValue(Causal(), sees, selected=selected, block=block)
 
 
 MASKS: dict[str, Callable[[Sizes], MaskValue]] = {
