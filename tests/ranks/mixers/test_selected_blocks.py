@@ -226,7 +226,7 @@ def test_low_precision(dtype: torch.dtype, monkeypatch):
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_no_other_pairs_are_computed(block: int, ranks: int, monkeypatch):
-    """At most 4 / 3 of the selected pairs, in the calls of the kernel and as explain counts them, and no masked tile."""
+    """At most 4 / 3 of the selected pairs, in the calls of the kernel and as explain counts them; no masked tile."""
     length, layout, (heads, groups) = 2048, head_tail(2048, ranks), (4, 2)
     numbers = torch.rand(1, groups, length, -(-length // block), generator=torch.Generator().manual_seed(0))
     numbers = numbers.topk(64 // block, -1).indices  # blocks lie within the parts of ranks
@@ -313,7 +313,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_no_mask_of_heads_and_no_list_of_keys(monkeypatch):
-    """Neither rows times keys, nor rows times keys of blocks; inside of the kernel, where a mode sees what it gathers."""
+    """Neither rows times keys, nor rows times keys of blocks; the mode sees what the kernel gathers."""
     monkeypatch.setattr(plan_file, "_COSTS", {"cpu": WAYS["gathers"]})
     monkeypatch.setattr(kernel_file, "_GATHERED", {"cpu": 2**16})
     length, block, count, largest = 3000, 100, 4, _Largest()
