@@ -485,6 +485,36 @@ def attended_to_blocks(view, x, means, blocks):
     return x + context_attention(x[:, None], keys, keys, view.mesh, **places)[:, 0]
 
 
+def with_blocks(numbers):
+    """Attends to the blocks of three keys that ``numbers(view, heads, means)`` gives for each head."""
+
+    def program(m, x):
+        view = m.view
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        places = {"mesh": view.mesh, "layout": view.layout}
+        means = context_windows(m.linear(x), **places, size=3).mean(2)
+        chosen = numbers(view, heads, means.unflatten(-1, (2, -1)).transpose(1, 2))
+        mask = Causal() & selected_keys(chosen, **places, block=3)
+        out = context_attention(heads, heads, heads, mask=mask, **places)
+        return x + out.transpose(1, 2).flatten(2)
+
+    return program
+
+
+@with_blocks
+def blocks_of_all(view, heads, means):
+    """Selected among those of all ranks."""
+    layout = window_layout(view.layout, 3)
+    means = gather(means, 2, view.mesh, layout=layout, reduce_gradients=False)
+    return (heads @ means.mT).topk(2).indices
+
+
+@with_blocks
+def blocks_of_rank(view, heads, means):
+    """Selected among those of this rank, by numbers that count from its first block."""
+    return (heads @ means.mT).topk(min(2, means.shape[2])).indices
+
+
 def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None):
     return F.conv1d(F.pad(x, (2, 0)), weight[:, None], groups=D)
 
@@ -553,6 +583,9 @@ AROUND = (
         wrong("keys that each rank selects among its own", indexed_alone),
         right("blocks of tokens", in_blocks),
         wrong("blocks of a part", in_blocks_of_a_part),
+=======
+        right("selected blocks of each head", blocks_of_all),
+        wrong("blocks that each rank selects among its own", blocks_of_rank),
         right("a halo", **with_halo(2)),
         wrong("a halo whose reach is too small", **with_halo(1)),
         wrong("centred, then context_roll", lambda m, x: rolled(m, centred(m, x))),

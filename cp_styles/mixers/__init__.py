@@ -13,6 +13,7 @@ derived from (layout, documents), for any layout:
     context_rand, _randn     random numbers that do not depend on the number of ranks; context_dropout, replace_dropout
     context_windows          blocks of tokens, each on the rank that has its last token
     context_select           the small keys of an indexer, and the selected keys: sparse attention of DeepSeek-V3.2
+    selected_keys            which keys, or blocks of keys, an indexer has selected for each group of heads: NSA, MoBA
 """
 
 from cp_styles.mixers.by_channels import Channels

@@ -55,8 +55,11 @@ CORE = (
     "subclassing.py",
 )
 # Files in these folders through which only some attentions go: latents, kernels from outside, masks with
-# gaps, selected keys and largest scores.
-OPTIONS = "kernels/latent.py", "kernels/max_scores.py", "kernels/outside.py", "plan/rows.py", "plan/selected.py"
+# gaps, trees, selected keys and largest scores.
+OPTIONS = (
+    *("kernels/latent.py", "kernels/max_scores.py", "kernels/outside.py", "kernels/selected.py"),
+    *("mask/tree.py", "plan/rows.py", "plan/selected.py"),
+)
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
 
