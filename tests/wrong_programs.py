@@ -583,7 +583,6 @@ AROUND = (
         wrong("keys that each rank selects among its own", indexed_alone),
         right("blocks of tokens", in_blocks),
         wrong("blocks of a part", in_blocks_of_a_part),
-=======
         right("selected blocks of each head", blocks_of_all),
         wrong("blocks that each rank selects among its own", blocks_of_rank),
         right("a halo", **with_halo(2)),

@@ -291,10 +291,10 @@ def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: to
     # A tile of several sources must not be a copy.
     joins = q.shape[0] == 1 and kernel.streams_keys and kernel.tile_dtype(q.dtype) == q.dtype
     gathers = kernel_for_selected(kernel) is not None and gathers_keys(mask, q.shape[1], k.shape[1])
-    options = kernel.small_tiles, kernel.windows, joins, gathers, rounds, strategy.keep
+    options = kernel.small_tiles, kernel.windows, joins, rounds, strategy.keep
     wide = accumulation_dtype(q.dtype)
     widening = wide.itemsize // q.dtype.itemsize
-    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *options, *shapes, widening)
+    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *options, *shapes, widening, gathers)
     levels = None
     # Tensors on the meta device have no biases.
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":

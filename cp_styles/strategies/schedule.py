@@ -213,13 +213,13 @@ def make_schedule(
     small_tiles: bool,
     windows: bool,
     joins: bool,
-    gathers: bool,
     rounds: Rounds,
     keep: int,
     q_shape: Shape,
     k_shape: Shape,
     v_shape: Shape,
     widening: int,
+    gathers: bool = False,
 ) -> Schedule:
     """The schedule of ``rank``. See :func:`~cp_styles.plan.make_plan` for the first arguments; ``pattern`` belongs to
     the mask.
@@ -227,13 +227,13 @@ def make_schedule(
     Args:
         joins: keys of several sources that arrive together in a forward are one tile, if the same queries attend to all
             keys. For a batch of one row: messages of more rows are not adjacent in memory.
-        gathers: see :func:`~cp_styles.plan.make_plan`. Ranks may differ in it.
         rounds: the distances from 1 to the number of ranks - 1, each once.
         keep: number of sources whose messages are kept for the backward.
         q_shape: shape of the local query [B, H, L, D].
         k_shape: shape of the local key [B, G, M, D].
         v_shape: shape of the local value [B, G, M, E].
         widening: bytes of a number of a gradient over the bytes of a key.
+        gathers: see :func:`~cp_styles.plan.make_plan`. Ranks may differ in it.
     """
     options = {"small_tiles": small_tiles, "windows": windows, "gathers": gathers}
     plan = make_plan(q_layout, kv_layout, pattern, rank, **options)

@@ -31,7 +31,7 @@ from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels import selected as kernel_file
 from cp_styles.kernels.selected import SelectedKernel
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.mask import EndedWindows, Mask
 from cp_styles.mixers import selected_keys
 from cp_styles.mixers import selection as selection_file
 from cp_styles.plan import selected as plan_file
@@ -152,6 +152,26 @@ def test_many_ranges(block: int, monkeypatch):
     inputs, chosen = inputs_of((4, 2), 150), choose(150, 2, 2, 5, block)
     wanted = on_one(inputs, chosen.keys & band_of(Causal(), 150))
     assert worst(on_ranks(inputs, chosen.numbers, Causal(), head_tail(150, 3), block), wanted) < EXACT
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_blocks_of_keys_of_another_sequence(ranks: int, ended: bool, monkeypatch):
+    """Keys of windows of three tokens, in blocks of two."""
+    monkeypatch.setattr(plan_file, "_COSTS", {"cpu": WAYS["gathers"]})
+    cut, of_keys, band = head_tail(46, ranks), striped(15, ranks), EndedWindows(3) if ended else Full()
+    q, (k, v) = inputs_of((4, 2), 46)[0], inputs_of((2, 2), 15)[1:]
+    numbers = torch.randint(-3, 8, (1, 2, 46, 4), generator=torch.Generator().manual_seed(0)).clamp(min=-1)
+    sees = (numbers[..., None] == torch.arange(15) // 2).any(-2) & band.allowed(torch.arange(46), torch.arange(15))
+    wanted = dense_attention(q, k, v, sees.repeat_interleave(2, 1))
+
+    def main(rank: int) -> torch.Tensor:
+        options = {"layout": cut, "kv_layout": of_keys}
+        mask = band & selected_keys(cut.shard(numbers, 2, rank), cp_mesh(ranks), block=2, **options)
+        parts = [each.shard(x, 2, rank) for each, x in zip((cut, of_keys, of_keys), (q, k, v), strict=True)]
+        return context_attention(*parts, cp_mesh(ranks), mask=mask, **options)
+
+    assert error(cut.unshard(run_ranks(main, ranks), 2), wanted) < EXACT
 
 
 @pytest.mark.parametrize("way", WAYS)
