@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
 
     def record_call(self, kernel: str, backward: bool, cover: str, q: Any, k: Any, v: Any) -> KernelCall:
         """Record a call of a kernel with these tensors."""
-        tiles = self.pack or ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),)
+        tiles = ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),) if self.pack is None else self.pack
         call = KernelCall(kernel, backward, cover, tiles, (q.shape[-1], v.shape[-1]), q.itemsize)
         self.events.append(call)
         return call
@@ -337,15 +337,8 @@ class _RecordingKernel(OtherBackward):
             sizes, each = options["picks"].sizes, q.shape[1] // options["picks"].units
             recorder.pack = tuple((1, each, 1, *size) for size in sizes)
         # Like torch's kernels above, the reference runs, so that the memory of its copies is counted.
-        cover = (
-            "selected"
-            if recorder.pack
-            else "causal"
-            if options["causal"]
-            else "full"
-            if options["bias"] is None
-            else "partial"
-        )
+        covers = {"selected": "picks" in options, "causal": options["causal"], "full": options["bias"] is None}
+        cover = next((cover for cover, found in covers.items() if found), "partial")
         recorder.record_call(type(self.inner).__name__, backward, cover, q, k, v)
         recorder.pack = None
         recorder.in_kernel = isinstance(self.inner, ReferenceKernel | SelectedKernel)

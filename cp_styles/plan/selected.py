@@ -259,7 +259,7 @@ class Selected(Mask):
             key_heads: the number of key heads of the tile.
         """
         self._check_version()
-        selection, (rows_of, groups, queries, _) = self.of_rank, self.chosen_BGLK.shape
+        selection, (rows_of, groups, queries, choices) = self.of_rank, self.chosen_BGLK.shape
         size = (self.heads or heads[1]) // groups
         units = units_of(heads, key_heads, size)
         step = (heads[1] - heads[0]) // units
@@ -273,7 +273,7 @@ class Selected(Mask):
                 columns = rows(stop - first, width)
                 return GatheredRows(rows(stop - first), columns, columns > 0)
 
-            return Picks(units, sizes, gather_nothing)
+            return Picks(units, sizes, choices, gather_nothing)
         group_U = (torch.arange(units, device=device) * step + heads[0]) // size
         order = self.counts_BGPL[:, :, source].index_select(1, group_U).expand(batch, -1, -1).flatten()
         order = order.argsort(descending=True, stable=True)
@@ -301,4 +301,4 @@ class Selected(Mask):
             hidden = (columns == keys) | (wanted < lo[query, None]) | (wanted >= hi[query, None])
             return GatheredRows(rows, columns.clamp_(max=keys - 1), hidden)
 
-        return Picks(units, sizes, gather)
+        return Picks(units, sizes, choices, gather)

@@ -213,11 +213,12 @@ def test_masks_that_are_no_bands_hide(holes: bool, monkeypatch):
     assert error(layout.unshard(run_ranks(main, 2), 2), wanted[0]) < EXACT
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(dtype: torch.dtype, monkeypatch):
+def test_low_precision(dtype: torch.dtype, ranks: int, monkeypatch):
     """Gathered keys are computed in float32. A tile rounds once more than one device: twice its error, as elsewhere."""
     monkeypatch.setattr(plan_file, "_COSTS", {"cpu": WAYS["gathers"]})
-    low, chosen, layout = inputs_of((4, 2), 64, dtype), choose(64, 1, 2, 3, 4), head_tail(64, 2)
+    low, chosen, layout = inputs_of((4, 2), 64, dtype), choose(64, 1, 2, 3, 4), head_tail(64, ranks)
     block = torch.arange(64) // 4  # without their own, some queries had no keys, which is NaN on one device
     own = torch.cat((chosen.numbers, block[:, None].expand(1, 2, -1, -1)), -1)
     sees = (chosen.keys | (block[:, None] == block)) & band_of(Causal(), 64)
@@ -227,12 +228,12 @@ def test_low_precision(dtype: torch.dtype, monkeypatch):
 
     def main(rank: int) -> list[torch.Tensor]:
         parts = [layout.shard(x, 2, rank).clone().requires_grad_() for x in low]
-        selected = selected_keys(layout.shard(own, 2, rank), cp_mesh(2), block=4, layout=layout)
-        found = context_attention(*parts, cp_mesh(2), mask=Causal() & selected, layout=layout)
+        selected = selected_keys(layout.shard(own, 2, rank), cp_mesh(ranks), block=4, layout=layout)
+        found = context_attention(*parts, cp_mesh(ranks), mask=Causal() & selected, layout=layout)
         (found.float() * layout.shard(randn(9, *out.shape), 2, rank)).sum().backward()
         return [found.detach(), parts[0].grad]
 
-    found = [layout.unshard(list(x), 2) for x in zip(*run_ranks(main, 2), strict=True)]
+    found = [layout.unshard(list(x), 2) for x in zip(*run_ranks(main, ranks), strict=True)]
     exact = [x.double().requires_grad_() for x in low]
     wanted = dense_attention(*exact, sees.repeat_interleave(2, 1))
     (grad,) = torch.autograd.grad((wanted * randn(9, *out.shape)).sum(), exact[:1])
