@@ -938,7 +938,7 @@ selection: a kernel of one's own is passed over | ranks/mixers/test_selected_blo
     kernel_for_selected | isinstance(kernel, SdpaKernel | ReferenceKernel) and is_own(kernel)
     becomes | True
 selection: all keys of a block of the sequence are listed | ranks/mixers/test_selected_blocks.py -k no_list
-    Picks.ranges | max(most // max(width * numbers, self.choices), 1)
+    Picks.ranges | max(most // (width * numbers), 1)
     becomes | rows
 selection: the host waits for each range | ranks/mixers/test_selected_blocks.py -k waits
     Selected.picks | order[first:stop]

@@ -13,7 +13,7 @@ from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
 from cp_styles.kernels.reference import matmul
 
-# The largest number of numbers of gathered keys and values, or of choices of queries, that are in memory at a time.
+# The largest number of numbers of gathered keys and values that are in memory at a time.
 _GATHERED = {"cpu": 2**21}
 _GATHERED_ON_GPU = 2**24
 
@@ -39,20 +39,18 @@ class Picks(NamedTuple):
         units: U, the number of ranges of query heads. The heads of a range have one key head, and the same keys.
         sizes: the numbers of queries and of keys of each of which the tile consists. A query has one row in each unit,
             and is in one of these at most.
-        choices: the number of keys, or of blocks, that a query has selected of all tiles, or -1 in their place.
         gather: from (first, stop, width), the rows in an order of their own, to these rows with so many keys.
     """
 
     units: int
     sizes: tuple[tuple[int, int], ...]
-    choices: int
     gather: Callable[[int, int, int], GatheredRows]
 
     def ranges(self, numbers: int, device: torch.device) -> Iterator[GatheredRows]:
         """The rows in ranges of bounded memory. ``numbers``: of a key and its value."""
         most, first = _GATHERED.get(device.type, _GATHERED_ON_GPU), 0
         for rows, width in self.sizes:
-            step = max(most // max(width * numbers, self.choices), 1)
+            step = max(most // (width * numbers), 1)
             for start in range(first, first + rows, step):
                 yield self.gather(start, min(start + step, first + rows), width)
             first += rows

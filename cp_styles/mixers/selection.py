@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cp_styles._compat import start_all_to_all, uncompiled
-from cp_styles.bounded_cache import facts_about, remembered
+from cp_styles.bounded_cache import facts_about
 from cp_styles.collectives.autograd import differentiable, gather_exchange
 from cp_styles.collectives.exchange import wait_received
 from cp_styles.collectives.peers import Peers
@@ -24,13 +24,12 @@ from cp_styles.collectives.rows import Rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.contents import Contents
-from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
 from cp_styles.mixers.fragments import CallFacts, CutSequence
-from cp_styles.plan.selected import Selected, Selection
+from cp_styles.plan.selected import Selected, Selection, holders_of_blocks
 
 # The largest number of scores, or of numbers of selected keys, that are in memory at a time.
 _SCORES = 2**24
@@ -375,21 +374,6 @@ def _count(layout: SequenceLayout, chosen_BGLK: torch.Tensor, block: int) -> tor
             at = holder[part]
             total[:, :, rows] = total[:, :, rows].scatter_add(3, at, torch.ones_like(at, dtype=torch.int32))
     return total[..., :ranks].transpose(2, 3).contiguous()
-
-
-@remembered(16)
-def holders_of_blocks(layout: SequenceLayout, block: int) -> DeviceTables:
-    """The ranks that hold keys of each block, each once, [n, blocks + 1]; as many as ranks for none, and at the end."""
-    blocks = -(-layout.length // block)
-    owner = torch.full((blocks * block,), layout.ranks, device="cpu")
-    for rank in range(layout.ranks):
-        owner[layout.positions(rank, "cpu")] = rank
-    owner = owner.view(blocks, block).sort(1).values
-    owner[:, 1:].masked_fill_(owner[:, 1:] == owner[:, :-1], layout.ranks)
-    owner = owner.sort(1).values
-    most = max([1, *(owner < layout.ranks).sum(1).tolist()])
-    owner = owner[:, :most]
-    return DeviceTables(torch.cat((owner, owner.new_full((1, owner.shape[1]), layout.ranks))).T.contiguous())
 
 
 class _Allowed:

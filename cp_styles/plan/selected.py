@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from cp_styles.bounded_cache import remembered
 from cp_styles.checksum import version_of
 from cp_styles.contents import Contents
 from cp_styles.device_copies import DeviceTables
@@ -28,6 +29,10 @@ _LEAST_FILLED = 3 / 4
 # share its keys, and for each of these heads. Measured on a CPU with 64 dims, forward and backward. On a GPU not
 # measured: estimated from the bytes of copies in float32.
 _COSTS, _COSTS_ON_GPU = {"cpu": (14.0, 1.5)}, (280.0, 2.0)
+
+
+# The largest number of numbers that are sorted at a time, and dtypes of these numbers.
+_SORTED, _INTS = 2**22, (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +244,22 @@ class Selected(Mask):
         groups = bias.shape[1]
         return bias if groups == 1 or self.heads is None else bias.repeat_interleave(self.heads // groups, 1)
 
+    @cached_property
+    def _by_rank(self) -> torch.Tensor:
+        """The numbers of each query in the order of the ranks that hold their keys, plus that rank times the number of
+        blocks and one: [B, G, L, N]. A block of several ranks is there once for each."""
+        blocks = -(-self.length // self.of_rank.block)
+        holders, chosen = holders_of_blocks(self.of_rank.layouts[1], self.of_rank.block), self.chosen_BGLK
+        table = holders.on(chosen.device)[0] * (blocks + 1)  # [ranks that share a block, blocks + 1]
+        many = (self.of_rank.layouts[1].ranks + 1) * (blocks + 1) >= 2**31
+        numbers = chosen.new_empty(*chosen.shape[:3], chosen.shape[3] * len(table), dtype=_INTS[many])
+        step = max(_SORTED // max(numbers[:, :, :1].numel(), 1), 1)
+        for part, result in zip(chosen.split(step, 2), numbers.split(step, 2), strict=True):
+            part = part.long()
+            each = torch.cat([of_block[part] + part for of_block in table], 3)  # of none: after all others
+            result.copy_(each.sort(3).values)
+        return numbers
+
     def picks(
         self,
         source: int,
@@ -259,7 +280,7 @@ class Selected(Mask):
             key_heads: the number of key heads of the tile.
         """
         self._check_version()
-        selection, (rows_of, groups, queries, choices) = self.of_rank, self.chosen_BGLK.shape
+        selection, (rows_of, groups, queries, _) = self.of_rank, self.chosen_BGLK.shape
         size = (self.heads or heads[1]) // groups
         units = units_of(heads, key_heads, size)
         step = (heads[1] - heads[0]) // units
@@ -273,26 +294,28 @@ class Selected(Mask):
                 columns = rows(stop - first, width)
                 return GatheredRows(rows(stop - first), columns, columns > 0)
 
-            return Picks(units, sizes, choices, gather_nothing)
+            return Picks(units, sizes, gather_nothing)
         group_U = (torch.arange(units, device=device) * step + heads[0]) // size
         order = self.counts_BGPL[:, :, source].index_select(1, group_U).expand(batch, -1, -1).flatten()
         order = order.argsort(descending=True, stable=True)
-        chosen = self.chosen_BGLK.flatten(0, 2)
-        # From positions, and from blocks, to keys of the tile; the last ones are of none.
+        blocks, numbers_BGLN = -(-self.length // block), self._by_rank
+        counts, stops = self.counts_BGPL[:, :, source].flatten(), self.counts_BGPL.cumsum(2)[:, :, source].flatten()
+        # From positions to keys of the tile; the last one is of none.
         column = torch.full((self.length + 1,), keys, device=device)
         column.index_copy_(0, kv_positions_M.to(device), torch.arange(keys, device=device))
-        blocks = -(-self.length // block)
-        here = torch.zeros(blocks + 1, dtype=torch.bool, device=device).index_fill_(
-            0, kv_positions_M.to(device) // block, True
-        )
         lo, hi = (x.to(device) for x in bounds)
 
         def gather(first: int, stop: int, width: int) -> GatheredRows:
             rows = order[first:stop]
             unit, query = rows // queries, rows % queries
             row = (unit // units if rows_of > 1 else 0) * groups + group_U[unit % units]
-            wanted = chosen[row * queries + query].long()
-            wanted = torch.where(here[wanted], wanted, blocks).sort(-1).values[:, : width // block]
+            row = row * queries + query
+            which = torch.arange(width // block, device=device) - counts[row][:, None]  # negative: of this source
+            at = row[:, None] * numbers_BGLN.shape[3] + (stops[row][:, None] + which).clamp(
+                max=numbers_BGLN.shape[3] - 1
+            )
+            wanted = numbers_BGLN.flatten()[at].long() - source * (blocks + 1)
+            wanted.masked_fill_(which >= 0, blocks)
             again = torch.zeros_like(wanted, dtype=torch.bool)
             again[:, 1:] = wanted[:, 1:] == wanted[:, :-1]
             wanted = wanted[..., None] * block + torch.arange(block, device=device)
@@ -301,4 +324,19 @@ class Selected(Mask):
             hidden = (columns == keys) | (wanted < lo[query, None]) | (wanted >= hi[query, None])
             return GatheredRows(rows, columns.clamp_(max=keys - 1), hidden)
 
-        return Picks(units, sizes, choices, gather)
+        return Picks(units, sizes, gather)
+
+
+@remembered(16)
+def holders_of_blocks(layout: SequenceLayout, block: int) -> DeviceTables:
+    """The ranks that hold keys of each block, each once, [n, blocks + 1]; as many as ranks for none, and at the end."""
+    blocks = -(-layout.length // block)
+    owner = torch.full((blocks * block,), layout.ranks, device="cpu")
+    for rank in range(layout.ranks):
+        owner[layout.positions(rank, "cpu")] = rank
+    owner = owner.view(blocks, block).sort(1).values
+    owner[:, 1:].masked_fill_(owner[:, 1:] == owner[:, :-1], layout.ranks)
+    owner = owner.sort(1).values
+    most = max([1, *(owner < layout.ranks).sum(1).tolist()])
+    owner = owner[:, :most]
+    return DeviceTables(torch.cat((owner, owner.new_full((1, owner.shape[1]), layout.ranks))).T.contiguous())
