@@ -928,6 +928,9 @@ selection: gathered gradients of a key that one query has | ranks/mixers/test_se
 selection: a block counts for its first rank alone | ranks/mixers/test_selected_blocks.py -k any_choice
     holders_of_blocks | owner[:, :most]
     becomes | owner[:, :1]
+selection: gathered keys begin with those of the first rank | ranks/mixers/test_selected_blocks.py -k any_choice
+    Selected.picks | starts[row][:, None] + torch.arange
+    becomes | torch.zeros_like(row)[:, None] + torch.arange
 selection: all queries have as many gathered keys | ranks/mixers/test_selected_blocks.py -k pairs
     Selection.widths | keys < _LEAST_FILLED * width
     becomes | False

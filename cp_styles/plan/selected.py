@@ -298,8 +298,8 @@ class Selected(Mask):
         group_U = (torch.arange(units, device=device) * step + heads[0]) // size
         order = self.counts_BGPL[:, :, source].index_select(1, group_U).expand(batch, -1, -1).flatten()
         order = order.argsort(descending=True, stable=True)
-        blocks, numbers_BGLN = -(-self.length // block), self._by_rank
-        counts, stops = self.counts_BGPL[:, :, source].flatten(), self.counts_BGPL.cumsum(2)[:, :, source].flatten()
+        blocks, choices, numbers = -(-self.length // block), self._by_rank.shape[3], self._by_rank.flatten()
+        starts = self.counts_BGPL[:, :, :source].sum(2).flatten()
         # From positions to keys of the tile; the last one is of none.
         column = torch.full((self.length + 1,), keys, device=device)
         column.index_copy_(0, kv_positions_M.to(device), torch.arange(keys, device=device))
@@ -310,12 +310,9 @@ class Selected(Mask):
             unit, query = rows // queries, rows % queries
             row = (unit // units if rows_of > 1 else 0) * groups + group_U[unit % units]
             row = row * queries + query
-            which = torch.arange(width // block, device=device) - counts[row][:, None]  # negative: of this source
-            at = row[:, None] * numbers_BGLN.shape[3] + (stops[row][:, None] + which).clamp(
-                max=numbers_BGLN.shape[3] - 1
-            )
-            wanted = numbers_BGLN.flatten()[at].long() - source * (blocks + 1)
-            wanted.masked_fill_(which >= 0, blocks)
+            at = (starts[row][:, None] + torch.arange(width // block, device=device)).clamp(max=choices - 1)
+            # A number of a later rank is beyond all keys here, and the last number may come again.
+            wanted = numbers[row[:, None] * choices + at].long() - source * (blocks + 1)
             again = torch.zeros_like(wanted, dtype=torch.bool)
             again[:, 1:] = wanted[:, 1:] == wanted[:, :-1]
             wanted = wanted[..., None] * block + torch.arange(block, device=device)
