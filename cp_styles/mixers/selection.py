@@ -145,7 +145,8 @@ def selected_keys(
         chosen: int32 or int64 [B, L, K]: positions in the whole sequence, -1 for none; CPU or CUDA. Or [B, G, L, K],
             with a choice for each group of heads: query head h of H has the choice of group h // (H / G). G is 1, the
             number of key heads, the number of query heads, or another divisor of H. B is 1 if all rows of the batch
-            share their choice. Do not change the tensor in place.
+            share their choice. For a style whose heads tensor parallelism cuts, H and G count the heads of all of its
+            ranks. Do not change the tensor in place.
         block: the number of consecutive keys of a block. ``chosen`` then has numbers of blocks: block n has the
             positions from n * block on, as far as there are keys.
         mesh, layout, checks: as in :func:`context_select`.
@@ -154,6 +155,9 @@ def selected_keys(
 
     A key travels to a rank, with all of its heads, if a query of this rank has selected it for any group and any row of
     the batch, and the remaining mask allows it to any query of the rank.
+
+    If few keys are selected, and the remaining mask is a band, the attention gathers the keys of each query, and
+    computes with these pairs alone. It then keeps the numbers once more, sorted, in int32 where they fit.
 
     Communication: one all-gather of some integers; one all-to-all of a byte for each key. The host waits for the device
     once.

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Dense
+from cp_styles.mixers import selected_keys
+from cp_styles.plan import selected
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.dtensors import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -112,6 +114,24 @@ def test_a_mask_of_every_head(placements, strategy):
         mesh = composed_mesh()
         core = parallel(Masked(), mesh, strategy=strategy)
         return cut.errors(lambda *qkv: core(*qkv, mask), mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT
+
+
+@pytest.mark.parametrize("cost", [0.0, 1e9])
+@pytest.mark.parametrize("placements", [ALIKE, QUERIES])
+def test_keys_that_each_head_selects(placements, cost: float, monkeypatch):
+    """A choice has the groups of all tp ranks, and is gathered or hidden."""
+    monkeypatch.setattr(selected, "_COSTS", {"cpu": (cost, 0.0)})
+    numbers = torch.randint(-4, 12, (1, 4, 12, 3), generator=torch.Generator().manual_seed(0)).clamp(min=-1)
+    mask = (numbers[..., None] == torch.arange(12)).any(-2)
+    cut = Cut(Problem(length=12, kv_heads=2, causal=False, mask=mask[0]), placements)
+
+    def on(rank: int) -> list[float]:
+        mesh, layout = composed_mesh(), head_tail(12, 2)
+        own = layout.shard(numbers, 2, mesh.get_local_rank("cp"))
+        of_rank = selected_keys(own, mesh["cp"], layout=layout)
+        return cut.errors(parallel(Core(causal=False), mesh, mask=of_rank, layout=layout), mesh)
 
     assert max(map(max, run_ranks(on, 4))) < EXACT
 
