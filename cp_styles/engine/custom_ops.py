@@ -276,7 +276,7 @@ def _attention(
     data = bytearray()
     if in_graph:
         out = _copy_to_strides(out, _empty_like_query(q.to("meta"), out.shape[3]))
-        if any(map(may_vary, binding.layouts)):  # a balancer may return other layouts in the backward
+        if keep and any(map(may_vary, binding.layouts)):  # a balancer may return other layouts in the backward
             cut = pickle.dumps((resolved.cuts, Full() if scope is None else scope.mask))
         data = bytearray(pickle.dumps((*resolved.lengths, cut))) if keep else data
     else:

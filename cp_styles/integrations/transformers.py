@@ -45,9 +45,8 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, Tree, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
-from cp_styles.mixers.by_name import CACHE_OF_GROUPS, path_of_groups
+from cp_styles.mixers.by_name import CACHE_OF_GROUPS, TOKENS_OF_GROUPS, path_of_groups
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
-from cp_styles.mixers.fragments import find_documents
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles.module import calls_in
@@ -169,11 +168,8 @@ def _attend(
             mask = Causal()
         chosen = block_indices if indices is None else indices
         selected = None if chosen is None else mask_of_layer(chosen)
-        if block_indices is not None and find_documents(name, binding.mask & mask) is not None:
-            raise NotImplementedError(
-                f"{name}: {type(module).__name__} selects blocks of consecutive tokens, which would have tokens of "
-                "several documents: give the model one document in each row"
-            )
+        if block_indices is not None and (dense is not None or binding.mask & mask != Causal()):
+            raise NotImplementedError(TOKENS_OF_GROUPS.format(f"{name}: {type(module).__name__}"))
         mask = mask if selected is None else mask & selected
         latents, problem = take_latents(module, query, key, value)
         sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
@@ -187,7 +183,7 @@ def _attend(
         elif biases_DH is not None:
             score_mod = _add_biases(biases_DH)
         if block_indices is not None and selected is None and alone:
-            dense = _own_block_mask(module, block_indices, query, dense)
+            dense = _own_block_mask(module, block_indices, query)
         refuse_dropout(name, dropout)
         if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
@@ -302,16 +298,11 @@ def _decode(
     return out_BHLE
 
 
-def _own_block_mask(
-    module: Any, block_indices: torch.Tensor, query: torch.Tensor, padding: torch.Tensor | None
-) -> torch.Tensor:
+def _own_block_mask(module: Any, block_indices: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """The mask of MiniMax M3 for the blocks that its indexer has selected, on one rank, by its own code."""
     length = query.shape[2]
     positions = torch.arange(length, device=query.device).expand(query.shape[0], -1)
-    allowed = None
-    if padding is not None:
-        allowed = padding & torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return module.indexer.build_block_mask(block_indices, allowed, length, query.dtype, query.device, positions)
+    return module.indexer.build_block_mask(block_indices, None, length, query.dtype, query.device, positions)
 
 
 def _distance_biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:

@@ -108,7 +108,7 @@ class EndedWindows(Mask):
     """
 
     size: int
-    positional, crosses = False, True
+    positional, crosses, separates = False, True, False
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -146,7 +146,8 @@ class Shifted(Mask):
     def __post_init__(self) -> None:
         if self.first < 0:
             raise ValueError(f"Shifted first must be >= 0, got {self.first}")
-        if self.inner.has_gaps or self.inner.has_bias or self.inner.crosses or len(self.inner.rows) > 1:
+        several = len(self.inner.rows) > 1 or len(self.inner.bands) > 1
+        if several or self.inner.has_gaps or self.inner.has_bias or self.inner.crosses:
             raise ValueError(
                 f"Shifted takes a mask of intervals (Causal, SlidingWindow, Chunked, Documents and their "
                 f"conjunctions), got {self.inner!r}: give another mask a class with bounds of its own"
@@ -157,6 +158,14 @@ class Shifted(Mask):
 
     def breaks(self, length: int) -> torch.Tensor:
         return self.inner.breaks(length + self.first) - self.first
+
+    @property
+    def separates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.separates
+
+    @property
+    def local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.local
 
     @property
     def length(self) -> int | None:

@@ -29,7 +29,14 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
-from cp_styles.mixers.compressed import compress, select_blocks, select_blocks_by_head, select_pools, select_windows
+from cp_styles.mixers.compressed import (
+    compress,
+    select_blocks,
+    select_blocks_by_head,
+    select_pools,
+    select_windows,
+    take_windows,
+)
 from cp_styles.mixers.convolution import last_rows, run_convolution
 from cp_styles.mixers.fragments import (
     DOCUMENT_ARGUMENTS,
@@ -50,14 +57,17 @@ _REASON = "under context parallelism layers with linear attention run outside of
 def run_known_mixers(module: nn.Module) -> None:
     """Change the class of ``module`` if it is a known token mixer, or if its forward calls known mixers by name. Also
     the class of its token shifts, which add a row in front and remove the last row (RWKV)."""
-    for name in ("forward", "_rnn_scan", "build_attention_mask_from_topk"):
+    replaced: dict[str, Callable[..., Any]] = {}
+    for name in ("forward", "_rnn_scan", "build_attention_mask_from_topk", "build_block_mask"):
         plain = getattr(type(module), name, None)
         how = _replacement_for(plain) or (_run_with_handlers if _calls_known_mixer(plain) else None)
         if how is not None:
-            insert_mixin(module, _MixesTokens, partial(_replacement_methods, name, how))
+            replaced[name] = how
+    if replaced:
+        insert_mixin(module, _MixesTokens, partial(_replacement_methods, replaced))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
-            insert_mixin(child, _MixesTokens, partial(_replacement_methods, "forward", _run_token_shift))
+            insert_mixin(child, _MixesTokens, partial(_replacement_methods, {"forward": _run_token_shift}))
 
 
 class _MixesTokens(UnpicklableMixin):
@@ -94,7 +104,11 @@ def _replace_globals(function: FunctionType, handlers: Mapping[str, Callable[[An
     return copy
 
 
-def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
+def _replacement_methods(replaced: Mapping[str, Callable[..., Any]], cls: type[nn.Module]) -> dict[str, Any]:
+    return {name: _replacement_method(name, how, cls) for name, how in replaced.items()}
+
+
+def _replacement_method(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> Any:
     plain = getattr(cls, name)
     parameters = inspect.signature(plain)
 
@@ -107,7 +121,7 @@ def _replacement_methods(name: str, how: Callable[..., Any], cls: type[nn.Module
             return _run_own(calls, plain, *bound.args, **bound.kwargs)
         return how(calls, plain, bound)
 
-    return {name: functools.wraps(plain)(uncompiled(method, _REASON))}
+    return functools.wraps(plain)(uncompiled(method, _REASON))
 
 
 def _runs_own_code(calls: AttentionCalls) -> bool:
@@ -403,11 +417,17 @@ def _run_grouped_attention(calls: AttentionCalls, plain: Any, bound: BoundArgume
                 "attn_implementation=register_attention() of cp_styles.integrations.transformers"
             )
         _refuse_cache_of_groups(calls)
-        mask = binding.mask & mask
         known = {Causal} if selects else {Causal, SlidingWindow}
-        if whole.padding is not None or not known.issuperset(map(type, mask.parts)):
+        own_parts = {type(part) for part in binding.mask.parts}
+        if whole.padding is not None or not known.issuperset((*map(type, mask.parts), *own_parts)):
             _refuse_groups(calls)
-    whole.dtype = torch.bool  # an attention that selects asks, before it takes the conjunction
+        if own_parts:  # a window of tokens says nothing of the keys of windows
+            raise NotImplementedError(
+                f"{binding.name}: {calls.forward_state.path} attends to groups of tokens too, of which "
+                f"{binding.mask!r} says nothing: leave mask= out of the style, the model has its own mask"
+            )
+    if selects:
+        whole.dtype = torch.bool  # the attention asks, before it takes the conjunction
     if _runs_own_code(calls):
         x_BLC = bound.arguments["hidden_states"]
         positions = torch.arange(x_BLC.shape[1], device=x_BLC.device)
@@ -415,7 +435,10 @@ def _run_grouped_attention(calls: AttentionCalls, plain: Any, bound: BoundArgume
         if not selects:
             own = torch.zeros_like(own, dtype=x_BLC.dtype).masked_fill(~own, float("-inf"))
         bound.arguments["attention_mask"] = own.expand(len(x_BLC), 1, -1, -1)
-    return plain(*bound.args, **bound.kwargs)
+    try:
+        return plain(*bound.args, **bound.kwargs)
+    finally:  # an error between the compressor and the attention
+        take_windows(layer)
 
 
 def _run_block_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
@@ -454,12 +477,23 @@ def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
         return plain(*bound.args, **bound.kwargs)
     functions, chosen = import_module("transformers").AttentionInterface(), bound.args[0].config._attn_implementation
     if getattr(functions.get(chosen), "__module__", "").partition(".")[0] != __name__.partition(".")[0]:
-        with calls.binding.telling():
-            raise NotImplementedError(
-                f"{calls.binding.name}: {calls.forward_state.path} attends by {chosen!r}: choose "
-                "attn_implementation=register_attention() of cp_styles.integrations.transformers"
-            )
+        _refuse_own_function(calls)
     return selected
+
+
+def _mask_of_blocks(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """MiniMaxM3VLIndexer.build_block_mask of transformers, for functions of transformers alone."""
+    if mask_of_layer(bound.arguments["block_indices"]) is not None:
+        _refuse_own_function(calls)
+    return plain(*bound.args, **bound.kwargs)
+
+
+def _refuse_own_function(calls: AttentionCalls) -> NoReturn:
+    with calls.binding.telling():
+        raise NotImplementedError(
+            f"{calls.binding.name}: {calls.forward_state.path} attends to selected keys by a function of transformers: "
+            "choose attn_implementation=register_attention() of cp_styles.integrations.transformers"
+        )
 
 
 CACHE_OF_GROUPS = (
@@ -476,17 +510,20 @@ def _refuse_cache_of_groups(calls: AttentionCalls) -> None:
 def path_of_groups(model: nn.Module) -> str | None:
     """The path of the first layer with keys for groups of tokens; None without such layers."""
     for path, module in model.named_modules():
-        if _WITHOUT_KERNEL.get(type(module).forward.__qualname__, (None,))[0] in _OF_GROUPS:
+        method = getattr(getattr(type(module), "forward", None), "__qualname__", "")  # TorchScript has none
+        if _WITHOUT_KERNEL.get(method, (None,))[0] in _OF_GROUPS:
             return path
     return None
 
 
+TOKENS_OF_GROUPS = (
+    "{} makes groups of consecutive tokens, which would have tokens of padding or of several documents: give the model "
+    f"one document in each row, without attention_mask{see('Layers with keys for groups of tokens')}"
+)
+
+
 def _refuse_groups(calls: AttentionCalls) -> NoReturn:
-    raise NotImplementedError(
-        f"{calls.binding.name}: {calls.forward_state.path} makes groups of consecutive tokens, which would have tokens "
-        "of padding or of several documents: give the model one document in each row, without attention_mask"
-        f"{see('Layers with keys for groups of tokens')}"
-    )
+    raise NotImplementedError(TOKENS_OF_GROUPS.format(f"{calls.binding.name}: {calls.forward_state.path}"))
 
 
 def _replacement_for(method: Any) -> Callable[..., Any] | None:
@@ -514,7 +551,7 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
 
 _OF_GROUPS = _run_compressor, _run_block_indexer, _run_pool_indexer, _run_head_indexer
 # They run the layer's own code on one rank themselves, or parts of it.
-_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected
+_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected, _mask_of_blocks
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
@@ -536,6 +573,7 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "DeepseekV4Indexer.forward": (_run_window_indexer, "428c5223ef907ac9"),
     "Glm5NextTextIndexer.forward": (_run_pool_indexer, "66575baacb826ee2"),
     "Glm5NextTextAttention.build_attention_mask_from_topk": (_mask_of_selected, "ec33b58c76890c6d"),
+    "MiniMaxM3VLIndexer.build_block_mask": (_mask_of_blocks, "e8ea72594f572815"),
     "MiniMaxM3VLIndexer.forward": (_run_head_indexer, "83606351ef7f4edc"),
     "Qwen4ExpTextAttention.forward": (_run_grouped_attention, "444d6c7e850d338a"),
     "Qwen4ExpTextQSAIndexer.forward": (_run_block_indexer, "d4ef05fac7a7e54d"),

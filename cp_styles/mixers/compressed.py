@@ -112,14 +112,14 @@ def select_blocks(
     size, dim, most = indexer.compress_ratio, indexer.index_head_dim, indexer.block_topk
     options: dict[str, Any] = {"layout": sequence.layout, "checks": sequence.checks}
     q, k = indexer.index_qk_proj(x_BLC).unflatten(-1, (-1, dim)).tensor_split((indexer.index_n_heads,), 2)
-    cos, sin = (x.expand(len(x_BLC), -1, -1) for x in rotary)
+    dtype, (cos, sin) = k.dtype, (x.expand(len(x_BLC), -1, -1) for x in rotary)  # under autocast these are wider
     q = rotate(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
     # Another rank may have the first token of a block: its cosines travel with the keys.
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
         layout, at = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
     rows = context_windows(torch.cat((k[:, :, 0], cos, sin), -1), sequence.group, size=size, **options)
     k, cos, sin = rows.split((dim, cos.shape[-1], sin.shape[-1]), -1)
-    k = indexer.k_layernorm(k.float().mean(2).to(k.dtype))
+    k = indexer.k_layernorm(k.float().mean(2).to(dtype))
     k = rotate(k.unsqueeze(2), cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
     of_blocks: dict[str, Any] = options | {"layout": window_layout(layout, size)}
     k_BTD = gather(k, 1, sequence.group, reduce_gradients=False, **of_blocks).float()

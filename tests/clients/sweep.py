@@ -149,6 +149,16 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,
     },
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        **INDEXER | {"index_n_heads": 2, "index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 1},
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 32,
+        "rotary_dim": 4,
+        "head_dim": 8,
+    },
     "glm5_next_text": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
@@ -255,8 +265,8 @@ def configured(model_type: str, **changes: Any) -> Any:
 
 
 # Types whose oracle is their own code, because the layers do not say what transformers' masks do: a dropped mask is
-# causal in it, and the layer of a decoder says is_causal=False. DeepSeek-V4 adds its windows to a mask of biases.
-EAGER = "bigbird_pegasus", "deepseek_v4"
+# causal in it, and the layer of a decoder says is_causal=False. DeepSeek-V4 and MiniMax M3 have masks of biases.
+EAGER = "bigbird_pegasus", "deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text"
 
 
 def made(kind: str, model_type: str, config: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import (
     AllGather,
+    Causal,
     Documents,
     ModuleContextParallel,
     Ring,
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reaso
 
 # float64 sums in another order give 1e-14; one window too many or too few gives 1e-3 and more.
 EXACT = 1e-10
-MODELS = "deepseek_v4", "qwen4_exp_text", "glm5_next_text"
+MODELS = "deepseek_v4", "qwen4_exp_text", "glm5_next_text", "minimax_m3_vl_text"
 
 
 def model_of(model_type: str, **sizes: Any) -> Any:
@@ -110,12 +111,36 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_refused(model_type: str, case: str):
     options, words = WRONG[case]
-    tokens = tokens_of()
-    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+    tokens, model = tokens_of(), model_of(model_type)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
     with pytest.raises(RankError) as caught:
-        on_ranks(model_of(model_type), inputs, labels_of(tokens), **options())
+        on_ranks(model, inputs, labels, **options())
     assert sorted(caught.value.errors) == [0, 1]
     assert caught.match(words)
+
+
+def test_an_error_leaves_no_windows_behind():
+    """A refusal of the attention, behind the compressor: the next forward must not find its windows."""
+    model = model_of("deepseek_v4", attention_dropout=0.5).train()
+
+    def on(rank: int) -> list[str]:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        layout = head_tail(LENGTH, 2)
+        with StayDouble(), pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
+            mine(input_ids=layout.shard(tokens_of(), 1, rank), position_ids=layout.shard(positions_of(), 1, rank))
+        return [path for path, module in mine.named_modules() if "_context_windows" in vars(module)]
+
+    assert run_ranks(on, 2) == [[], []]
+
+
+def test_a_mask_of_the_style_is_refused():
+    tokens = tokens_of()
+    inputs, style = {"input_ids": tokens, "position_ids": positions_of()}, {"layout": head_tail, "mask": Causal()}
+    with pytest.raises(RankError, match=r"of which Causal\(\) says nothing: leave mask= out.*\n.*leave mask= out"):
+        on_ranks(model_of("deepseek_v4"), inputs, labels_of(tokens), style=style)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

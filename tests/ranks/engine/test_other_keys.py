@@ -21,6 +21,7 @@ from cp_styles import (
     PerRow,
     Ring,
     SlidingWindow,
+    Tree,
     Ulysses,
     context_attention,
     context_flex_attention,
@@ -301,10 +302,14 @@ def test_masks_over_other_keys():
         EndedWindows(0)
     with pytest.raises(ValueError, match="first must be >= 0"):
         Shifted(Causal(), -1)
-    for mask in (Dense(torch.ones(4, 4)), EndedWindows(2), PerRow((Causal(), Causal()))):
+    for mask in (Dense(torch.ones(4, 4)), EndedWindows(2), PerRow((Causal(), Causal())), Tree((3, 2, 2), (-1, 0, 0))):
         with pytest.raises(ValueError, match="takes a mask of intervals"):
             Shifted(mask, 1)
     assert (EndedWindows(3) & Full()).crosses
+    assert not EndedWindows(3).separates
+    assert not Shifted(Causal(), 1).separates
+    assert Shifted(Documents((3, 4)), 1).separates
+    assert Shifted(SlidingWindow(2), 1).local
     assert not (Causal() & Full()).crosses
 
 
