@@ -554,6 +554,11 @@ class BatchSharder:
                 f"{self._name}: the batch has a tree and {both}: leave them out. Documents are roots of the tree, and "
                 "labels are made of labels, because a token before several branches predicts several tokens"
             )
+        if not self._shifted and batch.get("labels") is not None:
+            raise ValueError(
+                f"{self._name}: shift=False and a tree with labels: leave shift= out, because a token before several "
+                "branches predicts several tokens"
+            )
         if len(self._shifted) > 1:
             raise ValueError(
                 f"{self._name}: predicted={len(self._shifted)} and a tree: the token after the next differs by "

@@ -245,6 +245,15 @@ join: the sink counts twice | ranks/engine/test_other_keys.py -k one_softmax
 join: a query without keys divides by 0 | ranks/engine/test_other_keys.py -k one_softmax
     join_attentions | weights_PBHL / total_BHL.masked_fill(is_empty, 1.0)
     becomes | weights_PBHL / total_BHL
+halo: a rank with fewer parts calls the module less often | ranks/mixers/test_halo.py -k equally
+    halo_plan | missing = most - len(calls[peer])
+    becomes | missing = 0 if calls[peer] else 1
+keys: a later part of a tree is an interval | ranks/engine/test_other_keys.py -k masks_over
+    Shifted.__post_init__ | or len(self.inner.bands) > 1
+    becomes nothing
+groups: windows stay behind after an error | clients/test_groups.py -k leaves_no
+    _run_grouped_attention | take_windows(layer)
+    becomes | pass
 groups: a window without the window before it | clients/test_groups.py -k exact
     _windows_in_a_row | max(start - overlap, 0)
     becomes | start

@@ -161,7 +161,7 @@ class Blocks:
     def post(
         self, tensors: list[torch.Tensor], group: dist.ProcessGroup, out: torch.Tensor | None = None
     ) -> StartedExchange:
-        """Send a message to every other rank of ``group``, the group of the peers, which has two ranks at least.
+        """Send a block to every other rank of ``group``, the group of the peers, which has two ranks at least.
 
         To rows, ``tensors`` is emptied, so that each tensor is free once it is packed. A single tensor whose rows are
         contiguous in memory is sent without packing. To columns, ``out``, flat, gets the result. Not for complex

@@ -14,8 +14,8 @@ def join_attentions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over the keys of several attentions of the same queries, and over attention sinks.
 
-    So a query attends to keys of several sequences, each with its mask and layout: the tokens near it and the windows
-    that were compressed, as in DeepSeek-V4. No communication. Differentiable in all arguments.
+    A query attends to keys of several sequences, each with its mask and layout: the tokens near it and the windows that
+    were compressed, as in DeepSeek-V4. No communication. Differentiable in all arguments.
 
     Args:
         parts: ``(out_BHLE, lse_BHL)`` of each attention, as ``context_attention(..., return_lse=True)`` returns them.

@@ -42,9 +42,10 @@ from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersC
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, Tree, WithBlocks
+from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.mask.tree import find_tree
 from cp_styles.mixers.by_name import CACHE_OF_GROUPS, TOKENS_OF_GROUPS, path_of_groups
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.selection import mask_of_layer
@@ -943,7 +944,7 @@ def _make_prompt_mask(
         _refuse_partial_padding(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
     else:
         attention_mask = None
-    documents, tree = None, _find_tree(binding.mask)
+    documents, tree = None, find_tree(binding.mask)
     laid_out = all(flag & _AS_LAID_OUT for flag in flags) and {guess >> 1 for guess in guesses} == {whole}
     if positions_BL is not None and all(guesses) and not laid_out:
         if tree is not None and tree.length == whole:  # of another length the attention says so
@@ -969,13 +970,9 @@ _NOT_IN_ROLLOUTS = (
 )
 
 
-def _find_tree(*masks: Mask) -> Tree | None:
-    return next((part for mask in masks for part in mask.parts if isinstance(part, Tree)), None)
-
-
 def _expected_positions(binding: Binding, layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     """The positions of this rank's tokens: in the sequence, or in the rollouts of a tree."""
-    positions, tree = layout.positions(binding.group.rank(), device), _find_tree(binding.mask)
+    positions, tree = layout.positions(binding.group.rank(), device), find_tree(binding.mask)
     return positions if tree is None or tree.length != layout.length else tree.position_ids.to(device)[positions]
 
 
@@ -997,7 +994,7 @@ def _make_whole_mask(
     pieces, documents = _parse_mask_function(mask_function, name, config), None
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
-    tree = _find_tree(*(entry.scope.mask for entry in open_entries.get() if not entry.ended))
+    tree = find_tree(*(entry.scope.mask for entry in open_entries.get() if not entry.ended))
     if tree is not None and attention_mask is None and pieces.causal:
         # transformers numbers the runs of positions, and takes each for a document.
         runs = (tree.position_ids.diff(prepend=tree.position_ids.new_zeros(1) - 1) != 1).cumsum(0)

@@ -94,8 +94,8 @@ class Chunked(Mask):
 class EndedWindows(Mask):
     """Keys of another sequence, one for each window of ``size`` tokens. A query attends to windows that have ended.
 
-    So the query at position p attends to the keys 0 .. (p + 1) // size - 1: to the window in which it is only if it is
-    its last token, as in DeepSeek-V4 (HCA, CSA) and NSA. Give the attention the layout of these keys as ``kv_layout=``,
+    The query at position p attends to the keys 0 .. (p + 1) // size - 1: to the window in which it is only if it is its
+    last token, as in DeepSeek-V4 (HCA, CSA) and NSA. Give the attention the layout of these keys as ``kv_layout=``,
     such as :func:`~cp_styles.mixers.window_layout`.
 
     Raises:
@@ -127,7 +127,7 @@ class EndedWindows(Mask):
 class Shifted(Mask):
     """``inner`` for queries that are a later part of the sequence of the keys: the tokens ``first``, ``first`` + 1, ...
 
-    For a prompt in pieces, and for caches of earlier pieces: the keys are all tokens so far, which have a layout of
+    Prompts in pieces and caches of earlier pieces have such queries. The keys are all tokens so far, with a layout of
     their own, ``kv_layout=``. See :func:`~cp_styles.layout.join_layouts`.
 
     Raises:

@@ -233,3 +233,9 @@ class Level(Mask):
     def breaks(self, length: int) -> torch.Tensor:
         ends, first, _, shift = self._tables.host
         return ends if self.tree.left is None else torch.cat((ends, first - shift + self.tree.left))
+
+
+def find_tree(*masks: Mask) -> Tree | None:
+    """The first tree in masks, also in the masks of rows of the batch; None without one."""
+    parts = (part for mask in masks for row in mask.rows for part in row.parts)
+    return next((part for part in parts if isinstance(part, Tree)), None)

@@ -10,7 +10,7 @@ Shapes: B batch, L local tokens, n local windows, T windows of the whole sequenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,8 +59,8 @@ def compress(
     """One key for each window of this rank, [B, 1, n, D], by the compressor's own forward ``plain``.
 
     ``others``: its remaining arguments of this rank's tokens. The masks are noted for :func:`take_windows`.
-    Communication: one all-to-all of projected rows, of windows that begin on another rank. With an indexer, that of
-    :func:`select_windows` and of :func:`~cp_styles.mixers.selected_keys`.
+    Communication: one all-to-all of projected rows, of windows that begin on another rank. An indexer communicates as
+    :func:`select_windows` and :func:`~cp_styles.mixers.selected_keys` do.
     """
     size, indexer = compressor.compress_rate, getattr(compressor, "indexer", None)
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
@@ -81,7 +81,7 @@ def select_windows(
 ) -> torch.Tensor:
     """The numbers of the windows that each query of this rank selects, [B, L, K], by the indexer's own ``plain``.
 
-    The small keys of all windows are on every rank, so equal scores are decided as on one device. It has no gradient.
+    The small keys of all windows are on every rank, and topk gets as many scores as on one device. It has no gradient.
     Communication: one all-to-all as in :func:`compress`, and an all-gather of the small keys.
     """
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": indexer.compress_rate})) as cut:
@@ -89,8 +89,7 @@ def select_windows(
     layout = window_layout(cut.layout, indexer.compress_rate)
     options: dict[str, Any] = {"reduce_gradients": False, "layout": layout, "checks": sequence.checks}
     cache = _KeysOfAllRanks(gather(own_BnD, 1, sequence.group, **options))
-    step = max(_SCORES // max(x_BLC.shape[0] * indexer.num_heads * layout.length, 1), 1)
-    parts = zip(*(x.split(step, 1) for x in (x_BLC, *others)), strict=True)
+    parts = _ranges(indexer.num_heads * layout.length, x_BLC, *others)
     return torch.cat([plain(indexer, *part, cache, 0) for part in parts], 1)
 
 
@@ -105,8 +104,8 @@ def select_blocks(
     """The keys that the indexer of Qwen4-exp selects: tokens of the best blocks, and of the block that has not ended.
 
     The key of a block is the mean of its tokens' keys, at the position of the first one. ``rotary``: cosines and sines
-    of this rank's tokens; ``rotate`` the model's function that applies them. It has no gradient. Communication: that of
-    :func:`~cp_styles.mixers.context_windows`, of :func:`~cp_styles.mixers.selected_keys`, and an all-gather of a key
+    of this rank's tokens; ``rotate`` the model's function that applies them. It has no gradient. Communication: as
+    :func:`~cp_styles.mixers.context_windows` and :func:`~cp_styles.mixers.selected_keys`, and an all-gather of a key
     for each block.
     """
     size, dim, most = indexer.compress_ratio, indexer.index_head_dim, indexer.block_topk
@@ -117,25 +116,25 @@ def select_blocks(
     # Another rank may have the first token of a block: its cosines travel with the keys.
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
         layout, at = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
-    rows = context_windows(torch.cat((k[:, :, 0], cos, sin), -1), sequence.group, size=size, **options)
-    k, cos, sin = rows.split((dim, cos.shape[-1], sin.shape[-1]), -1)
+    blocks = context_windows(torch.cat((k[:, :, 0], cos, sin), -1), sequence.group, size=size, **options)
+    k, cos, sin = blocks.split((dim, cos.shape[-1], sin.shape[-1]), -1)
     k = indexer.k_layernorm(k.float().mean(2).to(dtype))
     k = rotate(k.unsqueeze(2), cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
     of_blocks: dict[str, Any] = options | {"layout": window_layout(layout, size)}
     k_BTD = gather(k, 1, sequence.group, reduce_gradients=False, **of_blocks).float()
 
     ended_L = (at + 1) // size
-    chosen_BLK = torch.full((*x_BLC.shape[:2], most), -1, device=x_BLC.device)
-    # Scores are often equal, 0 after the relu, and the number of scores decides which of these topk takes. So it gets
-    # the scores of the blocks that have ended, as on one device.
+    chosen_BLK = torch.full((*x_BLC.shape[:2], most), -1, dtype=torch.int32, device=x_BLC.device)
+    # Scores are often equal, 0 after the relu, and the number of scores decides which of these topk takes. It gets the
+    # scores of the blocks that have ended, as on one device.
     for count in ended_L[ended_L > 0].unique().tolist():
         rows = torch.nonzero(ended_L == count).flatten()
         scores = torch.einsum("blhd,btd->blth", q[:, rows].float(), k_BTD[:, :count]).relu().sum(3) / math.sqrt(dim)
         best = scores.topk(min(most, count), -1).indices
-        chosen_BLK[:, rows, : best.shape[-1]] = best
-    inside = torch.arange(size, device=x_BLC.device)
+        chosen_BLK[:, rows, : best.shape[-1]] = best.int()
+    inside, at = torch.arange(size, dtype=torch.int32, device=x_BLC.device), at.int()
     tokens = (chosen_BLK[..., None] * size + inside).masked_fill(chosen_BLK[..., None] < 0, -1).flatten(-2)
-    tail = ended_L[:, None] * size + inside[:-1]
+    tail = ended_L.int()[:, None] * size + inside[:-1]
     tail = tail.masked_fill(tail > at[:, None], -1).expand(len(tokens), -1, -1)
     return selected_keys(torch.cat((tokens, tail), -1), sequence.group, **options)
 
@@ -147,16 +146,15 @@ def select_pools(
     """The positions that the indexer of GLM5-next selects, [B, L, K], by its own ``plain``, with the keys of all ranks.
 
     :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key and
-    gate for each token, and that of :func:`~cp_styles.mixers.selected_keys`.
+    gate for each token, and as :func:`~cp_styles.mixers.selected_keys`.
     """
     with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
         layout, positions = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
     options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
     own_BLC = _taken(partial(plain, indexer, x_BLC, *others, _StandIn()))
     whole = _StatesOfAllRanks(gather(own_BLC, 1, sequence.group, reduce_gradients=False, **options))
-    step = max(_SCORES // max(len(x_BLC) * indexer.n_heads * layout.length, 1), 1)
-    parts = zip(positions.split(step), *(x.split(step, 1) for x in (x_BLC, *others)), strict=True)
-    chosen_BLK = torch.cat([plain(_AtPositions(indexer, at), *part, whole) for at, *part in parts], 1)
+    parts = _ranges(indexer.n_heads * layout.length, x_BLC, *others, positions.expand(len(x_BLC), -1))
+    chosen_BLK = torch.cat([plain(_AtPositions(indexer, at[0]), *part, whole) for *part, at in parts], 1)
     facts_about(chosen_BLK)[select_by_layer] = selected_keys(chosen_BLK.clone(), sequence.group, **options)
     return chosen_BLK
 
@@ -173,20 +171,25 @@ def select_blocks_by_head(
     """The numbers of the blocks that the indexer of MiniMax M3 selects, [B, G, L, K], by its own ``plain``.
 
     :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key for
-    each token, and that of :func:`~cp_styles.mixers.selected_keys`.
+    each token, and as :func:`~cp_styles.mixers.selected_keys`.
     """
     with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
         layout = cut.layout
     options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
     own_B1LD = _taken(partial(plain, indexer, x_BLC, rotary, _StandIn(), positions_BL))
     cache = _StatesOfAllRanks(gather(own_B1LD, 2, sequence.group, reduce_gradients=False, **options))
-    step = max(_SCORES // max(len(x_BLC) * indexer.num_heads * layout.length, 1), 1)
-    parts = zip(*(x.split(step, 1) for x in (x_BLC, *rotary, positions_BL)), strict=True)
+    parts = _ranges(indexer.num_heads * layout.length, x_BLC, *rotary, positions_BL)
     chosen = [plain(indexer, x, (cos, sin), cache, positions) for x, cos, sin, positions in parts]
     chosen_BGLK = torch.cat(chosen, 2)
     mask = selected_keys(chosen_BGLK.clone(), sequence.group, block=indexer.block_size, **options)
     facts_about(chosen_BGLK)[select_by_layer] = mask
     return chosen_BGLK
+
+
+def _ranges(scores: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Ranges of this rank's tokens, each of which has ``scores``, so that few are in memory at a time."""
+    step = max(_SCORES // max(len(tensors[0]) * scores, 1), 1)
+    return zip(*(x.split(step, 1) for x in tensors), strict=True)
 
 
 def _own_keys(
@@ -197,7 +200,7 @@ def _own_keys(
 
 
 def _taken(run: Callable[[], Any]) -> torch.Tensor:
-    """What a module puts into a stand-in for its cache."""
+    """The rows that a module puts into a stand-in for its cache."""
     try:
         run()
     except _Taken as taken:

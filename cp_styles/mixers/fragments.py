@@ -37,7 +37,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Documents, Mask, PerRow, Tree
+from cp_styles.mask import Documents, Mask, PerRow
+from cp_styles.mask.tree import find_tree
 from cp_styles.replicas import LocalItems
 from cp_styles.troubleshooting import see
 
@@ -177,7 +178,7 @@ def rows_before(
 
 def find_documents(name: str, mask: Mask) -> Documents | PerRow | None:
     """The documents that a mask separates; None for one. Raises NotImplementedError for a tree."""
-    if any(isinstance(part, Tree) for row in mask.rows for part in row.parts):
+    if find_tree(mask) is not None:
         raise NotImplementedError(
             f"{name}: a Tree around a recurrence, a convolution or a roll: states go from token to token of the "
             "sequence, and would go from one branch into the next. Give this model whole rollouts, packed as "
@@ -235,11 +236,11 @@ class CutSequence:
             if layout is None or documents is None:
                 scope = state.get_or_create(ScopeHistory).find_scope(name, axis, layout)
             masked = find_documents(name, scope.mask) if scope is not None and documents is None else documents
-        around = [mode for mode in function_modes() if isinstance(mode, AttentionCalls)]
-        for mode in around:
-            mode.note_function(group.group_name)
-            if documents is None:
-                find_documents(name, mode.unscoped.mask)  # for its refusal alone
+            around = [mode for mode in function_modes() if isinstance(mode, AttentionCalls)]
+            for mode in around:
+                mode.note_function(group.group_name)
+                if documents is None:
+                    find_documents(name, mode.unscoped.mask)  # for its refusal alone
         default = around[-1].unscoped.layout if around and around[-1].unscoped.group == group else head_tail
         layout = (default if scope is None else scope.layout) if layout is None else layout
         state.get_or_create(LocalItems).update(dict.fromkeys(checks.local))

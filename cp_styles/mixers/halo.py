@@ -58,10 +58,11 @@ def context_halo(
 ) -> RemovableHandle:
     """Let a module whose output at a token depends on the tokens near it run over a sharded sequence, unchanged.
 
-    For hashes and embeddings of n-grams, dilated convolutions, and projections with short convolutions inside. Each
-    call of the module gets parts of documents, each with the ``reach`` rows in front of it and behind it. Outputs of
-    these rows are dropped. At the ends of a document there are fewer rows, and the module pads as on one device. With
-    one rank and one document the module runs as it is.
+    Such modules are hashes and embeddings of n-grams, dilated convolutions, and projections with short convolutions
+    inside. Each call of the module gets parts of documents, each with the ``reach`` rows in front of it and behind it.
+    Outputs of these rows are dropped. At the ends of a document there are fewer rows, and the module pads as on one
+    device. All ranks call it equally often: once, or up to the number of documents on a rank. A rank with fewer parts
+    gives it one more row, whose output it drops. With one rank and one document the module runs as it is.
 
     A reach that is too small gives other results than one device, without an error:
     :func:`~cp_styles.verify.verify` finds it. A larger one costs time and bytes.
@@ -317,26 +318,28 @@ class HaloPlan(NamedTuple):
 
 @remembered(16)
 def halo_plan(layout: SequenceLayout, documents: tuple[int, ...], reach: tuple[int, int], rank: int) -> HaloPlan:
-    """The plan of ``rank``. A part joins the call of the part before it where both have all rows in reach between."""
-    edges, fragments, needs = [*accumulate(documents, initial=0)], split_fragments(layout, documents), []
-    parts: list[list[Part]] = [[] for _ in range(layout.ranks)]
+    """The plan of ``rank``. A part joins the call of the part before it where both have all rows in reach between.
+
+    All ranks have equally many calls: parameters inside of the module may be sharded over them. Further calls get the
+    first row of the sequence, and keep none.
+    """
+    edges, fragments = [*accumulate(documents, initial=0)], split_fragments(layout, documents)
+    positions: list[list[int]] = [[] for _ in range(layout.ranks)]
+    calls: list[list[tuple[Part, ...]]] = [[] for _ in range(layout.ranks)]
     for peer in range(layout.ranks):
-        positions: list[int] = []
         for _, (row, last_row), start, *_ in sorted(each for each in fragments if each.rank == peer):
             stop, document = start + last_row - row, bisect_right(edges, start)
             front, behind = min(reach[0], start - edges[document - 1]), min(reach[1], edges[document] - stop)
-            positions += [*range(start - front, start), *range(stop, stop + behind)]
-            parts[peer].append(Part(front, stop - start, behind))
-        if not parts[peer]:
-            # Modules refuse no tokens, and every rank runs the backward: a rank without tokens computes the first one.
-            positions = [0] * min(layout.length, 1)
-            parts[peer].append(Part(len(positions), 0, 0))
-        needs.append(
-            (torch.tensor(positions, dtype=torch.int64, device="cpu"), torch.arange(len(positions), device="cpu"))
-        )
-    calls: list[tuple[Part, ...]] = []
-    for part in parts[rank]:
-        # At an end of a document the module pads.
-        joins = calls and part.front == reach[0] and calls[-1][-1].behind == reach[1]
-        calls[-1:] = [(*calls[-1], part)] if joins else [*calls[-1:], (part,)]
-    return HaloPlan(row_exchange(layout, needs, len(needs[rank][0]), rank), tuple(calls))
+            positions[peer] += [*range(start - front, start), *range(stop, stop + behind)]
+            part, before = Part(front, stop - start, behind), calls[peer][-1:]
+            # At an end of a document the module pads.
+            joins = before and front == reach[0] and before[0][-1].behind == reach[1]
+            calls[peer][-1:] = [(*before[0], part)] if joins else [*before, (part,)]
+    first, most = min(layout.length, 1), max(1, *map(len, calls))
+    for peer in range(layout.ranks):
+        missing = most - len(calls[peer])
+        positions[peer] += [0] * (missing * first)
+        calls[peer] += [(Part(first, 0, 0),)] * missing
+    rows = [torch.tensor(each, dtype=torch.int64, device="cpu") for each in positions]
+    needs = [(each, torch.arange(len(each), device="cpu")) for each in rows]
+    return HaloPlan(row_exchange(layout, needs, len(rows[rank]), rank), tuple(calls[rank]))

@@ -175,6 +175,8 @@ def selected_keys(
     keys = kv_layout and sequence.of_these_ranks(kv_layout)
 
     def describe() -> CallFacts:
+        if keys is not None and not isinstance(keys, SequenceLayout):
+            raise TypeError(f"{sequence.name}: kv_layout must be a SequenceLayout, not a balancer, got {kv_layout!r}")
         if chosen.ndim not in (3, 4) or chosen.dtype not in (torch.int32, torch.int64):
             raise TypeError(
                 f"{sequence.name}: chosen must be int32 or int64 [B, L, K], or [B, G, L, K] with a choice for each "
@@ -190,7 +192,7 @@ def selected_keys(
         return [chosen], chosen.ndim - 2, {"block": block, "kv_layout": keys}
 
     with sequence.compared_call(describe) as cut:
-        return _share(cut.peers, (cut.layout, keys or cut.layout), chosen, block)
+        return _share(cut.peers, (cut.layout, keys or cut.layout), chosen, block, crosses=keys is not None)
 
 
 @uncompiled
@@ -328,7 +330,12 @@ def _gather(peers: Peers, layout: SequenceLayout, x_BLD: torch.Tensor, *, check:
 
 @torch.no_grad()
 def _share(
-    peers: Peers, layouts: tuple[SequenceLayout, SequenceLayout], chosen: torch.Tensor, block: int = 1
+    peers: Peers,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    chosen: torch.Tensor,
+    block: int = 1,
+    *,
+    crosses: bool = False,
 ) -> Selected:
     """The mask of positions, or of blocks. The ranks tell each other which keys they have selected."""
     layout, chosen_BGLK = layouts[1], chosen if chosen.ndim == 4 else chosen[:, None]
@@ -359,7 +366,7 @@ def _share(
     both = both.bool()
     sent = both[layout.length :].view(peers.size, own).unbind()
     found = found.clone().view(torch.int32).view(counts_BGPK.shape)
-    selection = Selection(layouts, peers.rank, both[: layout.length], sent, found, block)
+    selection = Selection(layouts, peers.rank, both[: layout.length], sent, found, block, crosses)
     return Selected(chosen_BGLK, selection, counts_BGPL, Contents(chosen_BGLK))
 
 

@@ -46,6 +46,7 @@ class Selection(Mask):
         sent: for each destination, bool for each row of this rank: some query of that rank has selected it.
         counts_BGPK: the number of queries that have selected 0, 1, .. keys (or blocks) of each rank.
         block: the number of consecutive keys of a block.
+        crosses: the keys are of another sequence than the queries.
     """
 
     layouts: tuple[SequenceLayout, SequenceLayout]
@@ -54,13 +55,10 @@ class Selection(Mask):
     sent: tuple[torch.Tensor, ...]
     counts_BGPK: torch.Tensor
     block: int = 1
+    crosses: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     bounds, breaks = Full.bounds, Full.breaks
     has_bias = True  # pyright: ignore[reportAssignmentType]
-
-    @property
-    def crosses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.layouts[0] != self.layouts[1]
 
     @property
     def only_for(self) -> tuple[Any, int]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -207,6 +207,7 @@ def test_the_loss_of_a_tree_is_the_mean_over_its_labels():
         ({"tree": (4, 9)}, {}, r'batch\["tree"\] is \(4, 9\), and must be a Tree'),
         ({"document_ids": ONES}, {}, r"a tree and \['document_ids'\]: leave them out. Documents are roots"),
         ({"shift_labels": TOKENS}, {}, r"a tree and \['shift_labels'\]: leave them out"),
+        ({}, {"shift": False}, r"shift=False and a tree with labels: leave shift= out"),
         ({}, {"predicted": 2}, r"predicted=2 and a tree: the token after the next differs by rollout"),
     ],
 )

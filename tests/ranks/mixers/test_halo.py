@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -33,6 +34,7 @@ from cp_styles import (
 )
 from cp_styles.layout import SequenceLayout, striped
 from cp_styles.mixers import context_halo, context_roll
+from cp_styles.mixers.halo import halo_plan
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
@@ -45,7 +47,7 @@ EXACT = 1e-13
 
 
 class Dilated(nn.Module):
-    """A causal convolution of 3 taps, 2 tokens apart, behind a shift by one. Rows before the first repeat it."""
+    """A causal convolution of 3 taps with dilation 2, behind a shift by one. Rows before the first repeat it."""
 
     reach, seq_dim = 5, 1
 
@@ -248,7 +250,7 @@ def test_bytes_and_calls():
     *_, lengths = on_ranks(module, head_tail(12, 3), tokens, (12,), cotangents)
     assert lengths == ([6], [8], [6])  # 2 + (2 + 2), (2 + 2) + (2 + 2), 2 + 4
     *_, lengths = on_ranks(module, contiguous(12, 2), tokens, (2, 2, 8), cotangents)
-    assert lengths == ([2, 2, 2], [8])
+    assert lengths == ([2, 2, 2], [8, 1, 1])  # as many calls on all ranks
     *_, sent, lengths = on_ranks(module, contiguous(2, 3), [tokens[0][:, :2]], None, [cotangents[0][:, :2]])
     assert lengths == ([1], [2], [1])  # the last rank has no token, and computes the first
 
@@ -596,3 +598,34 @@ def test_an_error_of_the_module_on_one_rank_reaches_every_rank():
     )
     assert isinstance(errors[0], AttributeError)
     assert "no_such_name" in str(errors[1])
+
+
+@pytest.mark.parametrize("documents", [(5, 3), (1, 1, 1, 5), (2, 2, 2, 2), (8,)])
+@pytest.mark.parametrize("reach", [(2, 0), (1, 1)])
+def test_all_ranks_call_the_module_equally_often(documents: tuple[int, ...], reach: tuple[int, int]):
+    """FSDP gathers the parameters inside of a module at each call, on all ranks."""
+    for layout in (contiguous(8, 2), head_tail(8, 2), contiguous(8, 3)):
+        assert len({len(halo_plan(layout, documents, reach, rank).calls) for rank in range(layout.ranks)}) == 1
+
+
+def test_a_sharded_module_of_several_documents():
+    """Rank 0 has one part, and rank 1 the end of its document and a further one."""
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Dilated()).double(), randn(1, 1, 8, WIDTH)
+    parts = x.split((5, 3), 1)
+    wanted = torch.cat([whole(part) for part in parts], 1)
+    wanted.square().sum().backward()
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(whole)
+        mine.zero_grad()
+        fully_shard(mine[0], mesh=mesh)
+        layout = contiguous(8, 2)
+        context_halo(mine, mesh, reach=Dilated.reach, layout=layout, documents=(5, 3))
+        out = mine(layout.shard(x, 1, rank))
+        out.square().sum().backward()
+        grad = mine[0].weight.grad.full_tensor() * 2  # FSDP averages
+        return max(error(out.detach(), layout.shard(wanted.detach(), 1, rank)), error(grad, whole[0].weight.grad))
+
+    assert max(run_ranks(on, 2)) < EXACT
