@@ -228,8 +228,8 @@ keys: marks of keys are compared with the layout of queries | ranks/engine/test_
     row | side=0 if cut[0] is q else -1
     becomes | side=0
 keys: selected keys of another sequence are told by the layout of queries | ranks/engine/test_other_keys.py -k selected
-    _share | layout = layouts[1]
-    becomes | layout = layouts[0]
+    _share | layouts[1], chosen if
+    becomes | layouts[0], chosen if
 keys: a window that has not ended | ranks/engine/test_other_keys.py -k own
     EndedWindows.bounds | (q_positions_L + 1) // self.size
     becomes | q_positions_L // self.size + 1
@@ -264,7 +264,7 @@ groups: windows without the sink | clients/test_groups.py -k exact
     _attend_to_windows | sink_H=sink_H
     becomes | sink_H=None
 groups: padding in windows | clients/test_groups.py -k refused
-    _run_grouped_attention | whole.padding is not None or not known.issuperset(map(type, mask.parts))
+    _run_grouped_attention | whole.padding is not None or not known.issuperset((*map(type, mask.parts), *own_parts))
     becomes | False
 groups: padding in pools | clients/test_groups.py -k refused
     _run_pool_indexer | has_padding or calls.binding.mask.parts
@@ -536,7 +536,7 @@ tree: trees of the ranks are not compared | ranks/doors/test_batch_sharder.py -k
     describe_content | return repr(value)
     becomes | return type(value).__name__
 tree: states go from branch to branch | clients/test_preferences.py -k branch
-    find_documents | isinstance(part, Tree)
+    find_documents | find_tree(mask) is not None
     becomes | False
 tree: a state under a style with a tree | ranks/doors/test_batch_sharder.py -k carry_a_state
     CutSequence.from_call | find_documents(name, mode.unscoped.mask)
@@ -971,16 +971,16 @@ halo: no rows behind | ranks/mixers/test_halo.py -k each_layout
     halo_plan | min(reach[1], edges[document] - stop)
     becomes | 0
 halo: a document begins inside of a call | ranks/mixers/test_halo.py -k each_layout
-    halo_plan | part.front == reach[0]
-    becomes | part.front <= reach[0]
+    halo_plan | front == reach[0]
+    becomes | front <= reach[0]
 halo: a document ends inside of a call | ranks/mixers/test_halo.py -k each_layout
-    halo_plan | calls[-1][-1].behind == reach[1]
+    halo_plan | before[0][-1].behind == reach[1]
     becomes | True
 halo: outputs of the rows in front are kept | ranks/mixers/test_halo.py -k each_layout
     _Halo._own_rows | end + part.front
     becomes | end
 halo: a rank without tokens computes zeros of nobody | ranks/mixers/test_halo.py -k bytes_and_calls
-    halo_plan | [0] * min(layout.length, 1)
+    halo_plan | [0] * (missing * first)
     becomes | []
 halo: messages inside of the module | ranks/mixers/test_halo.py -k messages_inside
     _Halo.run | operations.check = self._refuse_messages

@@ -121,7 +121,8 @@ def test_refused(model_type: str, case: str):
 
 def test_an_error_leaves_no_windows_behind():
     """A refusal of the attention, behind the compressor: the next forward must not find its windows."""
-    model = model_of("deepseek_v4", attention_dropout=0.5).train()
+    kind = {"num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"]}
+    model = model_of("deepseek_v4", attention_dropout=0.5, **kind).train()
 
     def on(rank: int) -> list[str]:
         mine = copy.deepcopy(model)
