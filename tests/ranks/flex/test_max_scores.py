@@ -76,8 +76,8 @@ def judge(value: MaskValue, layout: SequenceLayout, q: torch.Tensor, k: torch.Te
     def on(rank: int) -> torch.Tensor:
         mesh, mask = cp_mesh(layout.ranks), value.mask
         if value.selected is not None:
-            positions = layout.shard(value.selected, 1, rank)
-            mask = mask & selected_keys(positions.expand(len(q), -1, -1), mesh, layout=layout)
+            chosen = layout.shard(value.selected, 2, rank).expand(len(q), -1, -1, -1)
+            mask = mask & selected_keys(chosen, mesh, block=value.block, layout=layout)
         parts = (layout.shard(x, 2, rank).requires_grad_() for x in (q, k))
         found = context_max_scores(*parts, mesh, mask=mask, layout=layout, **options)
         assert not found.requires_grad
