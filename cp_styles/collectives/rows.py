@@ -61,9 +61,16 @@ def _is_in_order(layout: SequenceLayout) -> bool:
 
 
 def _make_orders(layout: SequenceLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    positions = torch.cat([layout.positions(rank, device) for rank in range(layout.ranks)])
-    in_order = torch.arange(len(positions), device=device)
-    return positions, torch.empty_like(positions).index_copy_(0, positions, in_order)
+    # Of ``held`` alone: graphs break at a cached property that is computed in them, in Python 3.11.
+    if isinstance(held := layout.held, Stripes):
+        rows = held.rows_rank_by_rank(device)
+        return _invert(rows), rows
+    positions = torch.cat([torch.arange(*chunk, device=device) for chunk in chain.from_iterable(held)])
+    return positions, _invert(positions)
+
+
+def _invert(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 class Rows(NamedTuple):

@@ -126,7 +126,7 @@ def sizes() -> dict[str, int]:
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
 # calls of the host: see test_account.py. Then features, with 340 lines of the core path: halos and windows 500, trees
 # 430, gathered keys 430, groups of tokens 400, largest scores 250, keys of another sequence 240.
-LIMITS = {"lines of the package": 34_500, "lines of the core path": 13_500, "floors": 10}
+LIMITS = {"lines of the package": 34_600, "lines of the core path": 13_500, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 

@@ -1,10 +1,12 @@
 """torch.compile, fullgraph: the same bits as eager, forward and backward, and the same message."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from cp_styles.collectives import Padded, all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
-from cp_styles.layout import head_tail
+from cp_styles.layout import SequenceLayout, head_tail
 from tests.ranks.collectives.collectives_reference import randn, world
 from tests.ranks.compiling import cannot_compile_on_threads, run_ranks
 
@@ -93,3 +95,23 @@ def test_several_exchanges_by_inductor():
         return gather(out, 2, world(), layout=LAYOUT, reduce_gradients=True)
 
     compare_with_eager(block, lambda rank: [randn((1, 3, 7, 4), 0)], backend="inductor")
+
+
+@pytest.mark.parametrize("chunks", [[[(0, 2), (6, 8)], [(2, 6)]], [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]])
+def test_a_layout_that_no_code_has_read(chunks):
+    """What it caches at the first use would be computed in the graph."""
+    whole = randn((sum(stop - start for each in chunks for start, stop in each), 3), 0)
+
+    def main(rank):
+        fresh, equal = SequenceLayout.from_chunks(chunks), SequenceLayout.from_chunks(chunks)
+        part, together = equal.shard(whole, 0, rank), partial(all_rows, layout=fresh)
+        torch.testing.assert_close(all_rows(part, equal), whole)
+        compiled = torch.compile(together, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(part), whole)
+
+    torch.compiler.reset()
+    run_ranks(main, 2)
+
+
+def all_rows(x, layout):
+    return gather(x, 0, world(), layout=layout, reduce_gradients=False)
