@@ -278,6 +278,9 @@ groups: scores of blocks that have not ended decide | clients/test_groups.py -k 
 messages: a large block over gloo in one all-to-all | ranks/engine/test_attention_costs.py -k largest_block
     has_all_to_all | nbytes <= MOST_OVER_GLOO
     becomes | True
+kernel: bands that are masks take the arguments of each other | ranks/engine/test_parity_grid.py -k by_name
+    ByTile.bind | bound.run(copy(queries), k, v
+    becomes | bound.run(queries, k, v
 messages: k and v of a large block in one order | ranks/engine/test_prepared.py -k as_they_lie
     Block.places | self.dims[0] if self.joined else self.sizes[0]
     becomes | self.dims[0]

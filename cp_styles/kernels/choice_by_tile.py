@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -108,7 +109,9 @@ class ByTile(BoundKernel):
         q, k, _ = specs
         bound = self.bind(phase, specs, causal=causal, scale=scale, biased=True)
         mask = window, q.shape[2], k.shape[2], q.dtype, q.device
-        return Bound(bound.queries, lambda *tensors: bound.run(*tensors, bias=_make_band_bias(*mask)))
+        # Tiles without a bias share arguments of queries, which a tile with a bias may take for itself.
+        run = lambda queries, k, v: bound.run(copy(queries), k, v, bias=_make_band_bias(*mask))  # noqa: E731
+        return Bound(bound.queries, run)
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         (self.masked if biased else self.plain)[-1].check(q_BHLD, k_BGMD, v_BGME, biased=biased)

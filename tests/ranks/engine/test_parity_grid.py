@@ -81,6 +81,10 @@ NAMED = {
                               heads=(4, 2), score="learned", lse=True, layout="head_tail"),
     "scores that mask": Case(door="flex", strategy="Ulysses", mask="BlockMask of documents", masked_by="call",
                              length=60, batch=2, heads=(4, 2), score="masking", lse=True, layout="striped"),
+    "two bands of the same queries by masks": Case(ranks=5, strategy="all-gather", layout="per_document_head_tail",
+                                                   balancer=True, mask="causal documents", masked_by="style",
+                                                   length=13, batch=2, heads=(6, 1), dim=7, dtype="float32",
+                                                   kernel="CUDA's"),
     "documents and a window of varlen_attn": Case(door="varlen in module", ranks=4, mask="windowed documents",
                                                   masked_by="call", length=61, heads=(4, 2), lse=True),
 }  # fmt: skip
