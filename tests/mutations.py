@@ -940,7 +940,7 @@ selection: gathered gradients of a key that one query has | ranks/mixers/test_se
 selection: a block counts for its first rank alone | ranks/mixers/test_selected_blocks.py -k any_choice
     holders_of_blocks | owner[:, :most]
     becomes | owner[:, :1]
-selection: gathered keys begin with those of the first rank | ranks/mixers/test_selected_blocks.py -k any_choice
+selection: gathered keys begin at the first rank | ranks/mixers/test_selected_blocks.py -k any_choice
     Selected.picks | starts[row][:, None] + torch.arange
     becomes | torch.zeros_like(row)[:, None] + torch.arange
 selection: all queries have as many gathered keys | ranks/mixers/test_selected_blocks.py -k pairs
@@ -1042,6 +1042,12 @@ latents: positions of the first heads | ranks/doors/test_latents.py -k a_tile
 latents: the bias of the first heads | ranks/doors/test_latents.py -k a_tile
     _heads_of | [..., heads, :, :]
     becomes | [..., : heads.stop - heads.start, :, :]
+windows: all ranges of an indexer have the first positions | clients/test_groups.py -k token_by_token
+    select_by_states | run(cache, at[0], *part)
+    becomes | run(cache, positions[: at.shape[1]], *part)
+windows: keys without a window stay in the graph | clients/test_groups.py -k without_windows
+    compress | keys_BnD if windows.length else keys_BnD.detach()
+    becomes | keys_BnD
 latents: the weight's gradient in a dtype that no graph declares | ranks/doors/test_latents.py -k compiled
     _attention_backward | .to(learned.dtype)
     becomes nothing

@@ -197,7 +197,7 @@ def mask_cases(length: int) -> dict[str, MaskCase]:
     def in_prefix(key: int) -> bool:
         return key - starts[document(key)] < prefixes[document(key)]
 
-    # A prompt with two rollouts, and another prompt. The second rollout is a band between nodes of the other band.
+    # A prompt with two rollouts, and another prompt. The second rollout is a second band.
     parents = (-1, 0, 0, -1)
     paths = ((0,), (0, 1), (0, 2), (3,))
 

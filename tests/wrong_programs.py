@@ -503,7 +503,7 @@ def with_blocks(numbers):
 
 @with_blocks
 def blocks_of_all(view, heads, means):
-    """Selected among those of all ranks."""
+    """Selected among the blocks of all ranks."""
     layout = window_layout(view.layout, 3)
     means = gather(means, 2, view.mesh, layout=layout, reduce_gradients=False)
     return (heads @ means.mT).topk(2).indices
@@ -511,7 +511,7 @@ def blocks_of_all(view, heads, means):
 
 @with_blocks
 def blocks_of_rank(view, heads, means):
-    """Selected among those of this rank, by numbers that count from its first block."""
+    """Selected among the blocks of this rank, by numbers that count from its first block."""
     return (heads @ means.mT).topk(min(2, means.shape[2])).indices
 
 

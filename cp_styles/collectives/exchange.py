@@ -263,11 +263,11 @@ class Blocks:
         if self._is_even:  # a copy for each tensor, instead of one for each rank and tensor
             if last - first < len(self._widths):
                 columns = [x.narrow(0, first, last - first) for x in columns]
-            front, w = (last - first, *self._own_shape), self._widths[first]
-            # Sizes of a graph may be symbols.
-            parts = (
-                self._split_block(flat.view(*front, w), first) if is_traced() else self._views(flat, front, first, 0)
-            )
+            front = last - first, *self._own_shape
+            if is_traced():  # sizes may be symbols
+                parts = self._split_block(flat.view(*front, self._widths[first]), first)
+            else:
+                parts = self._views(flat, front, first, 0)
             for part, x in zip(parts, columns, strict=True):
                 part.copy_(x)
             return

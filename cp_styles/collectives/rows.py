@@ -61,7 +61,7 @@ def _is_in_order(layout: SequenceLayout) -> bool:
 
 
 def _make_orders(layout: SequenceLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    # Of ``held`` alone: graphs break at a cached property that is computed in them, in Python 3.11.
+    # Read ``held`` alone: in Python 3.11 a graph breaks where it computes a cached property.
     if isinstance(held := layout.held, Stripes):
         rows = held.rows_rank_by_rank(device)
         return _invert(rows), rows

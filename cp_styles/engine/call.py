@@ -212,8 +212,8 @@ class Call(CheckedCall):
             raise NotImplementedError(
                 f"{binding.name}: the keys are {pieces} times as long as the queries on every rank, and no input is a "
                 f"part of {sum(keys)} tokens: parts of {pieces} pieces seem joined, and the mask has another order. "
-                "Give functions and AttentionContextParallel kv_layout=join_layouts(layout, layout), or the layout of "
-                f"the other sequence; whole models layout= a function that looks up the layout of {sum(keys)} tokens"
+                "Give functions and AttentionContextParallel kv_layout=join_layouts(layout, layout), or the layout "
+                f"of the keys; whole models layout= a function that looks up the layout of {sum(keys)} tokens"
                 f"{see('Keys of several pieces')}"
             )
 

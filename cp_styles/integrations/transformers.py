@@ -130,7 +130,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | BlockMask | None,
+    attention_mask: torch.Tensor | BlockMask | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -148,15 +148,15 @@ def _attend(
 
     ``attention_mask`` is the result of :func:`_make_mask`, or a tensor or BlockMask of the *whole* sequence. ``s_aux``
     are logits of sinks [H], ``position_bias`` learned biases by distance, as in T5, ``indices`` the keys that an
-    indexer has selected. Other arguments change nothing: tests/clients/test_arguments.py knows those of all models.
+    indexer has selected. Other arguments change nothing: tests/clients/test_arguments.py lists them.
     """
     calls = _require_active_calls("attention")
     binding = calls.begin_call()
     name = binding.name
     with binding.telling():
         biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
-        mask: Any = Full()
-        dense: Any = None
+        mask: Mask = Full()
+        dense: torch.Tensor | None = None
         if isinstance(attention_mask, _WholeMask):
             mask, dense = attention_mask.mask, attention_mask.padding
         elif isinstance(attention_mask, BlockMask):
@@ -184,7 +184,7 @@ def _attend(
         elif biases_DH is not None:
             score_mod = _add_biases(biases_DH)
         if block_indices is not None and selected is None and alone:
-            dense = _own_block_mask(module, block_indices, query)
+            dense, chosen = _own_block_mask(module, block_indices, query), None
         refuse_dropout(name, dropout)
         if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
@@ -208,20 +208,18 @@ def _attend(
                 "packed documents"
                 f"{see('A mask that is dropped')}"
             )
-        unknown = [("block_indices", None if selected is not None or alone else block_indices), ("sinks", sinks)]
-        given = [argument for argument, x in unknown if x is not None]
-        if given:
+        if sinks is not None:
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} gives its attention {given[0]}= of each query, which is not "
-                "supported: run this model without context parallelism"
+                f"{name}: {type(module).__name__} gives its attention sinks= of each query, which is not supported: "
+                "run this model without context parallelism"
             )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
-        if indices is not None and selected is None:
+        if chosen is not None and selected is None:
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} attends to keys that an unknown indexer has selected among this "
-                "rank's keys: let context_select of cp_styles.mixers select them among all keys, and call "
-                "context_attention"
+                "rank's keys: let context_select of cp_styles.mixers select them among all keys, or give "
+                "selected_keys their numbers among all keys, and call context_attention"
             )
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
             raise ValueError(
@@ -947,7 +945,7 @@ def _make_prompt_mask(
     documents, tree = None, find_tree(binding.mask)
     laid_out = all(flag & _AS_LAID_OUT for flag in flags) and {guess >> 1 for guess in guesses} == {whole}
     if positions_BL is not None and all(guesses) and not laid_out:
-        if tree is not None and tree.length == whole:  # of another length the attention says so
+        if tree is not None and tree.length == whole:  # the attention refuses a tree of another length
             raise ValueError(f"{name}: {_NOT_IN_ROLLOUTS}, each rank its part, as BatchSharder does")
         layout, lengths = binding.layout_for(whole), [row.q_length for row in rows]
         if tuple(lengths) != layout.lengths:

@@ -109,8 +109,11 @@ class ByTile(BoundKernel):
         q, k, _ = specs
         bound = self.bind(phase, specs, causal=causal, scale=scale, biased=True)
         mask = window, q.shape[2], k.shape[2], q.dtype, q.device
-        # Tiles without a bias share arguments of queries, which a tile with a bias may take for itself.
-        run = lambda queries, k, v: bound.run(copy(queries), k, v, bias=_make_band_bias(*mask))  # noqa: E731
+
+        def run(queries: Any, k: torch.Tensor, v: torch.Tensor) -> Any:
+            # Tiles without a bias share arguments of queries, which a tile with a bias may take for itself.
+            return bound.run(copy(queries), k, v, bias=_make_band_bias(*mask))
+
         return Bound(bound.queries, run)
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:

@@ -25,7 +25,7 @@ _SCORES, _KEYS = 2**23, 2**10
 
 @dataclass(frozen=True)
 class MaxMerge(Merge):
-    """The larger one of two maxima. The values have no head dims."""
+    """The maximum of two maxima. The values have no head dims."""
 
     def __call__(self, out_BHLE, lse_BHL, new_out_BHLE, new_lse_BHL, index=None):
         if index is None:

@@ -39,7 +39,7 @@ class Tree(Mask):
         TypeError: lengths or parents are not integers.
         ValueError: there is no node, or not one parent for each; a length is below 1; a parent is not -1 or an earlier
             node; ``left`` is negative.
-        NotImplementedError: in ``&``: the other mask counts chunks, or lets tokens see later ones.
+        NotImplementedError: in ``&``: a mask that counts chunks, or lets tokens see later ones.
 
     Example::
 

@@ -30,10 +30,10 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.compressed import (
+    AtPositions,
     compress,
     select_blocks,
-    select_blocks_by_head,
-    select_pools,
+    select_by_states,
     select_windows,
     take_windows,
 )
@@ -457,7 +457,11 @@ def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
         has_padding = isinstance(given, torch.Tensor) and not bool(given.all())
         if has_padding or calls.binding.mask.parts:
             _refuse_groups(calls)
-    return _run_mixer(calls, "an indexer", lambda cut: select_pools(cut, plain, layer, *tensors), {})
+
+    def run(cache: Any, at_l: torch.Tensor, *part: torch.Tensor) -> torch.Tensor:
+        return plain(AtPositions(layer, at_l), *part, cache)
+
+    return _run_mixer(calls, "an indexer", lambda cut: select_by_states(cut, run, *tensors, heads=layer.n_heads), {})
 
 
 def _run_head_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
@@ -465,9 +469,12 @@ def _run_head_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
     layer, x_BLC, rotary, _, positions_BL = bound.args[:5]
     with calls.binding.telling():
         _refuse_cache_of_groups(calls)
-    return _run_mixer(
-        calls, "an indexer", lambda cut: select_blocks_by_head(cut, plain, layer, x_BLC, rotary, positions_BL), {}
-    )
+
+    def run(cache: Any, at_l: torch.Tensor, x_BlC: torch.Tensor, cos: Any, sin: Any, positions_Bl: Any) -> torch.Tensor:
+        return plain(layer, x_BlC, (cos, sin), cache, positions_Bl)
+
+    tensors, options = (x_BLC, *rotary, positions_BL), {"heads": layer.num_heads, "dim": 2, "block": layer.block_size}
+    return _run_mixer(calls, "an indexer", lambda cut: select_by_states(cut, run, *tensors, **options), {})
 
 
 def _mask_of_selected(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:

@@ -66,6 +66,8 @@ def compress(
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
         windows = window_layout(cut.layout, size)
         keys_BnD = _own_keys(cut, sequence, plain, compressor, x_BLC, *others)
+    # As on one device, where rows that end no window are in no graph: parameters keep None for a gradient.
+    keys_BnD = keys_BnD if windows.length else keys_BnD.detach()
     mask: Mask = EndedWindows(size)
     if indexer is not None and windows.length:
         chosen_BLK = indexer(x_BLC, *others, None, 0)
@@ -140,50 +142,38 @@ def select_blocks(
 
 
 @torch.no_grad()
-def select_pools(
-    sequence: CutSequence, plain: Callable[..., Any], indexer: Any, x_BLC: torch.Tensor, *others: torch.Tensor
+def select_by_states(
+    sequence: CutSequence,
+    run: Callable[..., torch.Tensor],
+    x_BLC: torch.Tensor,
+    *others: torch.Tensor,
+    heads: int,
+    dim: int = 1,
+    block: int = 1,
 ) -> torch.Tensor:
-    """The positions that the indexer of GLM5-next selects, [B, L, K], by its own ``plain``, with the keys of all ranks.
+    """The keys, or blocks of keys, that an indexer selects for this rank's tokens, with its cached states of all ranks.
 
-    :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key and
-    gate for each token, and as :func:`~cp_styles.mixers.selected_keys`.
+    :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small state
+    for each token, and as :func:`~cp_styles.mixers.selected_keys`.
+
+    Args:
+        sequence: the sequence of the call.
+        run: ``run(cache, positions_l, x_BlC, *others)`` is the indexer's own code for l of this rank's tokens.
+        x_BLC: this rank's tokens.
+        others: the remaining tensors [B, L, ...] of this rank's tokens.
+        heads: the number of heads of the indexer, all of which are scored at once.
+        dim: the dim of the tokens, in the states and in what it selects.
+        block: the number of keys in a block.
     """
     with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
         layout, positions = cut.layout, cut.layout.positions(cut.peers.rank, x_BLC.device)
     options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
-    own_BLC = _taken(partial(plain, indexer, x_BLC, *others, _StandIn()))
-    whole = _StatesOfAllRanks(gather(own_BLC, 1, sequence.group, reduce_gradients=False, **options))
-    parts = _ranges(indexer.n_heads * layout.length, x_BLC, *others, positions.expand(len(x_BLC), -1))
-    chosen_BLK = torch.cat([plain(_AtPositions(indexer, at[0]), *part, whole) for *part, at in parts], 1)
-    facts_about(chosen_BLK)[select_by_layer] = selected_keys(chosen_BLK.clone(), sequence.group, **options)
-    return chosen_BLK
-
-
-@torch.no_grad()
-def select_blocks_by_head(
-    sequence: CutSequence,
-    plain: Callable[..., Any],
-    indexer: Any,
-    x_BLC: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor],
-    positions_BL: torch.Tensor,
-) -> torch.Tensor:
-    """The numbers of the blocks that the indexer of MiniMax M3 selects, [B, G, L, K], by its own ``plain``.
-
-    :func:`~cp_styles.mixers.selection.mask_of_layer` gives their mask. Communication: an all-gather of a small key for
-    each token, and as :func:`~cp_styles.mixers.selected_keys`.
-    """
-    with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
-        layout = cut.layout
-    options: dict[str, Any] = {"layout": layout, "checks": sequence.checks}
-    own_B1LD = _taken(partial(plain, indexer, x_BLC, rotary, _StandIn(), positions_BL))
-    cache = _StatesOfAllRanks(gather(own_B1LD, 2, sequence.group, reduce_gradients=False, **options))
-    parts = _ranges(indexer.num_heads * layout.length, x_BLC, *rotary, positions_BL)
-    chosen = [plain(indexer, x, (cos, sin), cache, positions) for x, cos, sin, positions in parts]
-    chosen_BGLK = torch.cat(chosen, 2)
-    mask = selected_keys(chosen_BGLK.clone(), sequence.group, block=indexer.block_size, **options)
-    facts_about(chosen_BGLK)[select_by_layer] = mask
-    return chosen_BGLK
+    own = _taken(partial(run, _StandIn(), positions, x_BLC, *others))
+    cache = _StatesOfAllRanks(gather(own, dim, sequence.group, reduce_gradients=False, **options))
+    parts = _ranges(heads * layout.length, x_BLC, *others, positions.expand(len(x_BLC), -1))
+    chosen = torch.cat([run(cache, at[0], *part) for *part, at in parts], dim)
+    facts_about(chosen)[select_by_layer] = selected_keys(chosen.clone(), sequence.group, block=block, **options)
+    return chosen
 
 
 def _ranges(scores: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -253,7 +243,7 @@ class _StatesOfAllRanks(_StandIn):
         return self.keys
 
 
-class _AtPositions:
+class AtPositions:
     """An indexer of GLM5-next for queries at these positions, which it takes for the last ones of the sequence."""
 
     def __init__(self, indexer: Any, positions_L: torch.Tensor) -> None:

@@ -279,7 +279,7 @@ class _Halo:
         return self._join(own)
 
     def _join(self, results: Sequence[Any]) -> Any:
-        """The results of all calls for one tensor, one after the other."""
+        """The results of all calls for one tensor, in the order of the calls."""
         first = results[0]
         if len(results) == 1 or not isinstance(first, torch.Tensor):
             return first

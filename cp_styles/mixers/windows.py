@@ -34,7 +34,7 @@ def window_layout(layout: SequenceLayout, size: int) -> SequenceLayout:
 
     Example::
 
-        numbers = window_layout(head_tail(1000, 2), 128).positions(rank)  # of this rank's windows
+        numbers = window_layout(head_tail(1000, 2), 128).positions(rank)  # this rank's windows
     """
     if size < 1:
         raise ValueError(f"window_layout: size={size} must be a number of tokens, at least 1")

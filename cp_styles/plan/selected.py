@@ -254,7 +254,7 @@ class Selected(Mask):
         step = max(_SORTED // max(numbers[:, :, :1].numel(), 1), 1)
         for part, result in zip(chosen.split(step, 2), numbers.split(step, 2), strict=True):
             part = part.long()
-            each = torch.cat([of_block[part] + part for of_block in table], 3)  # of none: after all others
+            each = torch.cat([of_block[part] + part for of_block in table], 3)  # a key of no block: after all blocks
             result.copy_(each.sort(3).values)
         return numbers
 

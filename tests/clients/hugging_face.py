@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 
 from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
 from cp_styles.decoding import cache_argument
-from cp_styles.integrations.transformers import register_attention
+from cp_styles.integrations.transformers import prefill, register_attention
 from cp_styles.layout import Balancer, head_tail
 from tests.device import DEVICE, here, run_ranks, there
 from tests.oracle import dense_attention
@@ -281,6 +281,20 @@ def on_ranks(
 
     found = run_ranks(on, ranks)
     return torch.stack([loss for loss, _ in found]).sum(), found[0][1]
+
+
+def prefilled(model: nn.Module, ranks: int = 2) -> None:
+    """A prefill of ``model``, in the layout of :func:`on_ranks`."""
+
+    def on(rank: int) -> None:
+        mine: Any = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        with StayDouble():
+            prefill(mine, tokens_of())
+
+    run_ranks(on, ranks)
 
 
 def expected(

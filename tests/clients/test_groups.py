@@ -28,8 +28,8 @@ from cp_styles import (
     parallelize_module,
     striped,
 )
-from cp_styles.integrations.transformers import prefill
 from cp_styles.layout import Balancer
+from cp_styles.mixers import compressed
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.clients.hugging_face import (
     LENGTH,
@@ -41,6 +41,7 @@ from tests.clients.hugging_face import (
     largest_error,
     on_ranks,
     positions_of,
+    prefilled,
     tiny,
     tokens_of,
 )
@@ -59,6 +60,13 @@ def model_of(model_type: str, **sizes: Any) -> Any:
         lambda config: made("causal", model_type, config), config_of(model_type, **OWN[model_type] | sizes)
     )
     return model
+
+
+def error_of(model: Any, length: int, **options: Any) -> float:
+    tokens = tokens_of(length)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of(length)}, labels_of(tokens)
+    wanted = expected(model, inputs, labels, "eager" if model.config.model_type in EAGER else "dense")
+    return largest_error(on_ranks(model, inputs, labels, **options), wanted)
 
 
 def few_windows(length: int, ranks: int) -> SequenceLayout:
@@ -85,11 +93,19 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
     if checkpointed:
         contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
         model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
-    tokens, positions = tokens_of(length), positions_of(length)
-    inputs, labels = {"input_ids": tokens, "position_ids": positions}, labels_of(tokens)
-    wanted = expected(model, inputs, labels, "eager" if model_type in EAGER else "dense")
-    style = {"layout": layout, "strategy": strategy}
-    assert largest_error(on_ranks(model, inputs, labels, ranks=ranks, balancer=layout, style=style), wanted) < EXACT
+    assert error_of(model, length, ranks=ranks, balancer=layout, style={"layout": layout, "strategy": strategy}) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sequence_without_windows_of_a_layer(ranks: int):
+    """Five tokens with windows of three and six: parameters of the latter have no gradient, as on one device."""
+    assert error_of(model_of("deepseek_v4").train(), 5, ranks=ranks) < EXACT
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_an_indexer_token_by_token(model_type: str, monkeypatch):
+    monkeypatch.setattr(compressed, "_SCORES", 1)
+    assert error_of(model_of(model_type).train(), LENGTH) < EXACT
 
 
 WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -146,22 +162,13 @@ def test_a_mask_of_the_style_is_refused():
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_prefill_is_refused(model_type: str):
-    model = model_of(model_type).eval()
-
-    def on(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
-        with StayDouble():
-            prefill(mine, tokens_of())
-
-    with pytest.raises(RankError, match="generate without context parallelism"):
-        run_ranks(on, 2)
+    words = "generate without context parallelism"
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        prefilled(model_of(model_type).eval())
 
 
 def test_what_windows_send():
-    """Of keys for 6 tokens each no more rows travel than windows; projected rows where a window begins elsewhere."""
+    """Each window of 6 tokens is one row, and projected rows travel where a window begins on another rank."""
     kind = "heavily_compressed_attention"
     model, tokens = model_of("deepseek_v4", num_hidden_layers=1, layer_types=[kind]), tokens_of(36)
     head_dim, batch = model.config.head_dim, len(tokens)

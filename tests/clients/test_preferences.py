@@ -208,7 +208,7 @@ TREE = Tree((9, 4, 3, 5, 6, 4, 2, 3), (-1, 0, 1, 1, 0, -1, 5, 5))
 
 
 def tree_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels without those of the prompts, and advantages of both signs."""
+    """Tokens, labels of the rollouts, and advantages of both signs."""
     tokens = tokens_of(TREE.length)[:1]
     node = torch.arange(8).repeat_interleave(torch.tensor(TREE.lengths))
     labels = tokens.masked_fill((node == 0) | (node == 5), -100)

@@ -35,7 +35,7 @@ from cp_styles import (
 )
 from cp_styles.checks.transformers_models import list_windows
 from cp_styles.comm.checks import Checks
-from cp_styles.integrations.transformers import position_ids_of, prefill
+from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
@@ -58,6 +58,7 @@ from tests.clients.hugging_face import (
     largest_error,
     on_ranks,
     positions_of,
+    prefilled,
     step,
     tiny,
     tokens_of,
@@ -198,18 +199,9 @@ def test_keys_that_are_selected_under_a_mask_of_the_part_are_refused():
 @with_indexers
 def test_a_prefill_with_an_indexer_is_refused():
     model = tiny(causal_lm, config_of("deepseek_v32", **OWN["deepseek_v32"])).eval()
-
-    def on(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
-        with StayDouble():
-            prefill(mine, tokens_of())
-
     words = "an indexer with a cache is not supported"
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        run_ranks(on, 2)
+        prefilled(model)
 
 
 @pytest.mark.parametrize("implementation", [NAME, "sdpa"])

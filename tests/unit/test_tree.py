@@ -23,7 +23,7 @@ from tests.unit.test_plan import check_plans, pairs_of
 
 @st.composite
 def trees(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 1, 2, 3, 7, 40)) -> Tree:
-    """Of up to 8 nodes in any order in which parents come first, of one or more roots."""
+    """Trees of up to 8 nodes, with one or more roots, in any order in which parents come first."""
     lengths = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=8))
     parents = [draw(st.integers(-1, node - 1)) for node in range(len(lengths))]
     return Tree(tuple(lengths), tuple(parents))
@@ -133,7 +133,7 @@ def test_what_siblings_would_see_is_not_computed():
 
 
 def test_the_longest_branch_first_makes_two_levels():
-    """Of 9 turns with another branch at each: a node goes on after its parent, as if it were one node with it."""
+    """Nine turns, each with a second branch: a node goes on after its parent, as if it were one node with it."""
     trunk_first = Tree((8,) * 18, (-1, *range(8), *range(8, -1, -1)))
     leaf_first = Tree((8,) * 18, (-1, 0, *(parent for turn in range(0, 16, 2) for parent in (turn, turn + 2))))
     assert len(trunk_first.bands) == 2

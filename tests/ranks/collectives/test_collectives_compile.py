@@ -99,7 +99,7 @@ def test_several_exchanges_by_inductor():
 
 @pytest.mark.parametrize("chunks", [[[(0, 2), (6, 8)], [(2, 6)]], [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]])
 def test_a_layout_that_no_code_has_read(chunks):
-    """What it caches at the first use would be computed in the graph."""
+    """A table that it caches at its first use would be computed in the graph."""
     whole = randn((sum(stop - start for each in chunks for start, stop in each), 3), 0)
 
     def main(rank):

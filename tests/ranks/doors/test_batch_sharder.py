@@ -219,7 +219,7 @@ def test_what_does_not_go_with_a_tree(entries: dict[str, Any], options: dict[str
 
 def test_other_trees_on_the_ranks():
     def on(rank: int) -> None:
-        tree = Tree((3, 2, 2, 6), (-1, 0, 0, 1 + rank))  # of equal positions
+        tree = Tree((3, 2, 2, 6), (-1, 0, 0, 1 + rank))  # positions are equal
         BatchSharder(cp_mesh(2))({"input_ids": TOKENS, "labels": TOKENS, "tree": tree})
 
     with pytest.raises(RankError, match=r"disagree on the samples \(tree\)"):
@@ -228,7 +228,7 @@ def test_other_trees_on_the_ranks():
 
 @pytest.mark.parametrize("scoped", [False, True])
 def test_a_tree_without_a_scope(scoped: bool):
-    """As documents, whose attention nothing keeps apart."""
+    """Refused, as documents that all attention has joined."""
     model = Documented("no scope").double()
 
     def on(rank: int) -> None:

@@ -176,7 +176,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
             beside += 2 * HEADS * rows * (8 if dtype == torch.float64 else 4)
             # The thread of gloo may hold the sent blocks of an all-to-all for a moment after the wait.
             at_once = [nbytes for way, nbytes in found["sent"] + found["sent back"] if way == "all_to_all"]
-            beside += 2 * max(at_once, default=0)  # and a block of its own, of two ranks at least
+            beside += 2 * max(at_once, default=0)  # and a block of two ranks or more
             for what, mine in (
                 ("kept", sum(run.forward.live_at_end.values())),
                 ("forward", run.forward.peak),
@@ -186,7 +186,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
 
 
 def test_short_branches_of_a_tree():
-    """Tiles of the second band have explicit masks. What is sent, and the pairs of all heads, are as in the plan."""
+    """Tiles of the second band have explicit masks. Messages, and the pairs of all heads, are as in the plan."""
     mask, shape = MASKS["short branches"], {"heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
     made = explain(LENGTH, ranks=3, mask=mask, **shape)
     for rank, run in made.runs.items():

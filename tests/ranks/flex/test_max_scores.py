@@ -88,7 +88,7 @@ def judge(value: MaskValue, layout: SequenceLayout, q: torch.Tensor, k: torch.Te
 
 
 def bound(q: torch.Tensor, k: torch.Tensor) -> float:
-    """Of the error of products that are summed in float32: roundings of terms, scale and bias."""
+    """The largest error of products that are summed in float32: roundings of terms, scale and bias."""
     if q.dtype == torch.float64:
         return EXACT
     terms = q.double().abs() @ k.double().abs().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
@@ -129,7 +129,7 @@ def test_random_masks(seed: int):
     "name", ["full", "causal", "window both sides", "windowed documents", "float BHLM", "float L1"]
 )
 def test_blocks_of_few_scores(name: str, monkeypatch):
-    """Of queries and of keys, as long tiles are computed."""
+    """Long tiles are computed in blocks of queries and of keys."""
     monkeypatch.setattr(max_scores, "_SCORES", BATCH * HEADS * 3 * 4)
     monkeypatch.setattr(max_scores, "_KEYS", 4)
     q, k = inputs()

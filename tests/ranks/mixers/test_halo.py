@@ -230,7 +230,7 @@ def test_one_token_less_is_another_result(kind):
 
 
 def test_the_backward_is_the_adjoint():
-    """Of a convolution without bias: <y, A x> = <A* y, x>."""
+    """A convolution without bias is linear: <y, A x> = <A* y, x>."""
     module, (x,) = drawn(TwoSided, 11)
     nn.init.zeros_(module.bias)
     y = randn(7, *x.shape)

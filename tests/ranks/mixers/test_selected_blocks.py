@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cp_styles import (
     AllGather,
@@ -41,6 +39,7 @@ from tests.covering import sampled
 from tests.gpu_tensors import gpus, put, read
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import cp_mesh
+from tests.ranks.mixers.test_selection import LargestResult
 
 EXACT = 1e-12  # float64 sums in another order give 1e-15; one key too many or too few gives 1e-2 and more
 WAYS = {"gathers": (0.0, 0.0), "hides": (1e9, 0.0)}  # costs of a gathered pair
@@ -316,28 +315,15 @@ def test_only_rows_that_some_head_has_selected_travel():
 
     row = BATCH * 2 * 2 * DIM * 8  # with both key heads
     flags, keys = zip(*run_ranks(main, 4), strict=True)
-    assert list(flags) == [12] * 4  # a byte for each key of the others
-    assert list(keys) == [6 * row, 0, 6 * row, 0]  # the keys 0 and 1, and the keys 10 and 11, to all others
-
-
-class _Largest(TorchDispatchMode):
-    """The largest number of elements of a result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor))])
-        return found
+    assert list(flags) == [12] * 4  # a byte for each key of another rank
+    assert list(keys) == [6 * row, 0, 6 * row, 0]  # the keys 0 and 1, and the keys 10 and 11, to three ranks
 
 
 def test_no_mask_of_heads_and_no_list_of_keys(monkeypatch):
     """Neither rows times keys, nor rows times keys of blocks; the mode sees what the kernel gathers."""
     monkeypatch.setattr(plan_file, "_COSTS", {"cpu": WAYS["gathers"]})
     monkeypatch.setattr(kernel_file, "_GATHERED", {"cpu": 2**16})
-    length, block, count, largest = 3000, 100, 4, _Largest()
+    length, block, count, largest = 3000, 100, 4, LargestResult()
     leaves = [randn(at, 1, 2, length, 4).requires_grad_() for at in range(3)]
     numbers = torch.randint(0, 30, (1, 2, length, count), generator=torch.Generator().manual_seed(0))
     for name in ("forward", "backward"):
@@ -377,7 +363,7 @@ def test_the_host_waits_for_the_device_once(block: int, monkeypatch):
     with gpus(waits=["cp_styles.mixers.selection._read_on_host"]) as gpu:
         out = layout.unshard(run_ranks(main, 2), 2)
     assert error(out, wanted[0]) < EXACT
-    assert gpu.waits == 2  # of two ranks
+    assert gpu.waits == 2  # one on each rank
 
 
 # -- errors --

@@ -212,7 +212,7 @@ def test_the_keys_of_the_indexer_travel_once():
     assert run_ranks(main, 3) == [[keys, 16, keys]] * 3
 
 
-class _Largest(TorchDispatchMode):
+class LargestResult(TorchDispatchMode):
     """The largest number of elements of a result."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def test_the_mask_is_never_whole(monkeypatch):
 
     def main(rank: int) -> int:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        with _Largest() as largest:
+        with LargestResult() as largest:
             selected = context_select(*leaves[3:], mesh, top_k=4, mask=Causal())
             out = context_attention(*leaves[:3], mesh, mask=Causal() & selected.mask)
             (out.sum() + selected.scores_BLK[selected.positions_BLK >= 0].sum()).backward()

@@ -114,7 +114,7 @@ def test_errors_reach_every_rank(options, error, message: str, wrong):
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all(isinstance(each, error) for each in errors), errors
-    differs = "" if len(wrong) == 2 else "|disagree on"  # a good argument of one rank may only differ from the others
+    differs = "" if len(wrong) == 2 else "|disagree on"  # a rank with a good argument says that it differs
     assert all(re.search(message + differs, str(errors[rank])) for rank in wrong), errors
 
 
