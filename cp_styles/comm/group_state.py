@@ -37,6 +37,7 @@ class Operations:
             forward.
         collectives: the number of operations of :mod:`cp_styles.collectives`.
         backward_of: the number of the forward whose backward runs; 0 in a forward.
+        unmet: a backward runs on which the ranks do not agree, so they may run others. Tags of messages show it.
         broken: the error by which this rank has left an operation; empty if there was none.
     """
 
@@ -47,6 +48,7 @@ class Operations:
     forwards: int = 0
     collectives: int = 0
     backward_of: int = 0
+    unmet: bool = False
     broken: str = ""
 
     def name_of(self, user: str) -> str:

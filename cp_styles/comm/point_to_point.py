@@ -95,6 +95,7 @@ class Operation:
         operations = self._state.operations
         self._outer = operations.agreed
         operations.backward_of, operations.agreed = self.backward_of, not self.meets
+        operations.unmet = bool(self.backward_of) and not self.meets
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         operations = self._state.operations
@@ -269,12 +270,15 @@ MOST_OVER_GLOO = 2**18  # bytes of the largest block of an all-to-all
 def has_all_to_all(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> bool:
     """Whether one call moves the blocks of all ranks: over NCCL, and over gloo if the largest has few ``nbytes``.
 
-    ``nbytes`` must be equal on all ranks. A dry run says by ``runs_on`` which device it predicts.
+    ``nbytes`` must be equal on all ranks. A dry run says by ``runs_on`` which device it predicts. Gloo's all-to-all has
+    no tag: it would mix two backwards that ranks without agreement run in another order.
     """
     predicted = getattr(group, "runs_on", None)
     if makes_batches(group, device) if predicted is None else predicted.type == "cuda":
         return 2 * group.size() <= MOST_OPERATIONS
-    over_gloo = predicted or (device.type == "cpu" and cpu_backend_of(group, "gloo"))
+    over_gloo = predicted or (
+        device.type == "cpu" and cpu_backend_of(group, "gloo") and not state_of(group).operations.unmet
+    )
     return bool(over_gloo) and nbytes <= MOST_OVER_GLOO
 
 

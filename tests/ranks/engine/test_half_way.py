@@ -505,13 +505,15 @@ def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
         assert "rank 0 is in a backward (call 2 over these ranks), rank 1 is in a backward (call 1 over" in str(error)
 
 
-def test_without_agreement_backwards_may_not_run_in_another_order():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_agreement_backwards_may_not_run_in_another_order(strategy: Strategy):
     """Gloo tells the messages of two backwards apart, so the ranks wait for each other, and no gradient is wrong."""
     layout, ranks = head_tail(LENGTH, 2), 2
     problem = Problem(length=LENGTH)
 
     def on(rank: int) -> None:
-        attend = door("function", cp_mesh(ranks), layout=layout, checks=Checks(agreement=False))
+        options = {"layout": layout, "strategy": strategy, "checks": Checks(agreement=False)}
+        attend = door("function", cp_mesh(ranks), **options)
         for step in range(2):
             calls = []
             for _ in range(3):
