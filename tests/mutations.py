@@ -329,6 +329,42 @@ OTHERS = mistakes(r"""
 engine: backwards of all forwards are alike | ranks/engine/test_half_way.py -k another_order
     begin_backward | pack_call_number(forward, 0)
     becomes | 0
+rows of queries: of another position | ranks/flex/test_query_rows.py -k exact
+    _rows_by_position | torch.arange(len(own)
+    becomes | 1 - torch.arange(len(own)
+rows of queries: another rank's are this rank's first | ranks/flex/test_query_rows.py -k is_nan
+    QueryRows.__getitem__ | torch.where(at >= 0, found, float("nan"))
+    becomes | found
+rows of queries: the tensor itself is marked too | ranks/flex/test_query_rows.py -k beside_its_rows
+    QueryRows.__init__ | x.view_as(x)
+    becomes | x
+rows of queries: ranks compare them | ranks/flex/test_query_rows.py -k exact
+    FlexKernel.content | if _for_queries(tensor) is None
+    becomes nothing
+rows of queries: queries may change ranks | ranks/flex/test_query_rows.py -k other_queries
+    _make_setup | if kernel.only_for not in (None, (layouts[0], attention.rank)):
+    becomes | if False:
+rows of queries: largest scores of other ranks | ranks/flex/test_query_rows.py -k maxima_of_other_queries
+    MaxScores.only_for | self.scores.only_for
+    becomes | None
+rows of queries: of the first row of the batch | clients/test_query_biases.py -k padding
+    _of_row | b + row
+    becomes | b
+rows of queries: sinks of the first query | clients/test_query_biases.py -k exact
+    _sink_logit | sink_H.to(dtype) if sink_H.ndim > 1 else
+    becomes | sink_H.to(dtype)[..., :1] if sink_H.ndim > 1 else
+rows of queries: Inkling scales queries by their rows on the rank | clients/test_query_biases.py -k exact
+    QueryPositions.get_query_offset | self._positions_L - torch
+    becomes | 0 * self._positions_L - 0 * torch
+rows of queries: one token too few before a part | clients/test_query_biases.py -k exact
+    _run_with_rows_before | layer.conv_kernel_size - 1
+    becomes | layer.conv_kernel_size - 2
+rows of queries: a convolution sees padding | clients/test_query_biases.py -k padding
+    _run_with_rows_before | None if kept is x_BLC else kept
+    becomes | None
+rows of queries: a bias behind the window | clients/test_query_biases.py -k exact
+    _add_biases_of_queries | (distance < reach)
+    becomes | (distance <= reach)
 maxima: of the latest tile | ranks/flex/test_max_scores.py -k all_keys
     MaxMerge.__call__ | torch.maximum(lse_BHL, new_lse_BHL, out=lse_BHL)
     becomes | lse_BHL.copy_(new_lse_BHL)
@@ -831,6 +867,9 @@ messages: each has a batch of its own | unit/test_account.py -k ring
     becomes | for batch in [[one] for many in batches for one in many]:
 messages: heads move one by one | unit/test_account.py -k Ulysses
     has_all_to_all | 2 * group.size() <= MOST_OPERATIONS
+    becomes | False
+messages: backwards without agreement by all-to-all | ranks/engine/test_half_way.py -k without_agreement
+    Operation.__enter__ | bool(self.backward_of) and not self.meets
     becomes | False
 messages: a backend without batches gets an all-to-all | ranks/engine/test_gpu_rules.py -k all_to_all
     has_all_to_all | device.type == "cpu" and cpu_backend_of(group, "gloo")

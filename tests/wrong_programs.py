@@ -47,6 +47,7 @@ from cp_styles import (
     Tree,
     Ulysses,
     context_attention,
+    context_flex_attention,
     context_max_scores,
     contiguous,
     flex_attention,
@@ -73,6 +74,7 @@ from cp_styles.mixers import (
     context_roll,
     context_select,
     context_windows,
+    query_rows,
     selected_keys,
     window_layout,
 )
@@ -557,6 +559,19 @@ def clipped(m, x, *, over_ranks: bool = True):
     return x / largest.to(x.dtype)
 
 
+def biased(m, x, *, of_rank: bool = False):
+    """Adds a bias to the score of a query and its key; ``of_rank`` scales it by the row of the query on this rank."""
+    q, rank = m.linear(x).unsqueeze(1), m.view.mesh.get_local_rank()
+    at = torch.arange(x.shape[1]) if of_rank else m.view.layout.positions(rank, "cpu")
+    rows = query_rows(q[..., :4] * (at[:, None] + 1), 2, m.view.mesh, layout=m.view.layout)
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + rows[b, h, q_idx, (q_idx - kv_idx).clamp(0, 3)]
+
+    options = {"score_mod": bias, "mask": Causal(), "layout": m.view.layout}
+    return context_flex_attention(q, q, q, m.view.mesh, **options).squeeze(1)
+
+
 AROUND = (
     *kind(
         "around gather",
@@ -580,6 +595,8 @@ AROUND = (
         right("selected keys", indexed),
         right("the largest score of all queries", clipped),
         wrong("the largest score of this rank's queries", partial(clipped, over_ranks=False)),
+        right("a bias of each query", biased),
+        wrong("a bias of each query by its row on the rank", partial(biased, of_rank=True)),
         wrong("keys that each rank selects among its own", indexed_alone),
         right("blocks of tokens", in_blocks),
         wrong("blocks of a part", in_blocks_of_a_part),

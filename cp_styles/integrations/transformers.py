@@ -46,8 +46,9 @@ from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, Slidi
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mask.tree import find_tree
-from cp_styles.mixers.by_name import CACHE_OF_GROUPS, TOKENS_OF_GROUPS, path_of_groups
+from cp_styles.mixers.by_name import CANNOT_CONTINUE, TOKENS_OF_GROUPS, biases_of_queries, path_without_cache
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
+from cp_styles.mixers.query_rows import QueryRows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles.module import calls_in
@@ -152,9 +153,16 @@ def _attend(
     """
     calls = _require_active_calls("attention")
     binding = calls.begin_call()
-    name = binding.name
+    name, past = binding.name, past_of(calls.inputs)[0]
+    # One rank has all tokens: the model's own biases, keys and values.
+    alone = binding.group.size() == 1 and (past is None or not past.prefilled)
+    of_queries = None if position_bias is None else biases_of_queries(calls, module, position_bias)
     with binding.telling():
-        biases_DH = None if position_bias is None else _distance_biases(module, position_bias, attention_mask)
+        biases_DH, own = None, None
+        if position_bias is not None:
+            biases_DH = _distance_biases(module, position_bias, attention_mask)
+            is_own = alone and of_queries is None and (biases_DH is None or len(position_bias) == 1)
+            own = position_bias if is_own else None
         mask: Mask = Full()
         dense: torch.Tensor | None = None
         if isinstance(attention_mask, _WholeMask):
@@ -175,18 +183,16 @@ def _attend(
         latents, problem = take_latents(module, query, key, value)
         sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
         score_mod = None if softcap is None else _cap_logits(softcap)
-        past, _ = past_of(calls.inputs)
-        # One rank has all tokens: the model's own biases, keys and values.
-        alone = binding.group.size() == 1 and (past is None or not past.prefilled)
-        own = position_bias if alone and position_bias is not None and position_bias.shape[0] == 1 else None
         if own is not None and (biases_DH is not None or bool((own != 0).any())):
             score_mod = _add_own_biases(own)
         elif biases_DH is not None:
             score_mod = _add_biases(biases_DH)
+        elif of_queries is not None:
+            score_mod = _add_biases_of_queries(of_queries)
         if block_indices is not None and selected is None and alone:
             dense, chosen = _own_block_mask(module, block_indices, query), None
         refuse_dropout(name, dropout)
-        if position_bias is not None and biases_DH is own is None and bool((position_bias != 0).any()):
+        if position_bias is not None and biases_DH is own is of_queries is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} adds a position_bias to its logits that was computed from this "
                 "rank's lengths, as if its tokens were the first of the sequence. Only learned biases by distance, "
@@ -209,10 +215,13 @@ def _attend(
                 f"{see('A mask that is dropped')}"
             )
         if sinks is not None:
-            raise NotImplementedError(
-                f"{name}: {type(module).__name__} gives its attention sinks= of each query, which is not supported: "
-                "run this model without context parallelism"
-            )
+            if score_mod is None or sinks.ndim != 4:
+                raise NotImplementedError(
+                    f"{name}: {type(module).__name__} gives its attention sinks= of each query, which is supported "
+                    "with a position_bias of each query alone, as in Inkling 2: run this model without context "
+                    "parallelism"
+                )
+            sink_H = sinks.squeeze(-1)
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
         if chosen is not None and selected is None:
@@ -338,8 +347,21 @@ def _add_biases(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def _add_own_biases(position_bias: torch.Tensor) -> Callable[..., torch.Tensor]:
+    rows = len(position_bias)
+
     def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
-        return score + position_bias[0, h, q_idx, kv_idx]
+        return score + position_bias[b if rows > 1 else 0, h, q_idx, kv_idx]
+
+    return add
+
+
+def _add_biases_of_queries(biases: QueryRows) -> Callable[..., torch.Tensor]:
+    reach = biases.rows.shape[3]
+
+    def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        distance = q_idx - kv_idx
+        near = (distance >= 0) & (distance < reach)
+        return score + torch.where(near, biases[b, h, q_idx, distance.clamp(0, reach - 1)], 0.0)
 
     return add
 
@@ -614,8 +636,8 @@ def _agree_on_prompt(
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
             kind, other = ("a decoder alone", "prefill") if encodes else ("an encoder and a decoder", "encode")
             raise ValueError(f"{binding.name}: {type(model).__name__} has {kind}: call {other} instead")
-        if (path := path_of_groups(model)) is not None:
-            raise NotImplementedError(CACHE_OF_GROUPS.format(f"{binding.name}: {path}"))
+        if (path := path_without_cache(model)) is not None:
+            raise NotImplementedError(CANNOT_CONTINUE.format(f"{binding.name}: {path}"))
         if model.training:
             raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:

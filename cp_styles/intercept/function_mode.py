@@ -311,14 +311,17 @@ class AttentionCalls(TorchFunctionMode):
             return attend(binding, tensors, **options)[0]
         binding = binding.with_mask(mask if attn_mask is None else mask & Dense(attn_mask))
         call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
-        calls = [(binding, tensors)]
+        calls = [(binding, tensors, call)]
         if binding.mask.rows != (binding.mask,):
             with binding.telling():
                 if len(binding.mask.rows) != len(tensors[0]):
                     raise ValueError(f"{binding.name}: give PerRow one mask for each of {len(tensors[0])} rows")
-            of_rows = zip(binding.mask.rows, *(x.split(1) for x in tensors), strict=True)
-            calls = [(replace(binding, mask=mask), (q, k, v)) for mask, q, k, v in of_rows]
-        results = [flex_attend(*each, call) for each in calls]
+            of_rows = enumerate(zip(binding.mask.rows, *(x.split(1) for x in tensors), strict=True))
+            calls = [
+                (replace(binding, mask=mask), (q, k, v), replace(call, score_mod=_of_row(row, score_mod)))
+                for row, (mask, q, k, v) in of_rows
+            ]
+        results = [flex_attend(*each) for each in calls]
         out = torch.cat([row_out for row_out, _ in results])
         if sink_H is not None:
             out = apply_sink(out, torch.cat([aux.lse for _, aux in results if aux.lse is not None]), sink_H)
@@ -502,6 +505,11 @@ _ASSERTION_FAILED = (
     ": an assertion in the model's code fails on this rank's part of the inputs, before any attention that is context "
     "parallel. A model whose attention is written in plain operations (XLM, FlauBERT) cannot be"
 )
+
+
+def _of_row(row: int, score_mod: ScoreMod) -> ScoreMod:
+    """``score_mod`` for a call with one row of the batch."""
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, b + row, h, q_idx, kv_idx)
 
 
 def _may_be_positions(x: torch.Tensor, *options: Any) -> bool:

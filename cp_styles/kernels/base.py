@@ -82,6 +82,11 @@ class Kernel(ABC):
         """A hash of the contents that the repr does not show, equal in all processes. Ranks compare it."""
         return 0
 
+    @property
+    def only_for(self) -> Any:
+        """(layout, rank) of the queries of which alone this kernel has the rows of its tensors. None: of all."""
+        return None
+
     @abstractmethod
     def forward(
         self,
@@ -263,8 +268,8 @@ class OtherBackward(Kernel):
     positional, small_tiles, windows, streams_keys = (  # pyright: ignore[reportAssignmentType]
         property(attrgetter(f"inner.{name}")) for name in ("positional", "small_tiles", "windows", "streams_keys")
     )
-    dense_rows, merge, content = (  # pyright: ignore[reportAssignmentType]
-        property(attrgetter(f"inner.{name}")) for name in ("dense_rows", "merge", "content")
+    dense_rows, merge, content, only_for = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"inner.{name}")) for name in ("dense_rows", "merge", "content", "only_for")
     )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from cp_styles._compat import with_derivatives, without_function_modes
+from cp_styles.bounded_cache import facts_about
 from cp_styles.checksum import digest, fingerprint, version_of
 from cp_styles.introspect import ReplacementMode, describe_code
 from cp_styles.kernels.autocast import without_autocast
@@ -45,7 +46,12 @@ class FlexKernel(Kernel):
 
     @property
     def content(self):
-        return fingerprint([describe_code(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
+        digests = (digest(tensor) for tensor, _ in self.read if _for_queries(tensor) is None)
+        return fingerprint([describe_code(self.score_mod), *digests])
+
+    @property
+    def only_for(self):
+        return next(filter(None, (_for_queries(tensor) for tensor, _ in self.read)), None)
 
     def with_learned(self, learned, *, backward):
         if not backward:
@@ -102,6 +108,15 @@ class FlexKernel(Kernel):
 
     def tile_dtype(self, dtype):
         return accumulation_dtype(dtype)
+
+
+def note_rows_of_queries(tensor: torch.Tensor, only_for: Hashable) -> None:
+    """Note that ``tensor`` is of the queries of one rank: see ``Kernel.only_for``. Ranks do not compare it."""
+    facts_about(tensor)[note_rows_of_queries] = only_for
+
+
+def _for_queries(tensor: torch.Tensor) -> Any:
+    return facts_about(tensor).get(note_rows_of_queries)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ class MaxScores(Kernel):
     def content(self):
         return 0 if self.scores is None else self.scores.content
 
+    @property
+    def only_for(self):
+        return None if self.scores is None else self.scores.only_for
+
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None, **where):
         options = {"causal": causal, "bias": bias, "scale": scale}
         if pack is not None:

@@ -297,7 +297,8 @@ def apply_sink(
 ) -> torch.Tensor:
     """``out`` with one more key for each head, with the logit ``sink_H`` for every query and the value 0.
 
-    ``level_BHL`` was subtracted from all other logits. Differentiable.
+    ``sink_H`` may have a logit for each query, [B, H, L]. ``level_BHL`` was subtracted from all other logits.
+    Differentiable.
     """
     # The other keys keep exp(lse) / (exp(lse) + exp(sink)) of the probability.
     kept_BHL = torch.sigmoid(lse_BHL - _sink_logit(sink_H, lse_BHL.dtype, level_BHL))
@@ -306,8 +307,8 @@ def apply_sink(
 
 def _sink_logit(sink_H: torch.Tensor, dtype: torch.dtype, level_BHL: torch.Tensor | None) -> torch.Tensor:
     """The logit of a sink minus the level of each row, in ``dtype``, broadcastable to [B, H, L]."""
-    sink_H1 = sink_H.to(dtype)[:, None]
-    return sink_H1 if level_BHL is None else (sink_H1 - level_BHL).to(dtype)
+    sink = sink_H.to(dtype) if sink_H.ndim > 1 else sink_H.to(dtype)[:, None]
+    return sink if level_BHL is None else (sink - level_BHL).to(dtype)
 
 
 def sink_gradient(

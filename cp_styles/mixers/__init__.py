@@ -14,11 +14,13 @@ derived from (layout, documents), for any layout:
     context_windows          blocks of tokens, each on the rank that has its last token
     context_select           the small keys of an indexer, and the selected keys: sparse attention of DeepSeek-V3.2
     selected_keys            which keys, or blocks of keys, an indexer has selected for each group of heads: NSA, MoBA
+    query_rows               a bias that each query computes, for the score_mod of a FlexAttention
 """
 
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import context_causal_conv1d
 from cp_styles.mixers.halo import context_halo
+from cp_styles.mixers.query_rows import QueryRows, query_rows
 from cp_styles.mixers.randomness import (
     DropoutByPosition,
     context_dropout,
@@ -35,6 +37,7 @@ from cp_styles.mixers.windows import context_windows, window_layout
 __all__ = [
     "Channels",
     "DropoutByPosition",
+    "QueryRows",
     "Recurrence",
     "SelectedKeys",
     "context_causal_conv1d",
@@ -47,6 +50,7 @@ __all__ = [
     "context_select",
     "context_windows",
     "derive_seed",
+    "query_rows",
     "replace_dropout",
     "selected_keys",
     "selected_weights",

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import BoundArguments
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +31,7 @@ from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.compressed import (
     AtPositions,
+    QueryPositions,
     compress,
     select_blocks,
     select_by_states,
@@ -46,6 +47,8 @@ from cp_styles.mixers.fragments import (
     mark_mixing,
     refuse_arguments,
 )
+from cp_styles.mixers.halo import Halo
+from cp_styles.mixers.query_rows import QueryRows, rows_of_queries
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.mixers.selection import mask_of_layer, select_by_layer
 from cp_styles.subclassing import UnpicklableMixin, insert_mixin
@@ -416,7 +419,7 @@ def _run_grouped_attention(calls: AttentionCalls, plain: Any, bound: BoundArgume
                 f"{binding.name}: {calls.forward_state.path} has a mask of this rank's part: choose "
                 "attn_implementation=register_attention() of cp_styles.integrations.transformers"
             )
-        _refuse_cache_of_groups(calls)
+        _refuse_cache(calls)
         known = {Causal} if selects else {Causal, SlidingWindow}
         own_parts = {type(part) for part in binding.mask.parts}
         if whole.padding is not None or not known.issuperset((*map(type, mask.parts), *own_parts)):
@@ -452,7 +455,7 @@ def _run_pool_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
     """Glm5NextTextIndexer of transformers: pools of tokens with learned weights."""
     layer, *tensors = bound.args[:4]
     with calls.binding.telling():
-        _refuse_cache_of_groups(calls)
+        _refuse_cache(calls)
         given = calls.inputs.get("attention_mask")
         has_padding = isinstance(given, torch.Tensor) and not bool(given.all())
         if has_padding or calls.binding.mask.parts:
@@ -468,7 +471,7 @@ def _run_head_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
     """MiniMaxM3VLIndexer of transformers: blocks of keys for each key head."""
     layer, x_BLC, rotary, _, positions_BL = bound.args[:5]
     with calls.binding.telling():
-        _refuse_cache_of_groups(calls)
+        _refuse_cache(calls)
 
     def run(cache: Any, at_l: torch.Tensor, x_BlC: torch.Tensor, cos: Any, sin: Any, positions_Bl: Any) -> torch.Tensor:
         return plain(layer, x_BlC, (cos, sin), cache, positions_Bl)
@@ -495,6 +498,70 @@ def _mask_of_blocks(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     return plain(*bound.args, **bound.kwargs)
 
 
+def _run_at_positions(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """InklingAttention of transformers, which scales queries by their positions and learns these from its cache."""
+    x_BLC = bound.arguments["hidden_states"]
+
+    def positions(sequence: CutSequence) -> torch.Tensor:
+        with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
+            return cut.layout.positions(cut.peers.rank, x_BLC.device)
+
+    bound.arguments["cache"] = QueryPositions(_run_mixer(calls, "an attention with positions", positions, {}))
+    return plain(*bound.args, **bound.kwargs)
+
+
+def _run_distances(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    """Biases of each query for each distance [B, H, L, R], in place of those for this rank's keys."""
+    layer, x_BLC = bound.args[:2]
+    with calls.binding.telling():
+        _refuse_cache(calls)
+    distances = torch.arange(layer.rel_extent, device=x_BLC.device)
+    if "key_positions" in bound.arguments:
+        bound.arguments["query_positions"] = distances.new_zeros(x_BLC.shape[1])
+        bound.arguments["key_positions"] = -distances
+    else:
+        bound.arguments["relative_distance"] = distances.expand(x_BLC.shape[1], -1)
+    return plain(*bound.args, **bound.kwargs)
+
+
+def biases_of_queries(calls: AttentionCalls, module: nn.Module, bias: torch.Tensor) -> QueryRows | None:
+    """The ``bias`` that :func:`_run_distances` has computed for an attention; None if it was computed in another way.
+
+    Communication: one all-gather of some integers.
+    """
+    methods = [getattr(type(child).forward, "__qualname__", "") for child in module.children()]
+    replacements = [_WITHOUT_KERNEL.get(method, (None,))[0] for method in methods]
+    if _run_distances not in replacements or _runs_own_code(calls):
+        return None
+    return _run_mixer(calls, "a position_bias", lambda cut: rows_of_queries(cut, bias, 2), {})
+
+
+def _run_with_rows_before(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
+    """Inkling2DynamicShortConvolution of transformers, whose weights differ from token to token."""
+    layer, binding = bound.args[0], calls.binding
+    name = f"{binding.name}: a convolution of {calls.forward_state.path or 'the module itself'}"
+    reach, names, x_BLC = layer.conv_kernel_size - 1, [*bound.arguments][1:], bound.args[1]
+    kept = _mask_padding(calls, lambda _, mask_BL: mask_BL, x_BLC, None)
+    bound.arguments["conv_mask"] = None if kept is x_BLC else kept
+    halo = Halo(name, binding.group, (reach, 0), 1, (), binding.layout, None, binding.checks)
+    return halo.run(partial(plain, layer), names, bound.args[1:], bound.kwargs)
+
+
+def _run_over_depth(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    """The attention of each token to its states of earlier layers, in Inkling 2: it mixes no tokens."""
+    return plain(_Eager(bound.args[0]), *bound.args[1:], **bound.kwargs)
+
+
+class _Eager:
+    """A layer of transformers that attends by the function in its own file, in plain operations."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self.config = layer, SimpleNamespace(_attn_implementation="eager")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 def _refuse_own_function(calls: AttentionCalls) -> NoReturn:
     with calls.binding.telling():
         raise NotImplementedError(
@@ -503,22 +570,22 @@ def _refuse_own_function(calls: AttentionCalls) -> NoReturn:
         )
 
 
-CACHE_OF_GROUPS = (
-    "{} has a cache of groups of tokens, which is not supported: generate without context parallelism, with a copy of "
-    f"the model that has no style{see('Layers with keys for groups of tokens')}"
+CANNOT_CONTINUE = (
+    "{} has a cache whose parts on the ranks are not known: generate without context parallelism, with a copy of the "
+    f"model that has no style{see('Layers without a cache over the ranks')}"
 )
 
 
-def _refuse_cache_of_groups(calls: AttentionCalls) -> None:
+def _refuse_cache(calls: AttentionCalls) -> None:
     if find_cache(calls.inputs) is not None:
-        raise NotImplementedError(CACHE_OF_GROUPS.format(f"{calls.binding.name}: {calls.forward_state.path}"))
+        raise NotImplementedError(CANNOT_CONTINUE.format(f"{calls.binding.name}: {calls.forward_state.path}"))
 
 
-def path_of_groups(model: nn.Module) -> str | None:
-    """The path of the first layer with keys for groups of tokens; None without such layers."""
+def path_without_cache(model: nn.Module) -> str | None:
+    """The path of the first layer that cannot continue a prompt; None without such layers."""
     for path, module in model.named_modules():
         method = getattr(getattr(type(module), "forward", None), "__qualname__", "")  # TorchScript has none
-        if _WITHOUT_KERNEL.get(method, (None,))[0] in _OF_GROUPS:
+        if _WITHOUT_KERNEL.get(method, (None,))[0] in _WITHOUT_CACHE:
             return path
     return None
 
@@ -556,9 +623,12 @@ def _refuse_unknown(calls: AttentionCalls, plain: Any, bound: BoundArguments) ->
     )
 
 
-_OF_GROUPS = _run_compressor, _run_block_indexer, _run_pool_indexer, _run_head_indexer
+_WITHOUT_CACHE = _run_compressor, _run_block_indexer, _run_pool_indexer, _run_head_indexer, _run_distances
 # They run the layer's own code on one rank themselves, or parts of it.
-_DECIDE_THEMSELVES = _run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected, _mask_of_blocks
+_DECIDE_THEMSELVES = (
+    *(_run_with_handlers, _run_indexer, _run_grouped_attention, _mask_of_selected, _mask_of_blocks),
+    _run_over_depth,
+)
 # By the name of the method, with hashes of its code in transformers 5.23 and 5.24.
 _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "MiniMaxLightningAttention.forward": (_run_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
@@ -580,6 +650,18 @@ _WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
     "DeepseekV4Indexer.forward": (_run_window_indexer, "428c5223ef907ac9"),
     "Glm5NextTextIndexer.forward": (_run_pool_indexer, "66575baacb826ee2"),
     "Glm5NextTextAttention.build_attention_mask_from_topk": (_mask_of_selected, "ec33b58c76890c6d"),
+    "InklingAttention.forward": (_run_at_positions, "f6ccf3041597db63"),
+    "InklingRelativeLogits.forward": (_run_distances, "252e09d1807c2d05"),
+    **{
+        f"{name}.forward": (how, code)
+        for version in ("Inkling2", "Inkling2Loop")
+        for name, how, code in (
+            (f"{version}RelativePositionBias", _run_distances, "55b2f2f777126056"),
+            (f"{version}DynamicShortConvolution", _run_with_rows_before, "55d4c0545c4995ac"),
+            (f"{version}BlockAttentionResidual", _run_over_depth, "71ff309947e33f69"),
+        )
+    },
+    "Inkling2LoopMessageAttentionResidual.forward": (_run_over_depth, "14773c51f8cd6170"),
     "MiniMaxM3VLIndexer.build_block_mask": (_mask_of_blocks, "e8ea72594f572815"),
     "MiniMaxM3VLIndexer.forward": (_run_head_indexer, "83606351ef7f4edc"),
     "Qwen4ExpTextAttention.forward": (_run_grouped_attention, "444d6c7e850d338a"),

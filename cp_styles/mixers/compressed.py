@@ -257,6 +257,23 @@ class AtPositions:
         return (keys <= self._positions_L[:, None]) & valid_keys[:, None]
 
 
+class QueryPositions:
+    """Gives an attention of Inkling the positions of this rank's queries, in place of a cache. It keeps nothing."""
+
+    def __init__(self, positions_L: torch.Tensor) -> None:
+        self._positions_L = positions_L
+
+    def get_query_offset(self, layer: int) -> torch.Tensor:
+        """What the layer adds to the number of a row."""
+        return self._positions_L - torch.arange(len(self._positions_L), device=self._positions_L.device)
+
+    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
+        return 1, 0  # of the keys, whose positions nobody reads
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
 class _RowsOfWindows(_StandIn):
     """Gives a compressor the rows of the windows of this rank, which must end its forward by their keys."""
 

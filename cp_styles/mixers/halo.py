@@ -125,9 +125,9 @@ def context_halo(
     known = inspect.signature(module.forward).parameters
     if any(each not in known for each in whole) and all(each.kind.name != "VAR_KEYWORD" for each in known.values()):
         raise ValueError(f"{name}: whole={list(whole)} must be names of arguments of its forward, {list(known)}")
-    halos: dict[int, _Halo] = vars(module).setdefault(_HALOS, OrderedDict())
+    halos: dict[int, Halo] = vars(module).setdefault(_HALOS, OrderedDict())
     handle = RemovableHandle(halos)
-    halos[handle.id] = _Halo(name, mesh, ends, seq_dim, whole, layout, documents, checks)
+    halos[handle.id] = Halo(name, mesh, ends, seq_dim, whole, layout, documents, checks)
     if not isinstance(module, _RunsWithHalo):  # the class stays when a handle is removed
         insert_mixin(module, _RunsWithHalo, _forward_with_halo)
     return handle
@@ -135,7 +135,7 @@ def context_halo(
 
 def reach_of(module: nn.Module) -> tuple[int, int] | None:
     """The reach of a module with a halo, (in front, behind); None for other modules."""
-    halos: dict[int, _Halo] = getattr(module, _HALOS, None) or {}
+    halos: dict[int, Halo] = getattr(module, _HALOS, None) or {}
     return next((halo.reach for halo in halos.values()), None)
 
 
@@ -147,7 +147,7 @@ def _forward_with_halo(cls: type[nn.Module]) -> dict[str, Any]:
     plain = cls.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        halos: dict[int, _Halo] = getattr(self, _HALOS)
+        halos: dict[int, Halo] = getattr(self, _HALOS)
         if not halos:
             return plain(self, *args, **kwargs)
         (halo,) = halos.values()
@@ -157,7 +157,7 @@ def _forward_with_halo(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Halo:
+class Halo:
     """The arguments of one call of :func:`context_halo`; ``reach`` is (in front, behind)."""
 
     name: str
@@ -169,7 +169,7 @@ class _Halo:
     documents: Packed
     checks: Checks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Halo:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Halo:
         return self  # a copy of the model runs on the same ranks
 
     def run(

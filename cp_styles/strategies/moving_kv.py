@@ -48,6 +48,7 @@ from cp_styles.strategies.schedule import (
     Step,
     make_schedule,
 )
+from cp_styles.troubleshooting import see
 
 # With more ranges of rows, copies of rows and sums of gradients use an index of the rows.
 _MAX_RANGES = 4
@@ -286,6 +287,13 @@ class _Binder:
 
 def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
+    if kernel.only_for not in (None, (layouts[0], attention.rank)):
+        (layout, rank), lengths = kernel.only_for, list(layouts[0].lengths)
+        raise ValueError(
+            f"the score_mod reads query_rows of rank {rank} of {list(layout.lengths)[:8]} queries, in another layout "
+            f"than the attention's, of {lengths[:8]}: give both calls one layout, and the attention Ring() or "
+            f"AllGather(), for Ulysses() gives a rank queries of all ranks{see('Rows of other queries')}"
+        )
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
     # A tile of several sources must not be a copy.

@@ -316,5 +316,12 @@ def largest_error(found: Any, wanted: Any) -> float:
     return max(abs(float(loss - wanted_loss)) / abs(float(wanted_loss)), *errors)
 
 
+def error_of(model: nn.Module, length: int, implementation: str = "dense", **options: Any) -> float:
+    """:func:`largest_error` of a step of random tokens on ranks, with the options of :func:`on_ranks`."""
+    tokens = tokens_of(length)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of(length)}, labels_of(tokens)
+    return largest_error(on_ranks(model, inputs, labels, **options), expected(model, inputs, labels, implementation))
+
+
 def labels_of(tokens: torch.Tensor, **options: Any) -> torch.Tensor:
     return next_token_labels(tokens, **options)

@@ -69,6 +69,18 @@ GEMMA4 = {
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGHT |= {"image_size": 8, "patch_size": 4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+INKLING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads"), 4),
+    **dict.fromkeys(("swa_num_key_value_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("swa_head_dim", "head_dim", "d_rel"), 8),
+    "sliding_window_size": 5,
+    "rel_extent": 7,
+    "log_scaling_n_floor": 3,
+    "loop_layer_index_start": 2,
+    "loop_layer_index_end": 4,
+}
 WINDOWS = "heavily_compressed_attention", "compressed_sparse_attention"
 INDEXER = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
 # Sizes that a type needs beside or instead of those of TINY.
@@ -149,6 +161,8 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,
     },
+    **{name: {**INKLING, "n_layers_per_attn_res_block": 2} for name in ("inkling2_text", "inkling2_loop_text")},
+    "inkling_text": INKLING,
     "minimax_m3_vl_text": {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -265,8 +279,9 @@ def configured(model_type: str, **changes: Any) -> Any:
 
 
 # Types whose oracle is their own code, because the layers do not say what transformers' masks do: a dropped mask is
-# causal in it, and the layer of a decoder says is_causal=False. DeepSeek-V4 and MiniMax M3 have masks of biases.
-EAGER = "bigbird_pegasus", "deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text"
+# causal in it, and the layer of a decoder says is_causal=False. DeepSeek-V4 and MiniMax M3 have masks of biases, and
+# Inkling 2 has sinks of each query, and attends to the states of its layers.
+EAGER = "bigbird_pegasus", "deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text", "inkling2_text", "inkling2_loop_text"
 
 
 def made(kind: str, model_type: str, config: Any) -> Any:

@@ -101,7 +101,6 @@ if "dory" in transformers.CONFIG_MAPPING:  # transformers 5.24
 REFUSED_MODELS = {
     # Attention in plain operations.
     **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
-    "inkling_text": "adds a position_bias to its logits",
     "doge": "gradient of an attention bias",
 }
 

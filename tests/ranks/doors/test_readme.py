@@ -504,6 +504,27 @@ def test_a_selective_checkpoint(mesh, rank: int):
     return max(run_attention(attend, problem, rank, 3))
 
 
+def test_biases_that_each_query_computes():
+    """Each rank has weights of its own, and is compared with them for its queries."""
+
+    def on(rank):
+        scope = {}
+        for name in ("example", "example: flex", "example: biases"):
+            exec(example(name), scope)
+        linear, layout = scope["to_bias"], scope["layout"]
+        return [scope[name].detach() for name in ("q", "k", "v", "out")], linear, layout.positions(rank, "cpu"), layout
+
+    found = run_ranks(on, 2)
+    layout = found[0][3]
+    k, v = (layout.unshard([tensors[index] for tensors, *_ in found], 2) for index in (1, 2))
+    for (q, _, _, out), linear, at, _ in found:
+        distance = at[:, None] - torch.arange(1000)
+        near = (distance >= 0) & (distance < 32)
+        bias = linear(q).detach().gather(-1, distance.clamp(0, 31).expand(1, 8, -1, -1)) * near
+        scores = (q @ k.mT * q.shape[-1] ** -0.5 + bias).masked_fill(distance < 0, float("-inf"))
+        assert error(out, scores.softmax(-1) @ v) < 1e-5
+
+
 def test_flex_attention_with_sinks_in_a_window_and_softcap():
     found = run_example("example", "example: flex", wanted="q k v out")
     behind = torch.arange(1000)[:, None] - torch.arange(1000)[None, :]
