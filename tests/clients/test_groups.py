@@ -165,6 +165,25 @@ def test_a_prefill_is_refused(model_type: str):
         prefilled(model_of(model_type).eval())
 
 
+@pytest.mark.parametrize("model_type", [name for name in MODELS if name != "glm5_next_text"])  # it has no head
+def test_a_copy_from_before_the_style_generates(model_type: str):
+    """The remedy of the page, with the weights that the ranks have trained."""
+    model = model_of(model_type).eval()
+    with StayDouble():
+        wanted = model.generate(tokens_of(), max_new_tokens=3, do_sample=False)
+
+    def on(rank: int) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        alone = copy.deepcopy(mine)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        alone.load_state_dict(mine.state_dict())
+        with StayDouble():
+            return alone.generate(tokens_of(), max_new_tokens=3, do_sample=False)
+
+    assert all(torch.equal(found, wanted) for found in run_ranks(on, 2))
+
+
 def test_what_windows_send():
     """Each window of 6 tokens is one row, and projected rows travel where a window begins on another rank."""
     kind = "heavily_compressed_attention"
