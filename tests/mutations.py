@@ -342,11 +342,17 @@ rows of queries: ranks compare them | ranks/flex/test_query_rows.py -k exact
     FlexKernel.content | if _for_queries(tensor) is None
     becomes nothing
 rows of queries: queries may change ranks | ranks/flex/test_query_rows.py -k other_queries
-    _make_setup | if kernel.only_for not in (None, (layouts[0], attention.rank)):
-    becomes | if False:
+    _make_setup | in kernel.only_for:
+    becomes | in ():
+rows of queries: the first rows alone have a layout | ranks/flex/test_query_rows.py -k each_of_several
+    _make_setup | in kernel.only_for:
+    becomes | in kernel.only_for[:1]:
+rows of queries: of another axis of the mesh | ranks/flex/test_query_rows.py -k another_axis
+    QueryRows.__init__ | cut.peers.name))
+    becomes | "0"))
 rows of queries: largest scores of other ranks | ranks/flex/test_query_rows.py -k maxima_of_other_queries
     MaxScores.only_for | self.scores.only_for
-    becomes | None
+    becomes | ()
 rows of queries: of the first row of the batch | clients/test_query_biases.py -k padding
     _of_row | b + row
     becomes | b
@@ -362,6 +368,18 @@ rows of queries: one token too few before a part | clients/test_query_biases.py 
 rows of queries: a convolution sees padding | clients/test_query_biases.py -k padding
     _run_with_rows_before | None if kept is x_BLC else kept
     becomes | None
+rows of queries: masks by layer mask no convolution | clients/test_query_biases.py -k padding
+    _mask_padding | mask_BS = attention_mask
+    becomes | return x_BLC
+rows of queries: a block's own mask masks no convolution | clients/test_query_biases.py -k in_blocks
+    _mask_padding | return function(x_BLC, attention_mask)
+    becomes | return x_BLC
+rows of queries: positions through a pack | clients/test_query_biases.py -k packed
+    _run_at_positions | (at - starts[torch.searchsorted(starts, at, right=True) - 1])
+    becomes | at
+rows of queries: documents of a convolution are dropped | clients/test_query_biases.py -k packed
+    _run_with_rows_before | binding.layout, documents, binding
+    becomes | binding.layout, None, binding
 rows of queries: a bias behind the window | clients/test_query_biases.py -k exact
     _add_biases_of_queries | (distance < reach)
     becomes | (distance <= reach)

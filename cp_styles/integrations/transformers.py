@@ -183,7 +183,9 @@ def _attend(
         latents, problem = take_latents(module, query, key, value)
         sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
         score_mod = None if softcap is None else _cap_logits(softcap)
-        if own is not None and (biases_DH is not None or bool((own != 0).any())):
+        if own is not None and (
+            biases_DH is not None or sinks is not None or own.requires_grad or bool((own != 0).any())
+        ):
             score_mod = _add_own_biases(own)
         elif biases_DH is not None:
             score_mod = _add_biases(biases_DH)

@@ -83,9 +83,9 @@ class Kernel(ABC):
         return 0
 
     @property
-    def only_for(self) -> Any:
-        """(layout, rank) of the queries of which alone this kernel has the rows of its tensors. None: of all."""
-        return None
+    def only_for(self) -> tuple[Any, ...]:
+        """(layout, rank, group) of the queries of which alone this kernel has rows, for each layout. Empty: of all."""
+        return ()
 
     @abstractmethod
     def forward(

@@ -51,7 +51,7 @@ class FlexKernel(Kernel):
 
     @property
     def only_for(self):
-        return next(filter(None, (_for_queries(tensor) for tensor, _ in self.read)), None)
+        return tuple(dict.fromkeys(filter(None, (_for_queries(tensor) for tensor, _ in self.read))))
 
     def with_learned(self, learned, *, backward):
         if not backward:

@@ -64,7 +64,7 @@ class MaxScores(Kernel):
 
     @property
     def only_for(self):
-        return None if self.scores is None else self.scores.only_for
+        return () if self.scores is None else self.scores.only_for
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None, **where):
         options = {"causal": causal, "bias": bias, "scale": scale}

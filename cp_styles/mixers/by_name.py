@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import BoundArguments
+from itertools import accumulate
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -237,11 +238,20 @@ def _refuse(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *a
 def _mask_padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:
     """apply_mask_to_padding_states of transformers, with this rank's part of the mask of the whole sequence."""
     # The layer itself would take the last positions of the mask for this rank's tokens.
-    mask_BS = calls.inputs.get("attention_mask")
-    if not isinstance(mask_BS, torch.Tensor) or mask_BS.ndim != 2:
-        return x_BLC
-    binding = calls.binding
+    mask_BS, binding = calls.inputs.get("attention_mask"), calls.binding
     ranks, rank, length = binding.group.size(), binding.group.rank(), x_BLC.shape[1]
+    if not isinstance(mask_BS, torch.Tensor) or mask_BS.ndim != 2:
+        # The model was given masks of its layers, or runs in a block: the layer's own one is whole, or this rank's.
+        if attention_mask is None or ranks == 1:
+            return x_BLC if attention_mask is None else function(x_BLC, attention_mask)
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+            raise ValueError(
+                f"{binding.name}: {calls.forward_state.path} pads by a mask that is no tensor [B, S]: give the model "
+                "attention_mask [B, S] of the whole sequence"
+            )
+        if attention_mask.shape[1] == length:
+            return function(x_BLC, attention_mask)
+        mask_BS = attention_mask
     layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(mask_BS.shape[1])
     if layout.length == mask_BS.shape[1] and layout.lengths[rank] == length:
         return function(x_BLC, layout.shard(mask_BS, 1, rank))
@@ -504,7 +514,9 @@ def _run_at_positions(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
 
     def positions(sequence: CutSequence) -> torch.Tensor:
         with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
-            return cut.layout.positions(cut.peers.rank, x_BLC.device)
+            at = cut.layout.positions(cut.peers.rank, "cpu")
+            starts = torch.tensor([0, *accumulate(cut.documents)])[:-1]  # each document counts anew
+            return (at - starts[torch.searchsorted(starts, at, right=True) - 1]).to(x_BLC.device)
 
     bound.arguments["cache"] = QueryPositions(_run_mixer(calls, "an attention with positions", positions, {}))
     return plain(*bound.args, **bound.kwargs)
@@ -538,13 +550,18 @@ def biases_of_queries(calls: AttentionCalls, module: nn.Module, bias: torch.Tens
 
 def _run_with_rows_before(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
     """Inkling2DynamicShortConvolution of transformers, whose weights differ from token to token."""
-    layer, binding = bound.args[0], calls.binding
+    layer, x_BLC, dynamic_BLC = bound.args[:3]
+    binding, ids = calls.binding, bound.arguments.get("kwargs", {}).get("seq_idx")
     name = f"{binding.name}: a convolution of {calls.forward_state.path or 'the module itself'}"
-    reach, names, x_BLC = layer.conv_kernel_size - 1, [*bound.arguments][1:], bound.args[1]
-    kept = _mask_padding(calls, lambda _, mask_BL: mask_BL, x_BLC, None)
-    bound.arguments["conv_mask"] = None if kept is x_BLC else kept
-    halo = Halo(name, binding.group, (reach, 0), 1, (), binding.layout, None, binding.checks)
-    return halo.run(partial(plain, layer), names, bound.args[1:], bound.kwargs)
+    kept = _mask_padding(calls, lambda _, mask_BL: mask_BL, x_BLC, bound.arguments.get("conv_mask"))
+    tokens = {"hidden_states": x_BLC, "dynamic_input": dynamic_BLC, "conv_mask": None if kept is x_BLC else kept}
+    documents = None
+    if ids is not None:
+        sequence = CutSequence(name, binding.axis, binding.group, binding.layout, None, binding.checks)
+        with binding.telling():
+            documents = replace(sequence, packed=(None, ids)).document_lengths()
+    halo = Halo(name, binding.group, (layer.conv_kernel_size - 1, 0), 1, (), binding.layout, documents, binding.checks)
+    return halo.run(partial(plain, layer), (), (), tokens)
 
 
 def _run_over_depth(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:

@@ -258,7 +258,7 @@ class CutSequence:
         edges = next((edges for edges in ends if edges is not None), None)
         return self if edges is None and ids is None else replace(self, packed=(edges, ids))
 
-    def _documents(self) -> tuple[int, ...] | None:
+    def document_lengths(self) -> tuple[int, ...] | None:
         """The lengths of the documents. None: one document."""
         sources, (edges, ids) = [self.documents], self.packed
         if edges is not None:
@@ -305,7 +305,7 @@ class CutSequence:
 
         def facts() -> CallSignature:
             nonlocal documents
-            documents = self._documents()
+            documents = self.document_lengths()
             tensors, dim, same = describe()
             if not self.checks.agreement and fixed is None:
                 raise ValueError(

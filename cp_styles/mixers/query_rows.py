@@ -30,9 +30,10 @@ class QueryRows:
     def __init__(self, x: torch.Tensor, dim: int, cut: Cut) -> None:
         # A view, because the caller's tensor may be read in another way too.
         self.rows, self.dim = x.view_as(x) if x.shape[dim] else torch.cat((x, x.new_zeros(_one_row(x, dim))), dim), dim
-        (self._at,) = _rows_by_position(cut.layout, cut.peers.rank).on(x.device)
+        (at,) = _rows_by_position(cut.layout, cut.peers.rank).on(x.device)
+        self._at = at.view_as(at)  # ranks of another group may share the table
         for tensor in (self.rows, self._at):
-            note_rows_of_queries(tensor, (cut.layout, cut.peers.rank))
+            note_rows_of_queries(tensor, (cut.layout, cut.peers.rank, cut.peers.name))
 
     def __getitem__(self, indices: Any) -> torch.Tensor:
         """``x[indices]`` of the whole tensor, with a number or a tensor of numbers for each dim."""

@@ -287,8 +287,10 @@ class _Binder:
 
 def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
-    if kernel.only_for not in (None, (layouts[0], attention.rank)):
-        (layout, rank), lengths = kernel.only_for, list(layouts[0].lengths)
+    for layout, rank, group in kernel.only_for:
+        lengths, here = list(layouts[0].lengths), attention.group.group_name if attention.group else group
+        if (layout, rank, group) == (layouts[0], attention.rank, here):
+            continue
         raise ValueError(
             f"the score_mod reads query_rows of rank {rank} of {list(layout.lengths)[:8]} queries, in another layout "
             f"than the attention's, of {lengths[:8]}: give both calls one layout, and the attention Ring() or "

@@ -8,12 +8,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import AllGather, Documents, Ring, SequenceLayout, SequenceScope, Ulysses, contiguous, head_tail, striped
+from cp_styles import (
+    AllGather,
+    BackboneContextParallel,
+    Documents,
+    Ring,
+    SequenceLayout,
+    SequenceScope,
+    Ulysses,
+    contiguous,
+    head_tail,
+    parallelize_module,
+    striped,
+    sum_gradients,
+)
 from cp_styles.layout import Balancer
-from cp_styles.testing import RankError
+from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     LENGTH,
+    NAME,
     StayDouble,
     config_of,
     error_of,
@@ -68,15 +84,60 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
 
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(model_type: str, side: str):
+@pytest.mark.parametrize("form", ["one", "by layer"])
+def test_padding(model_type: str, side: str, form: str):
+    """Of one row. As one mask, or as a dict of the masks of layers, whose convolutions read the last one."""
     tokens = tokens_of()
     mask = torch.ones_like(tokens)
     mask[1, slice(4) if side == "left" else slice(LENGTH - 4, None)] = 0
+    at = torch.arange(LENGTH)
+    behind = at[:, None] - at
+    full = (behind >= 0) & mask.bool()[:, None, None]
+    window = full & (behind < OWN[model_type]["sliding_window_size"])
+    by_layer = {"full_attention": full, "sliding_attention": window, "linear_attention": mask}
     labels = labels_of(tokens).masked_fill(mask == 0, -100)
-    inputs, whole = {"input_ids": tokens, "position_ids": positions_of()}, {"attention_mask": mask}
+    inputs, model = {"input_ids": tokens, "position_ids": positions_of()}, model_of(model_type)
+    wanted = expected(model, inputs | {"attention_mask": mask}, labels, "eager")
+    for ranks in (1, 2):
+        whole: Any = {"attention_mask": mask if form == "one" else by_layer}
+        assert largest_error(on_ranks(model, inputs, labels, whole=whole, ranks=ranks), wanted) < EXACT
+
+
+@pytest.mark.parametrize("cut", [1, None], ids=["cut", "whole"])
+def test_padding_in_blocks(cut: int | None):
+    """The blocks are given the mask of their convolutions: the part of a rank, or the whole."""
+    tokens, mask = tokens_of(), torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, :4] = 0
+    inputs = {"input_ids": tokens, "position_ids": positions_of(), "attention_mask": mask}
+    labels, model = labels_of(tokens).masked_fill(mask == 0, -100), model_of("inkling_text")
+
+    def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, BackboneContextParallel(seq_dims={"conv_mask": cut}))
+        loss = step(mine, inputs, labels)
+        sum_gradients(mine, mesh)
+        return loss, gradients(mine)
+
+    assert largest_error(run_ranks(on, 2)[0], expected(model, inputs, labels, "eager")) < EXACT
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_biases_of_zero_are_trained(model_type: str, ranks: int):
     model = model_of(model_type)
-    wanted = expected(model, inputs | whole, labels, "eager")
-    assert largest_error(on_ranks(model, inputs, labels, whole=whole), wanted) < EXACT
+    for name, parameter in model.named_parameters():
+        if name.endswith(("rel_logits_proj.proj", "relative_position_bias.proj")):
+            nn.init.zeros_(parameter)
+    assert error_of(model, LENGTH, "eager", ranks=ranks) < EXACT
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_number_that_the_trainer_hands_on(model_type: str):
+    tokens, model = tokens_of(), model_of(model_type)
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
+    found = on_ranks(model, inputs, labels, whole={"num_items_in_batch": torch.tensor(40)})
+    assert largest_error(found, expected(model, inputs, labels, "eager")) < EXACT
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -93,21 +154,22 @@ def test_a_prefill_is_refused(model_type: str):
         prefilled(model_of(model_type).eval())
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_packed_documents(model_type: str):
-    """As documents one by one. Without the scaling of Inkling 1, which counts the tokens of the pack."""
-    sizes, floor = (8, LENGTH - 8), None if model_type == "inkling_text" else 3
-    model = model_of(model_type, log_scaling_n_floor=floor)
+@pytest.mark.parametrize(
+    ("model_type", "way"), [*((name, "scope") for name in MODELS), *((name, "seq_idx") for name in MODELS[1:])]
+)
+def test_packed_documents(model_type: str, way: str):
+    """As documents one by one. Positions separate attention, and seq_idx convolutions; Inkling 1 gives them none."""
+    sizes = 8, LENGTH - 8
+    model = model_of(model_type)
     tokens, positions = tokens_of(), torch.cat([torch.arange(size) for size in sizes]).expand(2, -1)
     labels = torch.cat([labels_of(part) for part in tokens.split(sizes, 1)], 1)
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
     parts = zip(*(x.split(sizes, 1) for x in (tokens, positions, labels)), strict=True)
     loss = sum(step(alone, {"input_ids": x, "position_ids": at}, y) for x, at, y in parts)
-    found = on_ranks(
-        model,
-        {"input_ids": tokens, "position_ids": positions},
-        labels,
-        scope=lambda layout: SequenceScope(layout, mask=Documents(sizes)),
-    )
+    options: dict[str, Any] = {"scope": lambda layout: SequenceScope(layout, mask=Documents(sizes))}
+    if way == "seq_idx":
+        ids = torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(sizes)).expand(2, -1)
+        options = {"whole": {"seq_idx": ids}}
+    found = on_ranks(model, {"input_ids": tokens, "position_ids": positions}, labels, **options)
     assert largest_error(found, (loss, gradients(alone))) < EXACT

@@ -57,7 +57,7 @@ REMEDIES = {
     "Keys that were selected for other queries": "ranks/mixers/test_selection.py: any_cut",
     "Rows of other queries": "ranks/flex/test_query_rows.py: exact",
     "Layers with keys for groups of tokens": "clients/test_groups.py: exact",
-    "Layers without a cache over the ranks": "clients/test_groups.py: from_before_the_style",
+    "Layers without a cache over the ranks": "clients/test_groups.py: a_copy_from_before_the_style_generates",
     "Dropout by position outside of the blocks": "ranks/doors/test_backbone.py: dropout_by_position",
     "Labels of sequences": "clients/test_heads.py: classes_under_the_other_style",
     "Dropout that is no module": "ranks/mixers/test_randomness.py: dropout",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles import (
@@ -129,6 +130,39 @@ def test_rows_of_other_queries_are_refused_on_every_rank(options: dict[str, Any]
     with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
         run_ranks(lambda rank: attend(cp_mesh(2), cut, Causal(), **options), 2)
     assert sorted(caught.value.errors) == [0, 1]
+
+
+def test_each_of_several_rows_is_checked():
+    """The second one has another layout."""
+    cut, other = contiguous(24, 2), SequenceLayout.from_chunks([[(12, 24)], [(0, 12)]])
+
+    def on(rank: int) -> None:
+        mesh, q = cp_mesh(2), torch.zeros(1, 1, 12, 4)
+        rows = [query_rows(torch.zeros(1, 1, 12, REACH), 2, mesh, layout=layout) for layout in (cut, other)]
+
+        def bias(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+            return score + rows[0][b, h, q_idx, 0] + rows[1][b, h, q_idx, 1]
+
+        context_flex_attention(q, q, q, mesh, score_mod=bias, layout=cut)
+
+    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
+        run_ranks(on, 2)
+    assert sorted(caught.value.errors) == [0, 1]
+
+
+def test_rows_of_another_axis_are_refused():
+    """Rows over dp, whose ranks have as many queries, for an attention over cp."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        q, cut = torch.zeros(1, 1, 12, 4), contiguous(24, 2)
+        mod = bias_of(query_rows(torch.zeros(1, 1, 12, REACH), 2, mesh["dp"], layout=cut))
+        context_flex_attention(q, q, q, mesh["cp"], score_mod=mod, layout=cut)
+
+    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
+        run_ranks(on, 4)
+    errors = caught.value.errors  # also of ranks 0 and 3, whose rank is the same on both axes
+    assert [type(errors[rank]) for rank in range(4)] == [ValueError] * 4
 
 
 def test_maxima_of_other_queries_are_refused():
