@@ -21,6 +21,7 @@ from cp_styles.intercept.flex_attention import flex_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, Tree
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.packs import pack_samples, whole_documents
 from cp_styles.plan import imbalance
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import (
@@ -82,11 +83,13 @@ __all__ = [
     "head_tail",
     "imbalance",
     "next_token_labels",
+    "pack_samples",
     "parallelize_module",
     "per_document_head_tail",
     "save_attention",
     "striped",
     "sum_gradients",
+    "whole_documents",
 ]
 
 

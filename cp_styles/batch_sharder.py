@@ -6,8 +6,10 @@ Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, V vocabu
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -237,7 +239,9 @@ class BatchSharder:
 
     Args:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
-        layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
+        layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too. A balancer
+            with an argument ``documents`` gets those of each batch: ``per_document_head_tail``, ``whole_documents``.
+            Then open the scope of the batch.
         seq_dims: for entries that are not named above, the sequence dim, or None for entries that every rank needs
             whole. (Objects that are not tensors, and tensors without dims, are passed on whole. Entries that are cut
             must be tensors.)
@@ -352,7 +356,7 @@ class BatchSharder:
                     "entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
-            layout, rank, rows = self._make_layout(_get_tokens(whole).shape[1]), self._group.rank(), None
+            layout, rank, rows = self._make_layout(_get_tokens(whole).shape[1], ids), self._group.rank(), None
             predicted: dict[str, torch.Tensor] = {}
             if tree is not None:
                 device = _get_tokens(whole).device
@@ -626,7 +630,7 @@ class BatchSharder:
                 tail = batch[name].narrow(dim, -padding, padding)
                 tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
 
-    def _make_layout(self, length: int) -> SequenceLayout:
+    def _make_layout(self, length: int, ids_BS: torch.Tensor | None = None) -> SequenceLayout:
         if isinstance(self._layout, SequenceLayout):
             if length > self._layout.length:
                 raise ValueError(
@@ -636,7 +640,11 @@ class BatchSharder:
             # verify also runs the step on one rank, for which the layout of the user was not made.
             alone = state_of(self._group).get_or_create(Role).alone
             return contiguous(self._layout.length, 1) if alone else self._layout
-        return layout_made_by(self._layout, length, self._group.size())
+        balancer: Any = self._layout
+        if _needs_documents(balancer):
+            sizes = (length,) if ids_BS is None else _document_sizes(self._name, ids_BS)
+            balancer = partial(balancer, documents=sizes)
+        return layout_made_by(balancer, length, self._group.size())
 
     def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
@@ -644,9 +652,33 @@ class BatchSharder:
         Communication: an all-gather of the parts. No gradient.
         """
         length = _get_tokens(batch).shape[1]
-        layout = self._make_layout(length + self._count_padding(length))
+        ids, padding = batch.get("document_ids"), self._count_padding(length)
+        if ids is not None and padding:
+            ids = pad_at_end("document_ids", ids, -1, padding, int(ids.max()) + 1)
+        layout = self._make_layout(length + padding, ids)
         whole = gather(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
+
+
+def _needs_documents(balancer: Balancer) -> bool:
+    """Whether a balancer takes the documents of a batch: the argument ``documents``, which is not bound."""
+    try:
+        documents = inspect.signature(balancer).parameters.get("documents")
+    except (TypeError, ValueError):  # of a callable without a signature
+        return False
+    return documents is not None and documents.default is documents.empty
+
+
+def _document_sizes(name: str, ids: torch.Tensor) -> tuple[int, ...]:
+    rows = ids.expand(1, -1) if ids.ndim == 1 else ids
+    if not bool((rows == rows[:1]).all()):
+        raise ValueError(
+            f"{name}: the layout takes the documents of the batch, and document_ids differ from row to row: pack all "
+            "samples into one row, or give a layout without documents, such as head_tail"
+        )
+    documents = Documents.from_ids(rows[0])
+    assert isinstance(documents, Documents)  # of one row
+    return documents.lengths
 
 
 def describe_content(value: Any) -> Any:

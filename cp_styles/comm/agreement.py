@@ -428,7 +428,7 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
     except Exception as error:  # peers wait for this rank's texts
         text = json.dumps({"a value without a text": short(f"{type(error).__name__}: {error}")})
     text = text if len(text) <= _TEXT_BYTES else json.dumps({"the facts": short(text)})
-    ranks = [json.loads(text) for text in _gather_texts(text, group)]
+    ranks = [json.loads(text) for text in gather_texts(text, group)]
     names = dict.fromkeys(fact for texts in ranks for fact in texts)
     fact = next((fact for fact in names if len({texts.get(fact) for texts in ranks}) > 1), "")
     values = ", ".join(f"rank {rank}: {texts.get(fact)}" for rank, texts in enumerate(ranks[:_MAX_RANKS_SHOWN]))
@@ -440,8 +440,8 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
     )
 
 
-def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """The texts of all ranks, in messages of _TEXT_BYTES. Nothing is unpickled."""
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """The texts of all ranks, in messages of _TEXT_BYTES, after which they end. Nothing is unpickled."""
     numbers = list(text.encode(errors="replace").ljust(_TEXT_BYTES)[:_TEXT_BYTES])
     try:
         return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
