@@ -348,8 +348,8 @@ rows of queries: the first rows alone have a layout | ranks/flex/test_query_rows
     _make_setup | in kernel.only_for:
     becomes | in kernel.only_for[:1]:
 rows of queries: of another axis of the mesh | ranks/flex/test_query_rows.py -k another_axis
-    QueryRows.__init__ | cut.peers.name))
-    becomes | "0"))
+    _make_setup | attention.group.group_name if attention.group else group
+    becomes | group
 rows of queries: largest scores of other ranks | ranks/flex/test_query_rows.py -k maxima_of_other_queries
     MaxScores.only_for | self.scores.only_for
     becomes | ()
@@ -383,6 +383,39 @@ rows of queries: documents of a convolution are dropped | clients/test_query_bia
 rows of queries: a bias behind the window | clients/test_query_biases.py -k exact
     _add_biases_of_queries | (distance < reach)
     becomes | (distance <= reach)
+packs: a sample is cut in two ways | unit/test_whole_documents.py
+    _cut | parts[-1 - piece]
+    becomes | parts[piece - 1]
+packs: work alone decides | unit/test_whole_documents.py
+    _place | max(of_rank)
+    becomes | of_rank[0]
+packs: tokens alone decide | unit/test_whole_documents.py
+    _place | max(of_rank)
+    becomes | of_rank[1]
+packs: more tokens than the most | unit/test_whole_documents.py -k most_tokens
+    whole_documents | max(found.lengths) <= most
+    becomes | True
+packs: the smallest document of a rank is cut | unit/test_whole_documents.py
+    whole_documents | max(movable
+    becomes | min(movable
+packs: samples of copies are there twice | ranks/doors/test_packs.py -k step_is
+    pack_samples | if leader == group.rank() else []
+    becomes nothing
+packs: documents of another order | ranks/doors/test_packs.py -k entries_keep
+    pack_samples | sum(of_ranks[:leader])
+    becomes | 0
+packs: copies are not compared | ranks/doors/test_packs.py -k copies_that_differ
+    pack_samples | if copies is not None:
+    becomes | if False:
+packs: the layout gets one document | ranks/doors/test_packs.py -k fits_a_rank
+    BatchSharder._make_layout | if ids_BS is None else
+    becomes | if True else
+packs: a pack of more than all ranks hold | ranks/doors/test_packs.py -k step_is
+    _split | if tokens + size > room:
+    becomes | if tokens > room:
+packs: other entries on a rank | ranks/doors/test_packs.py -k bad_samples
+    _like_all | if kind != others[0][1]:
+    becomes | if False:
 maxima: of the latest tile | ranks/flex/test_max_scores.py -k all_keys
     MaxMerge.__call__ | torch.maximum(lse_BHL, new_lse_BHL, out=lse_BHL)
     becomes | lse_BHL.copy_(new_lse_BHL)

@@ -106,6 +106,7 @@ def test_a_step_is_the_step_of_one_device(
         cut = partial(layout, most=most) if layout is whole_documents else layout
         sharder = BatchSharder(both, layout=cut)
         packs = pack_samples(lists[own], both, copies=mesh["cp"] if copies else None, most=most)
+        assert [*chain(*(pack.lengths for pack in packs))] == [*map(len, chain(*lists))]  # each sample once
         batches = [sharder(pack) for pack in packs]
         count, total, worst, seen = sum(batch.token_count() for batch in batches), 0.0, 0.0, set()
         for pack, batch in zip(packs, batches, strict=True):
