@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from cp_styles import whole_documents
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -62,8 +63,12 @@ def dealt(length: int, ranks: int, seed: int = 0) -> SequenceLayout:
 
 
 def of_documents(length: int, ranks: int) -> SequenceLayout:
+    return per_document_head_tail(length, ranks, documents=three_documents(length))
+
+
+def three_documents(length: int) -> tuple[int, ...]:
     first = min(1, length)
-    return per_document_head_tail(length, ranks, documents=(first, length // 2, length - length // 2 - first))
+    return first, length // 2, length - length // 2 - first
 
 
 Cut = Callable[[int, int], SequenceLayout]
@@ -74,6 +79,9 @@ LAYOUTS: dict[str, Callable[[Mask], Cut]] = {
     "striped": lambda _: striped,
     "striped in twos": lambda _: partial(striped, block=2),
     "per_document_head_tail": lambda _: of_documents,
+    "whole_documents": lambda _: (
+        lambda length, ranks: whole_documents(length, ranks, documents=three_documents(length))
+    ),
     "by_work": lambda mask: partial(by_work, mask=mask),
     "uneven": lambda _: uneven,
     "dealt": lambda _: dealt,

@@ -13,6 +13,7 @@ from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.report import Explanation, busiest_rank, explained
 from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
 from cp_styles.mask import Causal, Full, Mask
+from cp_styles.packs import whole_documents
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 
@@ -38,6 +39,7 @@ def suggest_layouts(mask: Mask) -> dict[str, Balancer]:
     layouts: dict[str, Balancer] = {"head_tail": head_tail, "contiguous": contiguous}
     if mask.documents is not None:
         layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=mask.documents)
+        layouts["whole_documents"] = partial(whole_documents, documents=mask.documents)
     # head_tail balances a causal mask, and contiguous a full one, in the fewest chunks.
     if not mask.has_bias and mask not in (Causal(), Full()):
         layouts["by_work"] = partial(by_work, mask=mask)

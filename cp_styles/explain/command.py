@@ -132,7 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--window", type=parse_count, help="a query sees itself and the W - 1 positions before it")
     strategies = "ring ring:0 allgather ulysses ulysses:8; default: all that may suit"
     add("--strategy", type=parse_strategy, nargs="+", metavar="S", help=strategies)
-    layouts = ("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped")
+    layouts = ("head_tail", "contiguous", "per_document_head_tail", "whole_documents", "by_work", "striped")
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")

@@ -515,7 +515,8 @@ def _run_at_positions(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
     def positions(sequence: CutSequence) -> torch.Tensor:
         with sequence.compared_call(lambda: ([x_BLC], 1, {})) as cut:
             at = cut.layout.positions(cut.peers.rank, "cpu")
-            starts = torch.tensor([0, *accumulate(cut.documents)])[:-1]  # each document counts anew
+            # Each document counts anew.
+            starts = torch.tensor([0, *accumulate(cut.documents)], device="cpu")[:-1]
             return (at - starts[torch.searchsorted(starts, at, right=True) - 1]).to(x_BLC.device)
 
     bound.arguments["cache"] = QueryPositions(_run_mixer(calls, "an attention with positions", positions, {}))
