@@ -240,8 +240,8 @@ class BatchSharder:
     Args:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
         layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too. A balancer
-            with an argument ``documents`` gets those of each batch: ``per_document_head_tail``, ``whole_documents``.
-            Then open the scope of the batch.
+            with an argument ``documents`` gets the documents of each batch, such as ``whole_documents``. Then open the
+            scope of the batch.
         seq_dims: for entries that are not named above, the sequence dim, or None for entries that every rank needs
             whole. (Objects that are not tensors, and tensors without dims, are passed on whole. Entries that are cut
             must be tensors.)

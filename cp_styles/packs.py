@@ -119,7 +119,7 @@ def _cut(
 class Pack(dict[str, torch.Tensor]):
     """Samples of all ranks in one row, equal on all ranks: a batch for :class:`~cp_styles.BatchSharder`.
 
-    Its entries are those of the samples, [1, S, ...], and ``document_ids`` [1, S].
+    Its entries are the entries of the samples, [1, S, ...], and ``document_ids`` [1, S].
 
     Attributes:
         lengths: the number of tokens of each sample of the pack.
@@ -131,7 +131,7 @@ class Pack(dict[str, torch.Tensor]):
 
     def own(self, whole: torch.Tensor) -> dict[int, torch.Tensor]:
         """The parts [n, ...] of ``whole`` [1, S, ...] that belong to this rank's samples, by their places in the list
-        that this rank gave. Of a rank's part, :meth:`~cp_styles.BatchSharder.whole_of` makes the whole.
+        that this rank gave. :meth:`~cp_styles.BatchSharder.whole_of` makes the whole from the parts of the ranks.
 
         ::
 
@@ -255,7 +255,7 @@ def _like_all(
     for rank, kind in others:
         if kind != others[0][1]:
             raise ValueError(
-                f"{name}: the samples of rank {rank} have {kind}, and those of rank {others[0][0]} {others[0][1]}: "
+                f"{name}: the samples of rank {rank} have {kind}, and of rank {others[0][0]} {others[0][1]}: "
                 "give all samples the same entries"
             )
     if entries:

@@ -982,7 +982,8 @@ def _make_prompt_mask(
         ).cpu()
         alone = len(rows) > 1 and all(flag & _FROM_ZERO for flag in flags)
         packed, jumps = (any(flag & kind for flag in flags) for kind in (_PACKED, _JUMPS))
-        documents = _find_documents(name, positions_BS, alone, packed, jumps)
+        known = [row.documents for row in binding.mask.rows]
+        documents = _find_documents(name, positions_BS, alone, packed, jumps, known)
     return *_build_mask(pieces, documents, attention_mask, whole), whole
 
 
@@ -1091,12 +1092,19 @@ def _infer_length(binding: Binding, length: int) -> tuple[int, SequenceLayout | 
 
 
 def _find_documents(
-    name: str, positions_BS: torch.Tensor, alone: bool, packed: bool, jumps: bool
+    name: str, positions_BS: torch.Tensor, alone: bool, packed: bool, jumps: bool, known: list[tuple[int, ...] | None]
 ) -> list[tuple[int, ...]] | None:
-    """The lengths of the documents in each row: documents begin where positions restart. None: one document a row."""
+    """The lengths of the documents in each row: documents begin where positions restart. None: one document a row.
+
+    ``known``: the documents of the mask of the scope or the style, for each row or for all rows.
+    """
     begins = positions_BS.diff(dim=1) != 1
     if not begins.any():
         return None
+    edges = torch.nn.functional.pad(begins, (1, 1), value=True)  # before the first token, and behind the last
+    found = [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
+    if found == (known if len(known) > 1 else known * len(found)):  # such as one whole document on each rank
+        return found
     if alone:
         raise ValueError(
             f"{name}: on every rank position_ids count from 0 or 1 to the end of its part, as if no other rank had "
@@ -1118,8 +1126,7 @@ def _find_documents(
             f"{name}: position_ids restart where a rank's part begins, and nowhere else, so it is not known whether "
             "transformers separates these documents: give them as a SequenceScope's mask, and count positions on"
         )
-    edges = torch.nn.functional.pad(begins, (1, 1), value=True)  # before the first token, and behind the last
-    return [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
+    return found
 
 
 def _refuse_partial_padding(

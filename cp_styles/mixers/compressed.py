@@ -264,11 +264,11 @@ class QueryPositions:
         self._positions_L = positions_L
 
     def get_query_offset(self, layer: int) -> torch.Tensor:
-        """What the layer adds to the number of a row."""
+        """The number that the layer adds to the number of each row."""
         return self._positions_L - torch.arange(len(self._positions_L), device=self._positions_L.device)
 
     def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        return 1, 0  # of the keys, whose positions nobody reads
+        return 1, 0  # one key: nobody reads the positions of keys
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return key, value

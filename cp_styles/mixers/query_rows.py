@@ -80,8 +80,8 @@ def query_rows(
     Communication: one all-gather of some integers. Memory: a table of 8 bytes for each position of the sequence.
 
     Raises:
-        ValueError, TypeError: on every rank, if any rank's input is invalid or the ranks differ.
-        NotImplementedError: by an attention with another layout, or whose queries change ranks, on every rank.
+        ValueError, TypeError: on every rank, if any rank's input is invalid or the ranks differ. ValueError by an
+            attention with another layout, or whose queries change ranks.
 
     Source: Dai et al., Transformer-XL (2019), for the biases.
 

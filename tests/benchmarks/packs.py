@@ -4,7 +4,7 @@ The samples of a step are the same for all three, and so are loss and gradients,
 mean something with a core for each rank:
 
     packs     pack_samples over all ranks, cut by whole_documents
-    cp        the degree is the number of ranks: each sample is cut head-tail over all ranks, one after the other
+    cp        the degree is the number of ranks: each sample is cut head-tail over all ranks, in turn
     dp        the degree is 1: each rank trains on whole samples, the longest to the rank with the fewest tokens
 
     tokens/s     of all ranks, median over rounds, which interleave the three; a round ends when its slowest rank does

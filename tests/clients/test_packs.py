@@ -18,15 +18,20 @@ EXACT = 1e-10  # as in test_groups.py
 MODELS = "mistral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "inkling2_text"
 # The lengths of the samples of four ranks: short ones, of which most stay whole, and a long one, which is cut.
 DRAWN = [[5, 3, 9], [26], [4, 6, 7], [8, 2]]
+# One sample on each rank, whose positions are those of a rank alone; ranks without samples; two ranks for one sample.
+FEW = [[7], [7], [7], [7]], [[9], [], [9], []], [[1], [1], [1], [2]]
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_step_of_samples_of_four_ranks(model_type: str):
+@pytest.mark.parametrize(
+    ("model_type", "drawn"),
+    [*((name, DRAWN) for name in MODELS), *(("mistral", few) for few in FEW), *(("qwen3_next", few) for few in FEW)],
+)
+def test_a_step_of_samples_of_four_ranks(model_type: str, drawn: list[list[int]]):
     config = config_of(model_type, **OWN.get(model_type, {}))
     model: Any = tiny(lambda config: made("causal", model_type, config), config).train()
     lists = [
         [torch.randint(3, 60, (size,), generator=torch.Generator().manual_seed(10 * rank + size)) for size in sizes]
-        for rank, sizes in enumerate(DRAWN)
+        for rank, sizes in enumerate(drawn)
     ]
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")

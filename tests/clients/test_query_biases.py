@@ -86,7 +86,7 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("form", ["one", "by layer"])
 def test_padding(model_type: str, side: str, form: str):
-    """Of one row. As one mask, or as a dict of the masks of layers, whose convolutions read the last one."""
+    """One row is padded: by one mask, or by a dict of masks, of which convolutions read the last one."""
     tokens = tokens_of()
     mask = torch.ones_like(tokens)
     mask[1, slice(4) if side == "left" else slice(LENGTH - 4, None)] = 0

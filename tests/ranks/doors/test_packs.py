@@ -137,7 +137,7 @@ def test_a_step_is_the_step_of_one_device(
 
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_the_loop_of_the_page(drawn: str):
-    """With its verify. The samples of a rank have other lengths than those of the remaining ranks."""
+    """With its verify. Each rank has samples of other lengths."""
     lists = [samples_of(rank, lengths) for rank, lengths in enumerate(DRAWN[drawn])]
     model = words()
     alone = copy.deepcopy(model)
@@ -186,7 +186,7 @@ WRONG = {
     "kinds": ([[torch.ones(3), {"input_ids": torch.ones(3)}]] * 2, "sample 1 has"),
     "ranks": (
         [[torch.ones(3)], [torch.ones(3).long()]],
-        "samples of rank 1 have .*int64.*, and those of rank 0 .*float32",
+        "samples of rank 1 have .*int64.*, and of rank 0 .*float32",
     ),
     "ids": ([[{"input_ids": torch.ones(3), "document_ids": torch.ones(3)}]] * 2, "which the pack makes: leave them"),
     "long": ([[torch.ones(30)]] * 2, "a sample of 30 tokens is longer than the 20 that all ranks can hold"),
