@@ -616,9 +616,10 @@ class BatchSharder:
                 f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and pad the "
                 "other entries too; or leave out pad_to_multiple_of"
             )
-        dims = self._seq_dims | {"attention_mask": 1, "document_ids": 1}
+        dims = self._seq_dims | {"attention_mask": 1}
         fill = dict.fromkeys(("labels", "shift_labels", *self._shifted), IGNORE_INDEX) | {"input_ids": self._pad}
-        fill |= {} if ids is None else {"document_ids": int(ids.max()) + 1}
+        if ids is not None:
+            batch["document_ids"] = _pad_ids(ids, padding)
         if (tree := batch.get("tree")) is not None:
             batch["tree"] = Tree((*tree.lengths, padding), (*tree.parents, -1), tree.left)
         for name, x in batch.items():
@@ -654,10 +655,15 @@ class BatchSharder:
         length = _get_tokens(batch).shape[1]
         ids, padding = batch.get("document_ids"), self._count_padding(length)
         if ids is not None and padding:
-            ids = pad_at_end("document_ids", ids, -1, padding, int(ids.max()) + 1)
+            ids = _pad_ids(ids, padding)
         layout = self._make_layout(length + padding, ids)
         whole = gather(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
+
+
+def _pad_ids(ids_BS: torch.Tensor, padding: int) -> torch.Tensor:
+    """Ids of documents, with ``padding`` as a document of its own."""
+    return pad_at_end("document_ids", ids_BS, -1, padding, int(ids_BS.max()) + 1)
 
 
 def _needs_documents(balancer: Balancer) -> bool:

@@ -9,17 +9,20 @@ Shapes: n tokens of a sample, S tokens of a pack.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import ceil
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from cp_styles.batch_sharder import describe_content
+from cp_styles.checksum import fingerprint
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, gather_texts
+from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, join_ranges, per_document_head_tail, ranges_of
 
@@ -29,14 +32,18 @@ Sample: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 # The most work of a rank, and the most tokens, over the mean, for which documents stay whole.
 _WORK, _TOKENS = 1.05, 1.1
 
+# The largest number of pairs of a document and a rank that are looked at, in less than a second. A pack that needs
+# more, of thousands of documents for hundreds of ranks, has the layout of per_document_head_tail.
+_MOST_PAIRS = 2**22
+
 
 def whole_documents(length: int, ranks: int, *, documents: Sequence[int], most: int | None = None) -> SequenceLayout:
     """Keep documents whole on one rank, and cut as few as the balance needs over as few ranks as it needs.
 
     No rank then has more than 1.05 times the mean causal work, nor more than 1.1 times the mean tokens. Documents go to
-    the rank with the least of both, the largest first (Graham, 1969). While a rank has too much, its largest piece of a
-    document is cut head-tail over one rank more. Where that does not balance, as with fewer tokens than a few for each
-    rank, the layout is :func:`~cp_styles.per_document_head_tail`.
+    the rank with the least of both, the largest first (Graham, 1969). Documents that are too large for a rank are cut
+    head-tail; then, while a rank has too much, its largest piece of a document is cut over one rank more. Where that
+    does not balance, as with a few tokens for each rank, the layout is :func:`~cp_styles.per_document_head_tail`.
 
     ``BatchSharder(mesh, layout=whole_documents)`` gives it the documents of each batch.
 
@@ -63,8 +70,9 @@ def whole_documents(length: int, ranks: int, *, documents: Sequence[int], most: 
         return fallback
     tokens = _TOKENS * length / ranks
     limits = _WORK * sum(map(_work, documents)) / ranks, tokens if most is None else min(tokens, most)
-    degrees = [1] * len(documents)
-    for _ in range(8 * ranks):
+    least = (ceil(max(_work(size) / limits[0], size / limits[1])) for size in documents)
+    degrees = [max(min(count, size, ranks), 1) for count, size in zip(least, documents, strict=True)]
+    for _ in range(min(64, max(1, _MOST_PAIRS // (len(documents) * ranks)))):
         held, over = _place(documents, degrees, ranks, limits)
         worst = max(range(ranks), key=over.__getitem__)
         if over[worst] <= 1:
@@ -89,11 +97,13 @@ def _place(
         for size, degree in zip(documents, degrees, strict=True)
     ]
     for document in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
-        with_it = [(used[rank][0] + shares[document][0], used[rank][1] + shares[document][1]) for rank in range(ranks)]
+        work, tokens = shares[document]
+        with_it = [max(own_work + work, own_tokens + tokens) for own_work, own_tokens in used]
         # Pieces of one document go to as many ranks.
-        for piece, rank in enumerate(sorted(range(ranks), key=lambda rank: max(with_it[rank]))[: degrees[document]]):
+        chosen = heapq.nsmallest(degrees[document], range(ranks), with_it.__getitem__)
+        for piece, rank in enumerate(chosen):
             held[rank].append((document, piece))
-            used[rank] = with_it[rank]
+            used[rank] = used[rank][0] + work, used[rank][1] + tokens
     return held, [max(of_rank) for of_rank in used]
 
 
@@ -105,7 +115,7 @@ def _work(size: int) -> int:
 def _cut(
     documents: Sequence[int], degrees: Sequence[int], held: Sequence[Sequence[tuple[int, int]]]
 ) -> list[list[Chunk]]:
-    """The chunks of each rank. Of a document that is cut over n ranks, piece i has the parts i and 2 n - 1 - i."""
+    """The chunks of each rank. Piece i of a document that is cut over n ranks has the parts i and 2 n - 1 - i."""
     starts = [0, *accumulate(documents)]
 
     def chunks(document: int, piece: int) -> list[Chunk]:
@@ -159,8 +169,8 @@ def pack_samples(
     Returns:
         The packs: micro-batches of one step. Divide their losses by the tokens of all of them, as in the example.
 
-    Communication: two agreements of the ranks, and all-gathers of a text of 4 KiB, of the lengths, and of each entry.
-    The host waits for the device once, for the lengths.
+    Communication: one agreement of the ranks, and all-gathers of a text of 4 KiB, of the lengths, and of each entry.
+    The host waits for the device once, for the lengths; with ``copies`` also for the contents of the samples.
 
     Raises:
         ValueError, TypeError: on every rank, if no rank has samples, if samples have other entries or lengths, if
@@ -175,20 +185,20 @@ def pack_samples(
     """
     name = "pack_samples"
     axis, group = axis_and_group(name, mesh)
-    if copies is not None:
-        of_copies = axis_and_group(name, copies)
-        facts = {"the samples": describe_content(list(samples))}
-        agree_on_facts(lambda: (facts, StatusRow()), Meeting.BATCH, (name, *of_copies), _COPIES)
     entries: list[dict[str, torch.Tensor]] = []
+    text = ""
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
+        nonlocal text
         entries.extend(_entries(name, samples))
+        text = _describe(name, entries, group, copies)
         return {"most": most, "copies": copies is None}, StatusRow()
 
     agree_on_facts(describe, Meeting.BATCH, (name, axis, group))
-    first = _like_all(name, entries, group)
-    leader = group.rank() if copies is None else _leader(group, axis_and_group(name, copies)[1])
+    leaders, kinds = _compare(name, [json.loads(text) for text in gather_texts(text, group)])
+    leader = leaders[group.rank()]
     given = entries if leader == group.rank() else []
+    first = entries[0] if entries else _like(kinds)
 
     def of_all(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         return gather(torch.cat([like[:0], *parts]), 0, group, reduce_gradients=False)
@@ -209,9 +219,6 @@ def pack_samples(
             Pack({key: x[:, part] for key, x in whole.items()} | {"document_ids": ids[None]}, of_pack, indices)
         )
     return packs
-
-
-_COPIES = ": copies= are ranks that have loaded the same samples; without it each rank has samples of its own"
 
 
 def _entries(name: str, samples: Sequence[Sample]) -> list[dict[str, torch.Tensor]]:
@@ -243,26 +250,49 @@ def _entries(name: str, samples: Sequence[Sample]) -> list[dict[str, torch.Tenso
     return found
 
 
-def _like_all(
-    name: str, entries: Sequence[Mapping[str, torch.Tensor]], group: dist.ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """A sample with the entries of all samples, of any length: this rank may have none."""
-    own = {key: [str(x.dtype), x.shape[1:], x.device.type] for key, x in sorted(entries[0].items())} if entries else {}
-    kinds = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
-    others = [(rank, kind) for rank, kind in enumerate(kinds) if kind]
-    if not others:
+def _describe(
+    name: str, entries: Sequence[Mapping[str, torch.Tensor]], group: dist.ProcessGroup, copies: MeshOrGroup | None
+) -> str:
+    """A text for the other ranks: the rank of ``group`` whose samples count for this rank, which is the first of its
+    copies; a hash of the samples, if there are copies; and the entries of a sample, empty without samples."""
+    leader, content = group.rank(), 0
+    if copies is not None:
+        leader = dist.get_group_rank(group, dist.get_global_rank(axis_and_group(name, copies)[1], 0))
+        content = fingerprint(describe_content(list(entries)))
+    first = entries[0] if entries else {}
+    kinds = {key: [str(x.dtype), [*x.shape[1:]], x.device.type] for key, x in sorted(first.items())}
+    text = json.dumps([leader, content, kinds])
+    if len(text) > TEXT_BYTES:
+        raise ValueError(f"{name}: {len(kinds)} entries are too many to compare: give samples fewer entries")
+    return text
+
+
+def _compare(name: str, ranks: Sequence[tuple[int, int, dict[str, Any]]]) -> tuple[list[int], dict[str, Any]]:
+    """The leader of each rank, and the entries of a sample. ``ranks``: what each rank has described."""
+    kinds = [(rank, kind) for rank, (_, _, kind) in enumerate(ranks) if kind]
+    if not kinds:
         raise ValueError(f"{name}: no rank has samples: at the end of the data, end the loop on all ranks")
-    for rank, kind in others:
-        if kind != others[0][1]:
+    first, expected = kinds[0]
+    for rank, kind in kinds:
+        if kind != expected:
             raise ValueError(
-                f"{name}: the samples of rank {rank} have {kind}, and of rank {others[0][0]} {others[0][1]}: "
-                "give all samples the same entries"
+                f"{name}: the samples of rank {rank} have {kind}, and of rank {first} {expected}: give all samples the "
+                "same entries"
             )
-    if entries:
-        return dict(entries[0])
+    for rank, (leader, content, _) in enumerate(ranks):
+        if content != ranks[leader][1]:
+            raise ValueError(
+                f"{name}: ranks {leader} and {rank} are copies, and have loaded other samples: give both the same, or "
+                "leave copies= out, for ranks with samples of their own"
+            )
+    return [leader for leader, *_ in ranks], expected
+
+
+def _like(kinds: Mapping[str, tuple[str, list[int], str]]) -> dict[str, torch.Tensor]:
+    """A sample of no tokens with these entries."""
     return {
         key: torch.empty(0, *trailing, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        for key, (dtype, trailing, device) in others[0][1].items()
+        for key, (dtype, trailing, device) in kinds.items()
     }
 
 
@@ -270,11 +300,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{ {key: type(x).__name__ for key, x in value.items()} }"
     return f"a {type(value).__name__}"
-
-
-def _leader(group: dist.ProcessGroup, copies: dist.ProcessGroup) -> int:
-    """The rank of ``group`` whose samples count for this rank: the first of its copies."""
-    return dist.get_group_rank(group, dist.get_global_rank(copies, 0))
 
 
 def _split(name: str, lengths: Sequence[int], room: int | None) -> list[Chunk]:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -360,7 +360,7 @@ rows of queries: sinks of the first query | clients/test_query_biases.py -k exac
     _sink_logit | sink_H.to(dtype) if sink_H.ndim > 1 else
     becomes | sink_H.to(dtype)[..., :1] if sink_H.ndim > 1 else
 rows of queries: Inkling scales queries by their rows on the rank | clients/test_query_biases.py -k exact
-    QueryPositions.get_query_offset | self._positions_L - torch
+    _QueryPositions.get_query_offset | self._positions_L - torch
     becomes | 0 * self._positions_L - 0 * torch
 rows of queries: one token too few before a part | clients/test_query_biases.py -k exact
     _run_with_rows_before | layer.conv_kernel_size - 1
@@ -405,8 +405,14 @@ packs: documents of another order | ranks/doors/test_packs.py -k entries_keep
     pack_samples | sum(of_ranks[:leader])
     becomes | 0
 packs: copies are not compared | ranks/doors/test_packs.py -k copies_that_differ
-    pack_samples | if copies is not None:
+    _compare | if content != ranks[leader][1]:
     becomes | if False:
+packs: a large pack is tried as often as a small one | unit/test_whole_documents.py -k few_tries
+    whole_documents | min(64, max(1, _MOST_PAIRS // (len(documents) * ranks)))
+    becomes | 64
+packs: one long document begins whole | unit/test_whole_documents.py -k few_tries
+    whole_documents | max(min(count, size, ranks), 1)
+    becomes | 1
 packs: the layout gets one document | ranks/doors/test_packs.py -k fits_a_rank
     BatchSharder._make_layout | if ids_BS is None else
     becomes | if True else
@@ -414,7 +420,7 @@ packs: a pack of more than all ranks hold | ranks/doors/test_packs.py -k step_is
     _split | if tokens + size > room:
     becomes | if tokens > room:
 packs: other entries on a rank | ranks/doors/test_packs.py -k bad_samples
-    _like_all | if kind != others[0][1]:
+    _compare | if kind != expected:
     becomes | if False:
 maxima: of the latest tile | ranks/flex/test_max_scores.py -k all_keys
     MaxMerge.__call__ | torch.maximum(lse_BHL, new_lse_BHL, out=lse_BHL)
@@ -589,9 +595,9 @@ selection: one rank gathers the keys of an indexer | clients/test_own_code.py -k
 transformers: one rank computes biases and latents anew | clients/test_own_code.py -k "biases or latents"
     _attend | binding.group.size() == 1
     becomes | False
-transformers: one rank must know the table of biases | clients/test_own_code.py -k low_precision
-    _attend | own is not None and (biases_DH is not None or bool((own != 0).any()))
-    becomes | own is not None and biases_DH is not None
+transformers: one rank must know the table of biases | clients/test_own_code.py -k a_hook
+    _attend | or sinks is not None or own.requires_grad or bool((own != 0).any())
+    becomes nothing
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     _BoundBackward.queries | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
@@ -1070,22 +1076,22 @@ halo: a document ends inside of a call | ranks/mixers/test_halo.py -k each_layou
     halo_plan | before[0][-1].behind == reach[1]
     becomes | True
 halo: outputs of the rows in front are kept | ranks/mixers/test_halo.py -k each_layout
-    _Halo._own_rows | end + part.front
+    Halo._own_rows | end + part.front
     becomes | end
 halo: a rank without tokens computes zeros of nobody | ranks/mixers/test_halo.py -k bytes_and_calls
     halo_plan | [0] * (missing * first)
     becomes | []
 halo: messages inside of the module | ranks/mixers/test_halo.py -k messages_inside
-    _Halo.run | operations.check = self._refuse_messages
+    Halo.run | operations.check = self._refuse_messages
     becomes | pass
 halo: a recomputation without the layout of the style | ranks/mixers/test_halo.py -k checkpoint
-    _Halo.run | calls.begin_call()
+    Halo.run | calls.begin_call()
     becomes | pass
 halo: an error of the module is not told | ranks/mixers/test_halo.py -k reaches_every_rank
-    _Halo.run | telling(self.name, group, agrees=self.checks.agreement)
+    Halo.run | telling(self.name, group, agrees=self.checks.agreement)
     becomes | mark_mixing()
 halo: a cache of the model itself | clients/test_mixers.py -k "halo and zaya"
-    _Halo.run | () if calls is None else CACHE_ARGUMENTS
+    Halo.run | () if calls is None else CACHE_ARGUMENTS
     becomes | ()
 halo: two halos of a module | ranks/mixers/test_halo.py -k handle
     context_halo | if not isinstance(module, _RunsWithHalo):
@@ -1094,13 +1100,13 @@ halo: a second halo is taken | ranks/mixers/test_halo.py -k second_halo
     context_halo | if inside:
     becomes | if False:
 halo: a tensor that has no tokens | ranks/mixers/test_halo.py -k arguments_that
-    _Halo._check | or len(set(lengths.values())) > 1
+    Halo._check | or len(set(lengths.values())) > 1
     becomes nothing
 halo: an object that may hold tokens | ranks/mixers/test_halo.py -k arguments_that
-    _Halo._check | not isinstance(leaf, _PLAIN)
+    Halo._check | not isinstance(leaf, _PLAIN)
     becomes | False
 halo: an output without tokens | ranks/mixers/test_halo.py -k results_that
-    _Halo._own_rows | or x.shape[self.seq_dim] != rows
+    Halo._own_rows | or x.shape[self.seq_dim] != rows
     becomes nothing
 halo: a convolution with a halo is refused | ranks/mixers/test_halo.py -k style_around
     _refuse_mixing | or reach_of(layer) is not None
@@ -1163,12 +1169,18 @@ def pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(piece) + joint for piece, joint in zip(pieces, [*joints, ""], strict=True)))
 
 
-def functions(node: ast.AST, name: str) -> Iterator[ast.FunctionDef]:
-    """Those with this qualified name in a module or a class."""
-    first, _, rest = name.partition(".")
-    for child in ast.walk(node):
-        if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == first and child is not node:
-            yield from functions(child, rest) if rest else [child] if isinstance(child, ast.FunctionDef) else []
+def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of a module or a class, and their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        name = f"{within}{child.name}" if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
+        if isinstance(child, ast.FunctionDef):
+            yield name, child
+        yield from functions(child, f"{name}." if name else within)
+
+
+@cache
+def functions_of(text: str) -> list[tuple[str, ast.FunctionDef]]:
+    return [*functions(ast.parse(text))]
 
 
 def places(mistake: Mistake, package: Path) -> list[tuple[Path, int, int]]:
@@ -1179,7 +1191,9 @@ def places(mistake: Mistake, package: Path) -> list[tuple[Path, int, int]]:
         if mistake.function.rpartition(".")[2] not in text:
             continue
         ends = [0, *(match.end() for match in re.finditer("\n", text))]
-        for function in functions(ast.parse(text), mistake.function):
+        for name, function in functions_of(text):
+            if not f".{name}".endswith(f".{mistake.function}"):
+                continue
             start, stop = ends[function.lineno - 1], ends[function.end_lineno]
             found += [(file, *match.span()) for match in pattern(mistake.right).finditer(text, start, stop)]
     return found

@@ -427,7 +427,7 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
         text = json.dumps({fact: short(value) for fact, value in facts().items()})
     except Exception as error:  # peers wait for this rank's texts
         text = json.dumps({"a value without a text": short(f"{type(error).__name__}: {error}")})
-    text = text if len(text) <= _TEXT_BYTES else json.dumps({"the facts": short(text)})
+    text = text if len(text) <= TEXT_BYTES else json.dumps({"the facts": short(text)})
     ranks = [json.loads(text) for text in gather_texts(text, group)]
     names = dict.fromkeys(fact for texts in ranks for fact in texts)
     fact = next((fact for fact in names if len({texts.get(fact) for texts in ranks}) > 1), "")
@@ -441,8 +441,8 @@ def compare(rows: StatusRows, where: Caller, facts: Callable[[], Mapping[str, An
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """The texts of all ranks, in messages of _TEXT_BYTES, after which they end. Nothing is unpickled."""
-    numbers = list(text.encode(errors="replace").ljust(_TEXT_BYTES)[:_TEXT_BYTES])
+    """The texts of all ranks, cut after TEXT_BYTES, the size of a message. Nothing is unpickled."""
+    numbers = list(text.encode(errors="replace").ljust(TEXT_BYTES)[:TEXT_BYTES])
     try:
         return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
     except BaseException as error:  # peers wait for this text
@@ -450,7 +450,7 @@ def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
         raise
 
 
-_TEXT_BYTES = 4096
+TEXT_BYTES = 4096
 
 
 def short(value: Any) -> str:

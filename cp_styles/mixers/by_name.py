@@ -32,7 +32,6 @@ from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.compressed import (
     AtPositions,
-    QueryPositions,
     compress,
     select_blocks,
     select_by_states,
@@ -241,7 +240,7 @@ def _mask_padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: to
     mask_BS, binding = calls.inputs.get("attention_mask"), calls.binding
     ranks, rank, length = binding.group.size(), binding.group.rank(), x_BLC.shape[1]
     if not isinstance(mask_BS, torch.Tensor) or mask_BS.ndim != 2:
-        # The model was given masks of its layers, or runs in a block: the layer's own one is whole, or this rank's.
+        # The model was given masks of its layers, or runs in a block: the layer's own mask is whole, or this rank's.
         if attention_mask is None or ranks == 1:
             return x_BLC if attention_mask is None else function(x_BLC, attention_mask)
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
@@ -519,12 +518,29 @@ def _run_at_positions(calls: AttentionCalls, plain: Any, bound: BoundArguments) 
             starts = torch.tensor([0, *accumulate(cut.documents)], device="cpu")[:-1]
             return (at - starts[torch.searchsorted(starts, at, right=True) - 1]).to(x_BLC.device)
 
-    bound.arguments["cache"] = QueryPositions(_run_mixer(calls, "an attention with positions", positions, {}))
+    bound.arguments["cache"] = _QueryPositions(_run_mixer(calls, "an attention with positions", positions, {}))
     return plain(*bound.args, **bound.kwargs)
 
 
+class _QueryPositions:
+    """Gives an attention of Inkling the positions of this rank's queries, in place of a cache. It keeps nothing."""
+
+    def __init__(self, positions_L: torch.Tensor) -> None:
+        self._positions_L = positions_L
+
+    def get_query_offset(self, layer: int) -> torch.Tensor:
+        """The number that the layer adds to the number of each row."""
+        return self._positions_L - torch.arange(len(self._positions_L), device=self._positions_L.device)
+
+    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
+        return 1, 0  # one key: nobody reads the positions of keys
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
 def _run_distances(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> torch.Tensor:
-    """Biases of each query for each distance [B, H, L, R], in place of those for this rank's keys."""
+    """Biases of each query for each distance [B, H, L, R], in place of the biases for this rank's keys."""
     layer, x_BLC = bound.args[:2]
     with calls.binding.telling():
         _refuse_cache(calls)

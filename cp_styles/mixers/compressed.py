@@ -66,7 +66,7 @@ def compress(
     with sequence.compared_call(lambda: ([x_BLC], 1, {"size": size})) as cut:
         windows = window_layout(cut.layout, size)
         keys_BnD = _own_keys(cut, sequence, plain, compressor, x_BLC, *others)
-    # As on one device, where rows that end no window are in no graph: parameters keep None for a gradient.
+    # Rows that end no window are in no graph on one device, so parameters keep None for a gradient.
     keys_BnD = keys_BnD if windows.length else keys_BnD.detach()
     mask: Mask = EndedWindows(size)
     if indexer is not None and windows.length:
@@ -255,23 +255,6 @@ class AtPositions:
     def get_visible_tokens(self, valid_keys: torch.Tensor, q_length: int, current_length: int) -> torch.Tensor:
         keys = torch.arange(valid_keys.shape[1], device=valid_keys.device)
         return (keys <= self._positions_L[:, None]) & valid_keys[:, None]
-
-
-class QueryPositions:
-    """Gives an attention of Inkling the positions of this rank's queries, in place of a cache. It keeps nothing."""
-
-    def __init__(self, positions_L: torch.Tensor) -> None:
-        self._positions_L = positions_L
-
-    def get_query_offset(self, layer: int) -> torch.Tensor:
-        """The number that the layer adds to the number of each row."""
-        return self._positions_L - torch.arange(len(self._positions_L), device=self._positions_L.device)
-
-    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        return 1, 0  # one key: nobody reads the positions of keys
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return key, value
 
 
 class _RowsOfWindows(_StandIn):

@@ -28,8 +28,9 @@ class QueryRows:
     """
 
     def __init__(self, x: torch.Tensor, dim: int, cut: Cut) -> None:
-        # A view, because the caller's tensor may be read in another way too.
-        self.rows, self.dim = x.view_as(x) if x.shape[dim] else torch.cat((x, x.new_zeros(_one_row(x, dim))), dim), dim
+        # A view, because the caller's tensor may be read in another way too. One row of zeros stands in for none.
+        self.rows = x.view_as(x) if x.shape[dim] else x.sum(dim, keepdim=True)
+        self.dim = dim
         (at,) = _rows_by_position(cut.layout, cut.peers.rank).on(x.device)
         self._at = at.view_as(at)  # ranks of another group may share the table
         for tensor in (self.rows, self._at):
@@ -112,10 +113,6 @@ def rows_of_queries(sequence: CutSequence, x: torch.Tensor, seq_dim: int) -> Que
 
     with sequence.compared_call(describe) as cut:
         return QueryRows(x, seq_dim % x.ndim, cut)
-
-
-def _one_row(x: torch.Tensor, dim: int) -> list[int]:
-    return [1 if at == dim else size for at, size in enumerate(x.shape)]
 
 
 @remembered(16)  # few entries: each has a number for every position, on the device too

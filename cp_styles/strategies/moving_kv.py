@@ -288,14 +288,14 @@ class _Binder:
 def _make_setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
     for layout, rank, group in kernel.only_for:
-        lengths, here = list(layouts[0].lengths), attention.group.group_name if attention.group else group
-        if (layout, rank, group) == (layouts[0], attention.rank, here):
-            continue
-        raise ValueError(
-            f"the score_mod reads query_rows of rank {rank} of {list(layout.lengths)[:8]} queries, in another layout "
-            f"than the attention's, of {lengths[:8]}: give both calls one layout, and the attention Ring() or "
-            f"AllGather(), for Ulysses() gives a rank queries of all ranks{see('Rows of other queries')}"
-        )
+        here = attention.group.group_name if attention.group else group
+        if (layout, rank, group) != (layouts[0], attention.rank, here):
+            raise ValueError(
+                f"the score_mod reads query_rows of rank {rank} of {list(layout.lengths)[:8]} queries, in another "
+                f"layout, or of other ranks, than the attention's, of {list(layouts[0].lengths)[:8]}: give both calls "
+                "one layout and one mesh, and the attention Ring() or AllGather(), for Ulysses() gives a rank queries "
+                f"of all ranks{see('Rows of other queries')}"
+            )
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
     # A tile of several sources must not be a copy.

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
 from cp_styles.decoding import cache_argument
 from cp_styles.integrations.transformers import prefill, register_attention
-from cp_styles.layout import Balancer, head_tail
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from tests.device import DEVICE, here, run_ranks, there
 from tests.oracle import dense_attention
 
@@ -281,6 +281,12 @@ def on_ranks(
 
     found = run_ranks(on, ranks)
     return torch.stack([loss for loss, _ in found]).sum(), found[0][1]
+
+
+def nearly_all_on_one(length: int, ranks: int) -> SequenceLayout:
+    """Rank 0 has nearly all tokens, and each further rank one."""
+    edges = [0, *range(length - ranks + 1, length + 1)]
+    return SequenceLayout.from_chunks([(edges[rank], edges[rank + 1])] for rank in range(ranks))
 
 
 def prefilled(model: nn.Module, ranks: int = 2) -> None:

@@ -304,6 +304,12 @@ def made(kind: str, model_type: str, config: Any) -> Any:
     return model
 
 
+def tiny_of(model_type: str, **sizes: Any) -> Any:
+    """The tiny causal model of a type, in training."""
+    config = config_of(model_type, **OWN.get(model_type, {}) | sizes)
+    return tiny(partial(made, "causal", model_type), config).train()
+
+
 def verdict(kind: str, model_type: str, *, training: bool) -> tuple[str, str]:
     """ "exact", "refused", "wrong", "random" (one process does not repeat itself), or "not made"; and details."""
     tokens, labels = tokens_of(), labels_of(tokens_of())

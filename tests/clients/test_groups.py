@@ -35,16 +35,15 @@ from tests.clients.hugging_face import (
     LENGTH,
     NAME,
     StayDouble,
-    config_of,
     error_of,
     labels_of,
+    nearly_all_on_one,
     on_ranks,
     positions_of,
     prefilled,
-    tiny,
     tokens_of,
 )
-from tests.clients.sweep import EAGER, OWN, made
+from tests.clients.sweep import EAGER, tiny_of
 from tests.covering import sampled
 
 pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
@@ -54,22 +53,9 @@ EXACT = 1e-10
 MODELS = "deepseek_v4", "qwen4_exp_text", "glm5_next_text", "minimax_m3_vl_text"
 
 
-def model_of(model_type: str, **sizes: Any) -> Any:
-    model: Any = tiny(
-        lambda config: made("causal", model_type, config), config_of(model_type, **OWN[model_type] | sizes)
-    )
-    return model
-
-
 def own_code(model_type: str) -> str:
     """The implementation of the oracle."""
     return "eager" if model_type in EAGER else "dense"
-
-
-def few_windows(length: int, ranks: int) -> SequenceLayout:
-    """Rank 0 has nearly all tokens, and each further rank one."""
-    edges = [0, *range(length - ranks + 1, length + 1)]
-    return SequenceLayout.from_chunks([(edges[rank], edges[rank + 1])] for rank in range(ranks))
 
 
 @sampled(
@@ -77,7 +63,7 @@ def few_windows(length: int, ranks: int) -> SequenceLayout:
     model_type=MODELS,
     length=[3, 7, 20, 37],
     ranks=[1, 2, 3],
-    layout=[head_tail, contiguous, striped, few_windows],
+    layout=[head_tail, contiguous, striped, nearly_all_on_one],
     strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()],
     checkpointed=[False, True],
 )
@@ -85,8 +71,7 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
     """Lengths without a window, and that are no multiple of one; ranks without windows; equal scores of an indexer."""
     if isinstance(strategy, Ulysses) and (model_type != "deepseek_v4" or ranks == 3):
         strategy = Ring()  # selected keys of its tokens, and heads that three ranks do not divide
-    model = model_of(model_type)
-    model.train()
+    model = tiny_of(model_type)
     if checkpointed:
         contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
         model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
@@ -97,13 +82,13 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sequence_without_windows_of_a_layer(ranks: int):
     """Five tokens with windows of three and six: parameters of the latter have no gradient, as on one device."""
-    assert error_of(model_of("deepseek_v4").train(), 5, "eager", ranks=ranks) < EXACT
+    assert error_of(tiny_of("deepseek_v4"), 5, "eager", ranks=ranks) < EXACT
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_indexer_token_by_token(model_type: str, monkeypatch):
     monkeypatch.setattr(compressed, "_SCORES", 1)
-    assert error_of(model_of(model_type).train(), LENGTH, own_code(model_type)) < EXACT
+    assert error_of(tiny_of(model_type), LENGTH, own_code(model_type)) < EXACT
 
 
 WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -125,7 +110,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_refused(model_type: str, case: str):
     options, words = WRONG[case]
-    tokens, model = tokens_of(), model_of(model_type)
+    tokens, model = tokens_of(), tiny_of(model_type)
     inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
     with pytest.raises(RankError) as caught:
         on_ranks(model, inputs, labels, **options())
@@ -136,7 +121,7 @@ def test_refused(model_type: str, case: str):
 def test_an_error_leaves_no_windows_behind():
     """A refusal of the attention, behind the compressor: the next forward must not find its windows."""
     kind = {"num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"]}
-    model = model_of("deepseek_v4", attention_dropout=0.5, **kind).train()
+    model = tiny_of("deepseek_v4", attention_dropout=0.5, **kind)
 
     def on(rank: int) -> list[str]:
         mine = copy.deepcopy(model)
@@ -155,20 +140,20 @@ def test_a_mask_of_the_style_is_refused():
     tokens = tokens_of()
     inputs, style = {"input_ids": tokens, "position_ids": positions_of()}, {"layout": head_tail, "mask": Causal()}
     with pytest.raises(RankError, match=r"of which Causal\(\) says nothing: leave mask= out.*\n.*leave mask= out"):
-        on_ranks(model_of("deepseek_v4"), inputs, labels_of(tokens), style=style)
+        on_ranks(tiny_of("deepseek_v4"), inputs, labels_of(tokens), style=style)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_prefill_is_refused(model_type: str):
     words = "generate without context parallelism"
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        prefilled(model_of(model_type).eval())
+        prefilled(tiny_of(model_type).eval())
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODELS if name != "glm5_next_text"])  # it has no head
 def test_a_copy_from_before_the_style_generates(model_type: str):
     """The remedy of the page, with the weights that the ranks have trained."""
-    model = model_of(model_type).eval()
+    model = tiny_of(model_type).eval()
     with StayDouble():
         wanted = model.generate(tokens_of(), max_new_tokens=3, do_sample=False)
 
@@ -187,7 +172,7 @@ def test_a_copy_from_before_the_style_generates(model_type: str):
 def test_what_windows_send():
     """Each window of 6 tokens is one row, and projected rows travel where a window begins on another rank."""
     kind = "heavily_compressed_attention"
-    model, tokens = model_of("deepseek_v4", num_hidden_layers=1, layer_types=[kind]), tokens_of(36)
+    model, tokens = tiny_of("deepseek_v4", num_hidden_layers=1, layer_types=[kind]), tokens_of(36)
     head_dim, batch = model.config.head_dim, len(tokens)
 
     def on(rank: int) -> list[tuple[str, int]]:

@@ -137,6 +137,23 @@ def test_documents_in_arguments_on_one_rank():
     assert largest_error(found, one_after_the_other(model, tokens)) < EXACT
 
 
+def test_biases_that_a_hook_has_changed():
+    """No table has given them, and they do not train."""
+    model = tiny(partial(made, "seq2seq", "t5"), configured("t5", num_layers=2)).encoder.requires_grad_(False).eval()
+    mine, tokens = copy.deepcopy(model), tokens_of()
+    for encoder in (model, mine):
+        attention = encoder.block[0].layer[0].SelfAttention
+        attention.register_forward_hook(lambda _, args, out: (out[0], 2 * out[1], *out[2:]))
+
+    def main(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        return mine(input_ids=tokens).last_hidden_state
+
+    torch.testing.assert_close(run_ranks(main, 1)[0], model(input_ids=tokens).last_hidden_state)
+
+
 def test_biases_in_low_precision():
     """verify measures rounding by outputs of modules with other last bits: biases that no table has given."""
     model = tiny(partial(made, "seq2seq", "t5"), configured("t5", num_layers=1, num_decoder_layers=1))

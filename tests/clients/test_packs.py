@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, pack_samples, parallelize_module, whole_documents
 from cp_styles.testing import run_ranks
-from tests.clients.hugging_face import NAME, StayDouble, config_of, gradients, labels_of, largest_error, step, tiny
-from tests.clients.sweep import OWN, made
+from tests.clients.hugging_face import NAME, StayDouble, gradients, labels_of, largest_error, step
+from tests.clients.sweep import tiny_of
 
 EXACT = 1e-10  # as in test_groups.py
 MODELS = "mistral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "inkling2_text"
 # The lengths of the samples of four ranks: short ones, of which most stay whole, and a long one, which is cut.
 DRAWN = [[5, 3, 9], [26], [4, 6, 7], [8, 2]]
-# One sample on each rank, whose positions are those of a rank alone; ranks without samples; two ranks for one sample.
+# One sample on each rank, with the positions of a rank alone; ranks without samples; two ranks for one sample.
 FEW = [[7], [7], [7], [7]], [[9], [], [9], []], [[1], [1], [1], [2]]
 
 
@@ -27,8 +27,7 @@ FEW = [[7], [7], [7], [7]], [[9], [], [9], []], [[1], [1], [1], [2]]
     [*((name, DRAWN) for name in MODELS), *(("mistral", few) for few in FEW), *(("qwen3_next", few) for few in FEW)],
 )
 def test_a_step_of_samples_of_four_ranks(model_type: str, drawn: list[list[int]]):
-    config = config_of(model_type, **OWN.get(model_type, {}))
-    model: Any = tiny(lambda config: made("causal", model_type, config), config).train()
+    model = tiny_of(model_type)
     lists = [
         [torch.randint(3, 60, (size,), generator=torch.Generator().manual_seed(10 * rank + size)) for size in sizes]
         for rank, sizes in enumerate(drawn)
@@ -42,7 +41,7 @@ def test_a_step_of_samples_of_four_ranks(model_type: str, drawn: list[list[int]]
         count += int((labels != -100).sum())
     wanted = loss / count, {name: x / count for name, x in gradients(alone).items()}
 
-    def on(rank: int) -> tuple[tuple[torch.Tensor, dict[str, torch.Tensor]], int]:
+    def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["dp", "cp"]._flatten("dp_cp")
         mine: Any = copy.deepcopy(model)
         mine.set_attn_implementation(NAME)
@@ -54,7 +53,7 @@ def test_a_step_of_samples_of_four_ranks(model_type: str, drawn: list[list[int]]
             loss = batch.loss(mine(**batch.inputs).logits)
         loss.backward()
         sharder.sum_gradients(mine)
-        return (loss.detach(), gradients(mine)), len(set(batch.layout.lengths))
+        return loss.detach(), gradients(mine)
 
-    for found, _ in run_ranks(on, 4):
+    for found in run_ranks(on, 4):
         assert largest_error(found, wanted) < EXACT

@@ -16,7 +16,6 @@ from cp_styles import (
     BackboneContextParallel,
     Documents,
     Ring,
-    SequenceLayout,
     SequenceScope,
     Ulysses,
     contiguous,
@@ -31,20 +30,19 @@ from tests.clients.hugging_face import (
     LENGTH,
     NAME,
     StayDouble,
-    config_of,
     error_of,
     expected,
     gradients,
     labels_of,
     largest_error,
+    nearly_all_on_one,
     on_ranks,
     positions_of,
     prefilled,
     step,
-    tiny,
     tokens_of,
 )
-from tests.clients.sweep import OWN, made
+from tests.clients.sweep import OWN, tiny_of
 from tests.covering import sampled
 
 pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
@@ -53,28 +51,17 @@ EXACT = 1e-10  # as in test_groups.py
 MODELS = "inkling_text", "inkling2_text", "inkling2_loop_text"
 
 
-def model_of(model_type: str, **sizes: Any) -> Any:
-    config = config_of(model_type, **OWN[model_type] | sizes)
-    return tiny(lambda config: made("causal", model_type, config), config).train()
-
-
-def uneven(length: int, ranks: int) -> SequenceLayout:
-    """Rank 0 has nearly all tokens, and each further rank one."""
-    edges = [0, *range(length - ranks + 1, length + 1)]
-    return SequenceLayout.from_chunks([(edges[rank], edges[rank + 1])] for rank in range(ranks))
-
-
 @sampled(
     2,
     model_type=MODELS,
     length=[3, 20, 37],
     ranks=[1, 2, 3],
-    layout=[head_tail, contiguous, striped, uneven],
+    layout=[head_tail, contiguous, striped, nearly_all_on_one],
     strategy=[Ring(), Ring(keep=0), AllGather()],
     checkpointed=[False, True],
 )
 def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strategy: Any, checkpointed: bool):
-    model = model_of(model_type)
+    model = tiny_of(model_type)
     if checkpointed:
         contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
         model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
@@ -96,7 +83,7 @@ def test_padding(model_type: str, side: str, form: str):
     window = full & (behind < OWN[model_type]["sliding_window_size"])
     by_layer = {"full_attention": full, "sliding_attention": window, "linear_attention": mask}
     labels = labels_of(tokens).masked_fill(mask == 0, -100)
-    inputs, model = {"input_ids": tokens, "position_ids": positions_of()}, model_of(model_type)
+    inputs, model = {"input_ids": tokens, "position_ids": positions_of()}, tiny_of(model_type)
     wanted = expected(model, inputs | {"attention_mask": mask}, labels, "eager")
     for ranks in (1, 2):
         whole: Any = {"attention_mask": mask if form == "one" else by_layer}
@@ -109,7 +96,7 @@ def test_padding_in_blocks(cut: int | None):
     tokens, mask = tokens_of(), torch.ones(2, LENGTH, dtype=torch.int64)
     mask[1, :4] = 0
     inputs = {"input_ids": tokens, "position_ids": positions_of(), "attention_mask": mask}
-    labels, model = labels_of(tokens).masked_fill(mask == 0, -100), model_of("inkling_text")
+    labels, model = labels_of(tokens).masked_fill(mask == 0, -100), tiny_of("inkling_text")
 
     def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
@@ -122,10 +109,20 @@ def test_padding_in_blocks(cut: int | None):
     assert largest_error(run_ranks(on, 2)[0], expected(model, inputs, labels, "eager")) < EXACT
 
 
+def test_padding_of_another_form_is_refused():
+    """A mask of convolutions that is not [B, S]."""
+    tokens = tokens_of()
+    masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"), torch.ones(2, 1, LENGTH, LENGTH))
+    inputs, whole = {"input_ids": tokens, "position_ids": positions_of()}, {"attention_mask": masks}
+    words = "pads by a mask that is no tensor"
+    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+        on_ranks(tiny_of("inkling_text"), inputs, labels_of(tokens), whole=whole)  # pyright: ignore
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_biases_of_zero_are_trained(model_type: str, ranks: int):
-    model = model_of(model_type)
+    model = tiny_of(model_type)
     for name, parameter in model.named_parameters():
         if name.endswith(("rel_logits_proj.proj", "relative_position_bias.proj")):
             nn.init.zeros_(parameter)
@@ -134,7 +131,7 @@ def test_biases_of_zero_are_trained(model_type: str, ranks: int):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_number_that_the_trainer_hands_on(model_type: str):
-    tokens, model = tokens_of(), model_of(model_type)
+    tokens, model = tokens_of(), tiny_of(model_type)
     inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
     found = on_ranks(model, inputs, labels, whole={"num_items_in_batch": torch.tensor(40)})
     assert largest_error(found, expected(model, inputs, labels, "eager")) < EXACT
@@ -143,7 +140,7 @@ def test_a_number_that_the_trainer_hands_on(model_type: str):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_queries_that_change_ranks_are_refused(model_type: str):
     with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
-        error_of(model_of(model_type), LENGTH, "eager", style={"layout": head_tail, "strategy": Ulysses()})
+        error_of(tiny_of(model_type), LENGTH, "eager", style={"layout": head_tail, "strategy": Ulysses()})
     assert sorted(caught.value.errors) == [0, 1]
 
 
@@ -151,7 +148,7 @@ def test_queries_that_change_ranks_are_refused(model_type: str):
 def test_a_prefill_is_refused(model_type: str):
     words = "generate without context parallelism"
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        prefilled(model_of(model_type).eval())
+        prefilled(tiny_of(model_type).eval())
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_a_prefill_is_refused(model_type: str):
 def test_packed_documents(model_type: str, way: str):
     """As documents one by one. Positions separate attention, and seq_idx convolutions; Inkling 1 gives them none."""
     sizes = 8, LENGTH - 8
-    model = model_of(model_type)
+    model = tiny_of(model_type)
     tokens, positions = tokens_of(), torch.cat([torch.arange(size) for size in sizes]).expand(2, -1)
     labels = torch.cat([labels_of(part) for part in tokens.split(sizes, 1)], 1)
     alone = copy.deepcopy(model)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from cp_styles import Causal, Documents, SequenceLayout, imbalance, per_document_head_tail, whole_documents
+from cp_styles import Causal, Documents, SequenceLayout, imbalance, packs, per_document_head_tail, whole_documents
 
 MIXES: dict[str, Callable[[random.Random], list[int]]] = {
     "short": lambda draw: [draw.randint(50, 800) for _ in range(200)],
@@ -85,6 +85,19 @@ def test_the_most_tokens_of_a_rank(mix: str):
             assert imbalance(layout, Causal() & Documents(documents)) < 1.051
     with pytest.raises(ValueError, match="8 ranks of at most 10 tokens hold fewer than 81"):
         whole_documents(81, 8, documents=[81], most=10)
+
+
+@pytest.mark.parametrize(("count", "ranks", "tries"), [(120, 8, 1), (2000, 64, 1), (2000, 256, 8), (4000, 512, 2)])
+def test_a_large_pack_takes_few_tries(count: int, ranks: int, tries: int, monkeypatch):
+    """A document that is too large for a rank begins in pieces. The last two packs are given up."""
+    draw, pairs = random.Random(0), []
+    documents = [int(min(131_072, draw.lognormvariate(6.2, 1.2))) + 1 for _ in range(count)]
+    place = packs._place
+    monkeypatch.setattr(packs, "_place", lambda *call: pairs.append(count * ranks) or place(*call))
+    layout = whole_documents(sum(documents), ranks, documents=documents)
+    assert len(pairs) == tries
+    assert sum(pairs) <= packs._MOST_PAIRS
+    assert imbalance(layout, Causal() & Documents(documents)) < 1.051
 
 
 def test_lengths_that_do_not_add_up():

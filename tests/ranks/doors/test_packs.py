@@ -201,16 +201,26 @@ def test_bad_samples_are_refused_on_every_rank(case: str):
     assert sorted(caught.value.errors) == [0, 1]
 
 
-def test_copies_that_differ_are_refused():
+@pytest.mark.parametrize("odd", [[3], [0, 1, 2, 3]], ids=["on one rank", "everywhere"])
+def test_copies_that_differ_are_refused(odd: list[int]):
+    """On every rank, also of the copies that are equal."""
+
     def on(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        pack_samples(samples_of(rank, [3]), mesh["dp", "cp"]._flatten("dp_cp"), copies=mesh["cp"])
+        samples = samples_of(rank if rank in odd else 7, [3])
+        pack_samples(samples, mesh["dp", "cp"]._flatten("dp_cp"), copies=mesh["cp"])
 
-    with pytest.raises(
-        RankError, match=r"disagree on the samples.*copies= are ranks that have loaded the same"
-    ) as caught:
+    words = f"ranks {odd[0] // 2 * 2} and {odd[0] // 2 * 2 + 1} are copies, and have loaded other samples"
+    with pytest.raises(RankError, match=words) as caught:
         run_ranks(on, 4)
-    assert sorted(caught.value.errors) == [0, 1, 2, 3]
+    assert [type(caught.value.errors[rank]) for rank in range(4)] == [ValueError] * 4
+
+
+def test_entries_that_are_too_many_to_compare():
+    sample = {f"a name of some length {index}": torch.ones(3) for index in range(100)} | {"input_ids": torch.ones(3)}
+    with pytest.raises(RankError, match="101 entries are too many to compare") as caught:
+        run_ranks(lambda rank: pack_samples([sample] if rank else [], cp_mesh(2)), 2)
+    assert sorted(caught.value.errors) == [0, 1]
 
 
 def test_entries_keep_their_order_and_their_dims():
