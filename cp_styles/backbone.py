@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -329,7 +329,7 @@ class Backbone:
         if others:
             raise TypeError(
                 f"{self.name}: the model returns a {type(others[0]).__name__}, whose tensors would get whole "
-                "gradients: return tensors, tuples, dicts, or an output of transformers"
+                "gradients: return tensors, plain tuples, lists or dicts, or an output of transformers"
             )
         share = partial(self._share, group=group, factor=self._averaged / group.size())
         return tree_map_only(torch.Tensor, share, output)
@@ -382,7 +382,16 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_gradients(value: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in getattr(value, "__dict__", {}).values())
+    """Whether an object that torch takes for a leaf holds tensors with gradients: as attributes, or as a container of a
+    class of its own."""
+    held = [*getattr(value, "__dict__", {}).values()]
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    held += [getattr(value, name, None) for names in slots for name in ((names,) if isinstance(names, str) else names)]
+    if isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, Iterable) and isinstance(value, Sized):
+        held += value
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(held))
 
 
 class _Share(torch.autograd.Function):

@@ -647,17 +647,19 @@ class BatchSharder:
             balancer = partial(balancer, documents=sizes)
         return layout_made_by(balancer, length, self._group.size())
 
-    def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def whole_of(self, part: torch.Tensor, batch: Batch, *, reduce_gradients: bool | None = None) -> torch.Tensor:
         """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
 
-        Communication: an all-gather of the parts. No gradient.
+        The result has no gradient, unless ``reduce_gradients`` is given: see :func:`~cp_styles.collectives.gather`.
+        Communication: an all-gather of the parts; in a backward with ``reduce_gradients=True`` a reduce-scatter.
         """
         length = _get_tokens(batch).shape[1]
         ids, padding = batch.get("document_ids"), self._count_padding(length)
         if ids is not None and padding:
             ids = _pad_ids(ids, padding)
         layout = self._make_layout(length + padding, ids)
-        whole = gather(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
+        part = part.detach() if reduce_gradients is None else part
+        whole = gather(part, 1, self._group, reduce_gradients=bool(reduce_gradients), layout=layout)
         return whole.narrow(1, 0, length)
 
 

@@ -601,6 +601,42 @@ transformers: one rank must know the table of biases | clients/test_own_code.py 
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     _BoundBackward.queries | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
     becomes nothing
+rollouts: earlier turns have no backward | ranks/doors/test_rollouts.py -k turns
+    SharedRollouts._loss_in_turns | turn < len(turns) - 1 and torch.is_grad_enabled()
+    becomes | False
+rollouts: each turn is a whole step | ranks/doors/test_rollouts.py -k turns
+    SharedRollouts._loss_in_turns | loss / len(turns)
+    becomes | loss
+rollouts: earlier turns are not scaled for accumulation | ranks/doors/test_rollouts.py -k turns
+    SharedRollouts._loss_in_turns | loss / scale
+    becomes | loss
+rollouts: a rank has the loss of the last turn | ranks/doors/test_rollouts.py -k turns
+    SharedRollouts._loss_in_turns | own if turn != group.rank() else loss.detach()
+    becomes | loss.detach()
+rollouts: log-probabilities of another rank's rows | ranks/doors/test_rollouts.py -k turns
+    SharedRollouts._get_per_token_logps_and_entropies | results[group_now(binding.group).rank()]
+    becomes | results[-1]
+rollouts: log-probabilities have this rank's gradients alone | ranks/doors/test_rollouts.py -k turns
+    of_whole_rows | reduce_gradients=True
+    becomes | reduce_gradients=False
+rollouts: ranks generate together | ranks/doors/test_rollouts.py -k generates
+    SharedRollouts._generate | as_one_rank(cp, cp)
+    becomes | nullcontext()
+rollouts: a reward model is given other rows on each rank | ranks/doors/test_rollouts.py -k reward_model
+    SharedRollouts._calculate_rewards | each if binding is None else OwnRows(each, binding.group)
+    becomes | each
+rollouts: rows are not compared | ranks/doors/test_rollouts.py -k refused_on_all
+    rows_of_ranks | {"the entries": [(key, str(x.dtype)) for key, x in rows.items()]}
+    becomes | {}
+rollouts: log-probabilities are not proved | ranks/doors/test_rollouts.py -k are_proved
+    ContextParallelTrainer._prove | self._loss_to_prove(model, batch)
+    becomes | next(iter(model.parameters())).sum()
+backbone: a container of a class of its own is a leaf | ranks/doors/test_backbone.py -k does_not_open
+    _holds_gradients | isinstance(value, Mapping)
+    becomes | False
+verify: metrics of TRL are the step's | ranks/verify/test_verify.py -k metrics_of
+    _describe_caller | f"{module}.".startswith(_LIBRARIES)
+    becomes | module.startswith("torch")
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
     becomes | {}
@@ -859,8 +895,8 @@ backbone: a mask in front of the blocks has no documents | clients/test_heads.py
 backbone: a mask in front of the blocks has no padding | clients/test_heads.py -k exact
     _make_whole_mask | bool(attention_mask.all())
     becomes | True
-backbone: a Trainer counts the tokens of each rank | clients/test_trainers.py -k accelerate
-    ContextParallelTrainer.get_tp_size | if self._is_whole else 1
+backbone: a Trainer counts the tokens of each rank | clients/test_trainers.py -m nightly -k more
+    ContextParallelTrainer.get_tp_size | if has_copies else 1
     becomes | if False else 1
 batch: some gradients are sums, and others are not | ranks/engine/test_half_way.py -k no_optimizer
     sum_gradients | parameter.grad = None

@@ -25,6 +25,7 @@ from cp_styles.batch_sharder import BatchSharder
 from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.proof import Proof
 from cp_styles.comm.point_to_point import collective
+from cp_styles.integrations.rollouts import SharedRollouts
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
@@ -66,7 +67,7 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
     return dataloader
 
 
-class ContextParallelTrainer:
+class ContextParallelTrainer(SharedRollouts):
     """A mixin before a Trainer of transformers or TRL: ``class LongTrainer(ContextParallelTrainer, Trainer): ...``
 
     The model must have a :class:`~cp_styles.ModuleContextParallel`, whose ranks and layout apply. Everything else is as
@@ -86,6 +87,11 @@ class ContextParallelTrainer:
 
     A model with a :class:`~cp_styles.BackboneContextParallel` takes whole batches. Then the Trainer's loss, evaluation
     and predictions are unchanged, and nothing is refused: classifiers, RewardTrainer and DPOTrainer of TRL.
+
+    GRPOTrainer and RLOOTrainer of TRL: each rank has samples of its own, as without the style, and generates alone. The
+    ranks of a sequence compute its log-probabilities together, one rank's samples after another's. A step has
+    ``per_device_train_batch_size`` samples of each rank. Losses, rewards and advantages are as without the style, and
+    logs are means over the turns. ``verify`` proves log-probabilities of random tokens.
     """
 
     verify = True
@@ -144,6 +150,9 @@ class ContextParallelTrainer:
         return [ranks[0] for ranks in self._groups]
 
     def _share(self, dataloader: Any) -> Any:
+        if self._has_rollouts:  # each rank has its own
+            self._refuse_options()
+            return dataloader
         index = self._groups.index(dist.get_process_group_ranks(self._sharder._group))
         return share_batches(dataloader, num_replicas=len(self._groups), rank=index)
 
@@ -161,11 +170,12 @@ class ContextParallelTrainer:
 
     def get_cp_size(self) -> int:
         """The number of ranks of a sequence, each of which counts all its tokens. The Trainer divides by it."""
-        return 1 if self._is_whole else self._sharder._group.size()
+        return 1 if self._is_whole or self._has_rollouts else self._sharder._group.size()
 
     def get_tp_size(self) -> int:
         """The number of ranks whose losses are equal. The Trainer divides the number of tokens and its factor by it."""
-        return self._parent.get_tp_size() * (self._sharder._group.size() if self._is_whole else 1)
+        has_copies = self._is_whole and not self._has_rollouts
+        return self._parent.get_tp_size() * (self._sharder._group.size() if has_copies else 1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The Trainer's (batches, number of labels), for ``epoch_iterator``, ``num_batches`` and ``device`` as in the
@@ -180,8 +190,10 @@ class ContextParallelTrainer:
             self.verify = False  # once per trainer
             binding = binding_of(trainer.model)
             if binding is not None and isinstance(binding.model, Proof) and not binding.model.verified:
-                for mode in (True, False) if trainer.eval_dataset is not None else (True,):
-                    self._prove(batches[0], mode)
+                batch = self._batch_to_prove(_TOKENS_TO_PROVE) if self._has_rollouts else batches[0]
+                evaluates = trainer.eval_dataset is not None and not self._has_rollouts
+                for mode in (True, False) if evaluates else (True,):
+                    self._prove(batch, mode)
         return samples
 
     def _prove(self, batch: Any, mode: bool) -> None:
@@ -194,7 +206,10 @@ class ContextParallelTrainer:
         def step(model: Any, batch: Any, mesh: DeviceMesh) -> None:
             model.train(mode)
             with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+                if self._has_rollouts:
+                    loss = self._loss_to_prove(model, batch)
+                else:
+                    loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
             trainer.accelerator.backward(loss)
 
         cp = DeviceMesh.from_group(group, trainer.args.device.type, mesh_dim_names=("cp",))
@@ -221,6 +236,8 @@ class ContextParallelTrainer:
                 the batch has no labels.
         """
         trainer = self._trainer
+        if self._has_rollouts:
+            return self._loss_in_turns(model, inputs)
         if self._is_whole:
             if num_items_in_batch is not None and not trainer.args.average_tokens_across_devices:
                 num_items_in_batch = num_items_in_batch * self._sharder._group.size()  # counted by this rank alone
@@ -230,7 +247,7 @@ class ContextParallelTrainer:
         if self._sharder._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
-                "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO, GRPO), "
+                "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO), "
                 "and here they would be a part's. Apply BackboneContextParallel in place of ModuleContextParallel; or "
                 f"take the loss in a loop of your own: tutorials/hugging_face.md{see('A loss of whole sequences')}"
             )
@@ -267,7 +284,8 @@ class ContextParallelTrainer:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's method, with its ``args`` and ``kwargs``, which counts each sample once."""
-        self._trainer.gather_function = self._gather_once
+        if not self._has_rollouts:
+            self._trainer.gather_function = self._gather_once
         return self._parent.evaluation_loop(*args, **kwargs)
 
     def prediction_step(
@@ -281,7 +299,7 @@ class ContextParallelTrainer:
         Raises:
             NotImplementedError: ``inputs`` have no labels.
         """
-        if self._is_whole:
+        if self._is_whole or self._has_rollouts:
             return self._parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if not all(inputs.get(name) is not None for name in self._trainer.label_names or ["labels"]):
             raise NotImplementedError(

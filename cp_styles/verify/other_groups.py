@@ -55,10 +55,10 @@ _MEAN_OR_BOUND = {"avg", "max", "min", "band", "bor"}
 _API = (
     *("torch._compile", "torch._dynamo", "torch._library", "torch._ops", "torch.overrides", "torch.autograd.function"),
     *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn"),
-    "torch.distributed._functional_collectives",
+    *("torch.distributed._functional_collectives", "accelerate."),
 )
-# DeepSpeed reduces gradients as FSDP2 does.
-_LIBRARIES = "torch.", "cp_styles.", "deepspeed."
+# DeepSpeed reduces gradients as FSDP2 does. Losses of TRL combine their metrics, on which no gradient depends.
+_LIBRARIES = "torch.", "cp_styles.", "deepspeed.", "trl."
 
 
 def _describe_caller(ranks: list[int]) -> list[str]:

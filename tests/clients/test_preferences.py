@@ -18,7 +18,14 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import logsigmoid
 
-from cp_styles import BackboneContextParallel, ModuleContextParallel, SequenceScope, Tree, head_tail, parallelize_module
+from cp_styles import (
+    BackboneContextParallel,
+    ModuleContextParallel,
+    SequenceScope,
+    Tree,
+    head_tail,
+    parallelize_module,
+)
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import verify
@@ -91,6 +98,42 @@ def test_dpo():
         assert (
             largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
         )
+
+
+def test_log_probabilities_of_packs():
+    """Of samples of several lengths on each rank, one of which has none in the second pack."""
+    (model,) = models(1)
+    one, lengths = copy.deepcopy(model), [[5, 9, 12, 3], [11]]
+    samples = [[tokens_of(length, seed=length + rank)[0] for length in each] for rank, each in enumerate(lengths)]
+    advantages = [randn(1, 4).tolist(), randn(2, 1).tolist()]
+    total = torch.zeros((), dtype=torch.float64)
+    with StayDouble():
+        for each, factors in zip(samples, advantages, strict=True):
+            for tokens, factor in zip(each, factors, strict=True):
+                total = total + factor * log_probs(one, tokens[None], tokens[None]).exp().sum()
+    total.backward()
+
+    def on(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("both",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        losses: list[torch.Tensor] = []
+
+        def loss_of(found: torch.Tensor, index: int) -> torch.Tensor:
+            losses.append(advantages[rank][index] * found[:-1].exp().sum())
+            return losses[-1]
+
+        names = {"model": mine, "both": mesh, "samples": samples[rank], "most": 14, "loss_of": loss_of}
+        with StayDouble():
+            exec(on_the_page("packed log-probabilities"), names)
+        assert len(losses) == len(samples[rank])
+        return torch.stack(losses).detach().sum(), gradients(mine)
+
+    found = run_ranks(on, 2)
+    loss = torch.stack([each for each, _ in found]).sum()
+    for _, each in found:
+        assert largest_error((loss, each), (total.detach(), gradients(one))) < EXACT
 
 
 def test_a_reward_model():

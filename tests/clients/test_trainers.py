@@ -37,6 +37,10 @@ MORE = [
 ]
 
 HEADS = ["labels of tokens", "labels of tokens, each rank's mean", "classifier, data parallel"]
+ROLLOUTS = [
+    *("grpo, one process", "rloo, one process", "grpo", "rloo", "grpo, a reference and rewards"),
+    *("grpo, plain rewards", "grpo, whole", "grpo, adapters", "entropy quantile", "adaptive entropy"),
+]
 SHARDED = ["accelerate's sharding", "accelerate's sharding, a block"]
 TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "datasets", "einops"]
 
@@ -45,18 +49,22 @@ CASES = [
     pytest.param(["accelerate"], ["trainer", "accelerate", *REFUSED], id="accelerate"),
     pytest.param(["accelerate"], ["data parallel", *HEADS, *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft", "rewards", "preferences"], id="trl", marks=pytest.mark.nightly),
+    pytest.param(["accelerate", "trl", "peft"], [*ROLLOUTS], id="rollouts", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),
     pytest.param(TORCHTITAN, ["torchtitan"], id="torchtitan", marks=pytest.mark.nightly),
 ]
 
 
 @pytest.mark.parametrize(("libraries", "names"), CASES)
-def test_trainings(libraries: list[str], names: list[str]):
+def test_trainings(libraries: list[str], names: list[str], request: pytest.FixtureRequest):
     missing = [each for each in ["transformers", *libraries] if importlib.util.find_spec(each) is None]
+    if missing and request.node.get_closest_marker("nightly"):
+        pytest.fail(f"needs {', '.join(missing)}: pip install .[trainers]")
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: an extra, pip install .[clients]")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["HF_HUB_OFFLINE"] = "1"
     done = subprocess.run([sys.executable, JOB, *names], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -510,9 +510,128 @@ def of_pairs(name: str) -> Training:
     return train(kind(model, args=names["arguments"], **more))
 
 
+def rollouts(
+    name: str,
+    styles: tuple[Any, Any] = (ModuleContextParallel, None),
+    fixed: bool = False,
+    cp: int = 2,
+    reference: bool = False,
+    rewards_of: Any = None,
+    lora: bool = False,
+    by_page: bool = False,
+    **options: Any,
+) -> Training:
+    """TRL's trainer of completions: with the style, and without it (``reference``) on one rank or on as many ranks.
+
+    ``styles``: of the model, and of the reference model and the reward model. ``fixed``: equal completions for any
+    number of ranks. Else each rank samples as without the style.
+    """
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    class Fixed(getattr(trl, f"{name}Trainer")):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any) -> Any:
+            if not fixed:
+                return super()._generate_single_turn(prompt_ids, *args)
+            found = completions_of(prompt_ids)
+            return (found, None) if name == "GRPO" else found
+
+    kind: Any = Fixed
+    model, attention = model_of(), "dense" if reference else NAME
+    model.set_attn_implementation(attention)
+    names: dict[str, Any] = {}
+    if rewards_of is not None:
+        auto: Any = AutoModelForSequenceClassification
+        names["reward_processing_classes"] = tokenizer()
+        scorer = tiny(auto.from_config, config_of(rewards_of, num_hidden_layers=2, num_labels=1, pad_token_id=0)).eval()
+        scorer.set_attn_implementation(attention if styles[1] else "dense")
+    else:
+        scorer = mean_word
+    if options.get("beta") and not lora:  # TRL loads the reference model
+        before = model_of()
+        for parameter in before.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        model.config._name_or_path = tempfile.mkdtemp()
+        before.save_pretrained(model.config._name_or_path)
+        options["model_init_kwargs"] = {"attn_implementation": attention if styles[1] else "dense"}
+    if lora:
+        torch.set_default_dtype(torch.float64)
+        names["peft_config"] = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+    mesh = init_device_mesh("cpu", (max(1, ranks() // cp), cp), mesh_dim_names=("dp", "cp")) if not reference else None
+    if mesh is not None and not by_page:
+        parallelize_module(model, mesh["cp"], styles[0]())
+        if rewards_of is not None and styles[1] is not None:
+            parallelize_module(scorer, mesh["cp"], styles[1]())
+        kind = type(f"Long{name}", (ContextParallelTrainer, kind), {})
+    prompts = [each["input_ids"][: 4 + index % 3].tolist() for index, each in enumerate(samples(12))]
+    data = Dataset.from_list([{"prompt": " ".join(map(str, each))} for each in prompts])
+    options = {"num_generations": 2, "max_completion_length": 7, "beta": 0.0, "max_steps": 3} | options
+    args = arguments(getattr(trl, f"{name}Config"), **CHECKPOINTED, **options)
+    torch.manual_seed(0)
+    with StayDouble():
+        if by_page and mesh is not None:
+            names |= {"model": model, "mesh": mesh, "reward": scorer, "arguments": args}
+            names |= {"prompts": data, "tokenizer": tokenizer()}
+            exec(on_the_page("GRPOTrainer").replace("trainer.train()", ""), names)
+            trainer = names["trainer"]
+        else:
+            trainer = kind(model, scorer, args, train_dataset=data, processing_class=tokenizer(), **names)
+    if getattr(trainer, "ref_model", None) is not None and mesh is not None and styles[1] is not None:
+        parallelize_module(trainer.ref_model, mesh["cp"], {"model": ModuleContextParallel()})
+    done = train(trainer)
+    done.losses = [1 + each for each in done.losses]  # sums of terms of size 1, which may cancel
+    done.numbers["evaluated"] = mean_over_ranks(evaluated(trainer, data.select(range(4))))
+    for index, each in enumerate(trainer._logs["advantages"] if fixed else []):
+        done.numbers[f"advantage {index}"] = 10 + each
+    return done
+
+
+def evaluated(trainer: Any, data: Any) -> float:
+    with StayDouble():
+        return trainer.evaluate(data)["eval_loss"] + 10
+
+
+def completions_of(prompts: list[list[int]]) -> list[list[int]]:
+    """Of 3 to 6 tokens, which follow from the prompt and from how often it was there before."""
+    found = []
+    for index, ids in enumerate(prompts):
+        copies = prompts[:index].count(ids)
+        words = torch.Generator().manual_seed(sum(ids) + 1000 * copies)
+        found.append(torch.randint(3, VOCABULARY, (3 + (sum(ids) + copies) % 4,), generator=words).tolist())
+    return found
+
+
+def mean_word(prompts: Any, completions: Any, completion_ids: Any, **others: Any) -> list[float]:
+    return [sum(ids) / len(ids) / 10 + len(ids) / 7 for ids in completion_ids]
+
+
 def by_two(items: list[Any]) -> list[tuple[Any, Any]]:
     return list(zip(items[::2], items[1::2], strict=True))
 
+
+def of_rollouts(name: str, ranks: int = 1, **options: Any) -> tuple[Callable[[], Training], Any]:
+    """A training with the style, and the training without it on ``ranks`` ranks that it equals."""
+    batch = options.pop("batch", 2)
+    mine = partial(rollouts, name, fixed=ranks == 1, per_device_train_batch_size=batch, **options)
+    scale = 2 if ranks == 1 else 1  # as many samples
+    wanted = partial(mine, reference=True, per_device_train_batch_size=scale * batch)
+    return mine, (wanted, ranks, OF_HEADS)
+
+
+# TRL's head computes log-probabilities in float32 from logits of as many rows as a rank has.
+OF_HEADS = 1e-7
+BOTH = (ModuleContextParallel, BackboneContextParallel)
+ROLLOUTS = {
+    "grpo, one process": of_rollouts("GRPO", loss_type="grpo"),
+    "rloo, one process": of_rollouts("RLOO", beta=0.1),
+    "grpo": of_rollouts("GRPO", 2, gradient_accumulation_steps=2, by_page=True),
+    "grpo, a reference and rewards": of_rollouts("GRPO", 2, styles=BOTH, beta=0.1, rewards_of="llama"),
+    "grpo, plain rewards": of_rollouts("GRPO", 2, rewards_of="llama", loss_type="bnpo"),
+    "grpo, whole": of_rollouts("GRPO", 4, styles=(BackboneContextParallel, None), batch=1, num_generations=4),
+    "grpo, adapters": of_rollouts("GRPO", 2, lora=True, beta=0.05, num_iterations=2, steps_per_generation=4),
+    "rloo": of_rollouts("RLOO", 4, gradient_accumulation_steps=2, styles=BOTH, beta=0.1),
+}
 
 CASES: dict[str, Callable[[], Training]] = {
     # 11 samples: the last step has one micro-batch of one sample; 5 samples are evaluated, in batches of 2, 2, 1.
@@ -546,6 +665,7 @@ CASES: dict[str, Callable[[], Training]] = {
     "classifier, data parallel": partial(with_head, number=8, average_tokens_across_devices=False),
     "rewards": partial(of_pairs, "Reward"),
     "preferences": partial(of_pairs, "DPO"),
+    **{name: case for name, (case, _) in ROLLOUTS.items()},
     "lightning": lightning,
     "torchtitan": torchtitan,
     "data parallel": partial(hugging_face, data=samples(8)),
@@ -587,10 +707,19 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         "(Embedding): it carries values from token to token",
     ),
     "a token shift that nobody proves": (partial(shifted_tokens, proved=False), "trained 4 steps"),
+    "entropy quantile": (partial(rollouts, "GRPO", top_entropy_quantile=0.5), "no step of all of them for top_entropy"),
+    "adaptive entropy": (partial(rollouts, "GRPO", use_adaptive_entropy=True), "no step of all of them for use_adapt"),
     "neftune": (partial(hugging_face, args={"neftune_noise_alpha": 5.0}), "neftune_noise_alpha) adds noise"),
     "dispatched batches": (
         partial(hugging_face, args={"accelerator_config": {"dispatch_batches": True}}),
         "is not a loader that accelerate shares",
     ),
 }
-RANKS: dict[str, int] = {"data parallel": 4, "classifier, data parallel": 4, "torchtitan": 4}
+REFERENCES: dict[str, Any] = {name: reference for name, (_, reference) in ROLLOUTS.items()}
+RANKS: dict[str, int] = {
+    "grpo, whole": 4,
+    "rloo": 4,
+    "data parallel": 4,
+    "classifier, data parallel": 4,
+    "torchtitan": 4,
+}

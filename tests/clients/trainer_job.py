@@ -40,14 +40,14 @@ class Training:
 
 
 def furthest(found: Training, wanted: Training) -> float:
-    """The largest error, relative to a loss, or to the norm of a parameter."""
+    """The largest error, relative to the largest loss, to a number, or to the norm of a parameter."""
     assert len(found.losses) == len(wanted.losses) != 1, (found.losses, wanted.losses)
     assert wanted.parameters
     assert found.numbers.keys() == wanted.numbers.keys(), (found.numbers, wanted.numbers)
     assert found.parameters.keys() == wanted.parameters.keys()
-    pairs = [*zip(found.losses, wanted.losses, strict=True)]
-    pairs += [(found.numbers[name], value) for name, value in wanted.numbers.items()]
-    errors = [abs(mine - theirs) / abs(theirs) for mine, theirs in pairs]
+    largest = max(map(abs, wanted.losses))
+    errors = [abs(mine - theirs) / largest for mine, theirs in zip(found.losses, wanted.losses, strict=True)]
+    errors += [abs(found.numbers[name] - value) / abs(value) for name, value in wanted.numbers.items()]
     errors += [float((found.parameters[name] - x).norm() / x.norm()) for name, x in wanted.parameters.items()]
     return max(errors)
 
@@ -91,7 +91,7 @@ def free_port() -> int:
 def start(case: Case, ranks: int, folder: Path) -> list[tuple[int, Path]]:
     port, started = free_port(), []
     for rank in range(ranks):
-        to = folder / f"{ranks}_{rank}.pt"
+        to = folder / f"{port}_{rank}.pt"
         pid = os.fork()
         if not pid:
             child(rank, ranks, port, case, to)
@@ -105,19 +105,20 @@ def results_of(started: list[tuple[int, Path]]) -> list[Any]:
     return [torch.load(to, weights_only=False) if to.exists() else "ended without a result" for _, to in started]
 
 
-def compare(name: str, case: Case, ranks: int) -> bool:
+def compare(name: str, case: Case, ranks: int, wanted: Case, of: int, tolerance: float) -> bool:
+    """Whether ``case`` on ``ranks`` trains as ``wanted`` on ``of`` ranks."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        started = [start(case, each, Path(folder)) for each in (1, ranks)]
-        (alone,), found = map(results_of, started)
+        started = [start(wanted, of, Path(folder)), start(case, ranks, Path(folder))]
+        expected, found = map(results_of, started)
     seconds = time.perf_counter() - begin
-    failed = [each for each in (alone, *found) if isinstance(each, str)]
+    failed = [each for each in (*expected, *found) if isinstance(each, str)]
     if failed:
         print(f"{name}: {failed[0]}\n", *failed[1:])
         return False
-    error = max(furthest(each, alone) for each in found)
-    print(f"{name}: {len(alone.losses)} losses, within {error:.0e}, {seconds:.1f} s", flush=True)
-    return error < TOLERANCE
+    error = max(furthest(each, expected[0]) for each in found)
+    print(f"{name}: {len(found[0].losses)} losses, within {error:.0e}, {seconds:.1f} s", flush=True)
+    return error < tolerance
 
 
 def refused(name: str, case: Case, words: str, ranks: int = 2) -> bool:
@@ -142,7 +143,9 @@ def main(names: list[str]) -> int:
         if name in trainer_cases.REFUSED:
             missed += not refused(name, *trainer_cases.REFUSED[name])
         else:
-            missed += not compare(name, trainer_cases.CASES[name], trainer_cases.RANKS.get(name, 2))
+            case, ranks = trainer_cases.CASES[name], trainer_cases.RANKS.get(name, 2)
+            wanted, of, tolerance = trainer_cases.REFERENCES.get(name, (case, 1, TOLERANCE))
+            missed += not compare(name, case, ranks, wanted, of, tolerance)
     return missed
 
 

@@ -828,20 +828,42 @@ def test_uses_that_are_refused(use: Callable[[Any, int], None]):
 
 
 class Returning(Encoder):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
     def forward(self, pictures: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
-        return SimpleNamespace(**super().forward(pictures, targets))
+        return self.kind(**super().forward(pictures, targets))
 
 
+class OwnDict(dict[str, Any]): ...
+
+
+class InSlots:
+    __slots__ = "held"
+
+    def __init__(self, **outputs: Any) -> None:
+        self.held = [outputs]
+
+
+def in_own_list(**outputs: Any) -> Any:
+    return type("OwnList", (list,), {})(outputs.values())
+
+
+KINDS = {"SimpleNamespace": SimpleNamespace, "OwnDict": OwnDict, "InSlots": InSlots, "OwnList": in_own_list}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("agreement", [True, False])
-def test_outputs_that_are_attributes(agreement: bool):
+def test_outputs_that_torch_does_not_open(agreement: bool, kind: str):
     torch.manual_seed(0)
-    model = Returning().double()
+    model = Returning(KINDS[kind]).double()
     style = ModuleContextParallel(layout=contiguous(17, 2), checks=Checks(agreement=agreement))
 
     def on(rank: int) -> None:
         parallelize_module(copy.deepcopy(model), cp_mesh(2), BackboneContextParallel(style))(PICTURES)
 
-    assert "returns a SimpleNamespace, whose tensors would get whole gradients" in errors_of(on)
+    assert f"returns a {kind}, whose tensors would get whole gradients" in errors_of(on)
 
 
 def test_losses_that_differ():

@@ -265,6 +265,33 @@ def test_a_group_that_is_not_of_the_mesh(what: str, fixed: bool):
         wrong(llama(), ModuleContextParallel(), act, batch=TOKENS, words=words)
 
 
+def in_module(name: str, code: str, **names: Any) -> Callable[..., Any]:
+    """The function ``run`` of a module that is not installed."""
+    made = {"__name__": name, "dist": dist, **names}
+    exec(code, made)
+    return made["run"]
+
+
+@pytest.mark.parametrize("by_trl", [True, False])
+def test_metrics_of_trl(by_trl: bool):
+    """Its losses combine metrics over all processes by accelerate. The same call by the user's step is refused."""
+    combine = in_module("accelerate.utils.operations", "def run(x):\n    dist.all_reduce(x)\n    return x")
+    metrics = in_module("trl.trainer.sft_trainer", "def run(x):\n    return combine(x)", combine=combine)
+
+    def act(model, tokens, mesh):
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)
+        loss = batch.loss(model(batch.tokens, batch.positions))
+        (metrics if by_trl else combine)(loss.detach().clone())
+        loss.backward()
+        sharder.sum_gradients(model)
+
+    if by_trl:
+        assert not run(llama(), ModuleContextParallel(), act, batch=TOKENS)[0].findings
+    else:
+        wrong(llama(), ModuleContextParallel(), act, batch=TOKENS, words=r"all_reduce at test_verify.py:\d+, in act")
+
+
 def test_collectives_that_change_nothing_with_equal_values():
     """Over the default group too, and FSDP2's own, with a norm of gradients, over the ranks of the sequence."""
 
