@@ -47,7 +47,7 @@ from cp_styles.device_copies import tensor_on
 from cp_styles.engine.binding import Binding
 from cp_styles.introspect import input_names, matches
 from cp_styles.mixers.randomness import DropoutByPosition
-from cp_styles.styles.module import ModuleContextParallel, calls_in
+from cp_styles.styles.module import ModuleContextParallel, calls_in, refuse_gradients
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.troubleshooting import see
 
@@ -186,7 +186,12 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 def backbone_of(model: nn.Module) -> Backbone | None:
     """The state of the BackboneContextParallel on ``model`` or a module in it. None if there is none."""
-    return next((getattr(child, _STATE) for child in model.modules() if hasattr(child, _STATE)), None)
+    return next(iter(backbones_of(model)), None)
+
+
+def backbones_of(model: nn.Module) -> list[Backbone]:
+    """The states of all BackboneContextParallel in ``model``."""
+    return [getattr(child, _STATE) for child in model.modules() if hasattr(child, _STATE)]
 
 
 def _lists_with_attention(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -212,6 +217,7 @@ class Backbone:
         seq_dims: the sequence dims of the blocks' arguments, by name.
         agrees: the ranks compare inputs and gradients.
         running: a forward of the model runs.
+        is_off: the model runs as without the style, on tokens that this rank has alone.
         regions: the lists of blocks.
     """
 
@@ -224,7 +230,7 @@ class Backbone:
         self, name: str, axis: DeviceMesh, seq_dims: dict[str, int | None], root: nn.Module, *, agrees: bool
     ) -> None:
         self.name, self.axis, self.seq_dims = name, axis, seq_dims
-        self.agrees, self.running, self.regions = agrees, False, list[_Region]()
+        self.agrees, self.running, self.is_off, self.regions = agrees, False, False, list[_Region]()
         self._proof, self._averaged, self._backwards = proof_of(root), 1, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
@@ -236,6 +242,9 @@ class Backbone:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: compare its inputs. Communication: one agreement of the ranks."""
+        if self.is_off:
+            refuse_gradients(self.name)
+            return
         self.running = True
         for region in self.regions:
             region.begin()
@@ -290,6 +299,8 @@ class Backbone:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: gather the parts in its outputs, and divide their gradients."""
+        if self.is_off:
+            return output
         with telling(self.name, axis_and_group(self.name, self.axis)[1]):
             return self._end(module, output)
 
@@ -455,7 +466,7 @@ class _Region:
     def _cut(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: cut the arguments that are whole, and in front of the first block the hidden states."""
         binding, backbone = self._binding, self._backbone
-        if binding.group.size() == 1:
+        if binding.group.size() == 1 or backbone.is_off:
             return None
         names = [*input_names(block), *(f"argument {at}" for at in range(len(args)))]
         inputs: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
@@ -544,7 +555,7 @@ class _Region:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: behind the last block gather the hidden states."""
-        if self._binding.group.size() == 1:
+        if self._binding.group.size() == 1 or self._backbone.is_off:
             return None
         first, *rest = output if isinstance(output, tuple) else (output,)
         dim = self._backbone.seq_dims.get(next(iter(input_names(block)), ""), 1) or 0

@@ -620,8 +620,20 @@ rollouts: log-probabilities have this rank's gradients alone | ranks/doors/test_
     of_whole_rows | reduce_gradients=True
     becomes | reduce_gradients=False
 rollouts: ranks generate together | ranks/doors/test_rollouts.py -k generates
-    SharedRollouts._generate | as_one_rank(cp, cp)
+    SharedRollouts._generate | on_this_rank(self._rollouts.model)
     becomes | nullcontext()
+on one rank: modules intercept attention | clients/test_on_this_rank.py -k own
+    _ObservedForward.run | self.calls.forward_state.is_off
+    becomes | False
+on one rank: the model's attention stays ours | clients/test_on_this_rank.py -k own
+    on_this_rank | attention.get(name) is _attend
+    becomes | False
+on one rank: the style stays off | clients/test_on_this_rank.py -k back
+    on_this_rank | state.is_off = False
+    becomes | pass
+on one rank: gradients are taken | clients/test_on_this_rank.py -k gradients
+    refuse_gradients | torch.is_grad_enabled()
+    becomes | False
 rollouts: a reward model is given other rows on each rank | ranks/doors/test_rollouts.py -k reward_model
     SharedRollouts._calculate_rewards | each if binding is None else OwnRows(each, binding.group)
     becomes | each

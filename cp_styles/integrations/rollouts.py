@@ -16,15 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.backbone import backbone_of
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import group_now
+from cp_styles.integrations.transformers import on_this_rank
 from cp_styles.styles.module import binding_of
-from cp_styles.verify.step import as_one_rank
 
 
 class SharedRollouts:
@@ -70,9 +69,7 @@ class SharedRollouts:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's method. The styles run on this rank alone, because each rank has prompts of its own."""
-        trainer = self._rollouts
-        cp = DeviceMesh.from_group(trainer._sharder._group, trainer.args.device.type, mesh_dim_names=("cp",))
-        with as_one_rank(cp, cp):
+        with on_this_rank(self._rollouts.model):
             return self._of_trl._generate(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from importlib import import_module
@@ -25,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
+from cp_styles.backbone import backbones_of
 from cp_styles.bounded_cache import facts_about
 from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.transformers_models import frame_of, option_of
@@ -51,7 +53,7 @@ from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.query_rows import QueryRows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
-from cp_styles.styles.module import calls_in
+from cp_styles.styles.module import calls_in, states_of
 from cp_styles.troubleshooting import see
 
 
@@ -409,6 +411,50 @@ def _make_mask(
     if padding is not None or mask not in (Full(), Causal()):
         calls.forward_state.layer_mask = whole_mask
     return whole_mask
+
+
+@contextmanager
+def on_this_rank(model: nn.Module) -> Iterator[None]:
+    """Run ``model`` in the ``with`` as without its style: on tokens that this rank has alone. Without gradients.
+
+    ::
+
+        with on_this_rank(model), torch.no_grad():
+            completions = model.generate(**prompts_of_this_rank, max_new_tokens=64)
+
+    For samples that each rank makes or scores by itself. Models have the attention that transformers gives their class
+    by default. FSDP2 still gathers parameters in each forward, so let all ranks run equally many:
+    ``synced_gpus=True`` of ``generate()``. Wrappers, adapters and models inside of ``model`` stay as they are.
+
+    No communication.
+
+    Raises:
+        ValueError: ``model`` has no ModuleContextParallel and no BackboneContextParallel.
+        RuntimeError: in a forward with gradients.
+    """
+    states: list[Any] = [*states_of(model), *backbones_of(model)]
+    if not states:
+        raise ValueError(
+            f"on_this_rank: {type(model).__name__} has neither a ModuleContextParallel nor a BackboneContextParallel: "
+            "call it as it is"
+        )
+    attention = import_module("transformers").AttentionInterface()
+    changed: list[tuple[Any, str]] = []
+    for state in states:
+        state.is_off = True
+    try:
+        models: list[Any] = [each for each in model.modules() if hasattr(each, "set_attn_implementation")]
+        for each in models:
+            name = each.config._attn_implementation
+            if attention.get(name) is _attend:
+                changed.append((each, name))
+                each.set_attn_implementation({"": each.get_correct_attn_implementation(None)})
+        yield
+    finally:
+        for each, name in changed:
+            each.set_attn_implementation({"": name})
+        for state in states:
+            state.is_off = False
 
 
 def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, matches
 from cp_styles.joint_layout import JointLayout
@@ -194,12 +194,17 @@ class _ObservedForward:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the module that has the style: start the forward and its observers."""
+        if self.calls.forward_state.is_off:
+            refuse_gradients(self.calls.unscoped.name)
+            return
         self.calls.begin_forward(module, args, kwargs)
         for observer in self.observers:
             observer.forward_begins(self.calls, module, args, kwargs)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the module that has the style. After an exception ``output`` is None."""
+        if self.calls.forward_state.is_off:
+            return
         try:
             self.calls.end_forward(module, args, output, attends=not self.path)
             if output is not None:
@@ -214,6 +219,8 @@ class _ObservedForward:
         """Run the forward where no hook has run."""
         # A program calls ``model.forward``, or a model inside of the model (``model.model``, for hidden states). Or
         # torch.compile has traced the hooks, and not the forward.
+        if self.calls.forward_state.is_off:
+            return forward(*args, **kwargs)
         output = None
         try:
             self.begin(module, args, kwargs)
@@ -232,6 +239,15 @@ never_compile_alone(_ObservedForward.end, nor_what_it_calls=True)
 never_compile_alone(_ObservedForward.run)
 
 
+def refuse_gradients(name: str) -> None:
+    """Raise for a forward without the style that would have gradients."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} runs on this rank alone, where gradients would be those of this rank's tokens: call it under "
+            "torch.no_grad(), or outside of on_this_rank(model) with the part of a batch that all ranks share"
+        )
+
+
 def calls_in(model: nn.Module) -> AttentionCalls | None:
     """The mode that intercepts the attention calls of ``model``, or of the first module in it that has the style."""
     return next((getattr(child, _STATE).calls for child in model.modules() if hasattr(child, _STATE)), None)
@@ -247,6 +263,12 @@ def _scripted_attentions(module: nn.Module) -> Iterator[str]:
         if scripted_attention(getattr(forward, "__globals__", {}).get(name)):
             yield name
     yield from (name for name, value in vars(module).items() if scripted_attention(value))
+
+
+def states_of(model: nn.Module) -> list[ForwardState]:
+    """The states of the forwards of all modules in ``model`` that have the style."""
+    found = [getattr(child, _STATE).calls.forward_state for child in model.modules() if hasattr(child, _STATE)]
+    return list({id(state): state for state in found}.values())
 
 
 def binding_of(model: nn.Module) -> Binding | None:

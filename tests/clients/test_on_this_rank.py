@@ -1,0 +1,126 @@
+"""A model with a style runs as without it, on tokens that each rank has alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+from cp_styles import BackboneContextParallel, BatchSharder, ModuleContextParallel, parallelize_module, sum_gradients
+from cp_styles.integrations.transformers import on_this_rank
+from cp_styles.testing import RankError, run_ranks
+from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, gradients, tiny
+from tests.clients.test_mixers import model_of
+from tests.covering import at_night
+from tests.oracle import error
+
+STYLES = [ModuleContextParallel, BackboneContextParallel]
+
+
+def prompts_of(rank: int) -> dict[str, torch.Tensor]:
+    """Of lengths of its own, with padding on the left."""
+    ids = torch.randint(3, VOCABULARY, (2, 8 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens by a cache of transformers' own, and logits."""
+    given = prompts_of(rank)
+    with torch.no_grad(), StayDouble():
+        tokens = model.generate(**given, do_sample=False, max_new_tokens=6, use_cache=True, pad_token_id=0)
+        return tokens, model(**given).logits
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def with_style(model: Any, style: Any) -> Any:
+    mine = copy.deepcopy(model)
+    mine.set_attn_implementation(NAME)
+    return parallelize_module(mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), style())
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", *at_night("mistral", "gpt_oss", "gpt2", "mixtral")])
+def test_ranks_generate_from_prompts_of_their_own(style: Any, model_type: str):
+    check_generation(tiny(causal_lm, config_of(model_type, num_hidden_layers=2)).eval(), style)
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", *at_night("lfm2", "falcon_h1")])
+def test_layers_with_states_generate(model_type: str):
+    check_generation(model_of(model_type, use_cache=True).eval(), ModuleContextParallel)
+
+
+def check_generation(model: Any, style: Any) -> None:
+    def main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = with_style(model, style)
+        with on_this_rank(mine):
+            return generated(mine, rank)
+
+    for rank, (tokens, logits) in enumerate(run_ranks(main, 2)):
+        wanted, wanted_logits = generated(model, rank)
+        assert torch.equal(tokens, wanted)
+        assert torch.equal(logits, wanted_logits)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_style_is_back_after_it(style: Any, fails: bool):
+    """Also after an error, and for the attention of the model."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=2))
+    tokens = prompts_of(0)["input_ids"]
+    with StayDouble():
+        next_token_loss(model(tokens).logits, tokens).backward()
+
+    def main(rank: int) -> dict[str, torch.Tensor]:
+        mine = with_style(model, style)
+        with pytest.raises(KeyError) if fails else torch.no_grad(), on_this_rank(mine):
+            with torch.no_grad():
+                mine(**prompts_of(rank))
+            if fails:
+                raise KeyError
+        assert mine.config._attn_implementation == NAME
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        sharder = BatchSharder(mesh)
+        with StayDouble():
+            if style is ModuleContextParallel:
+                batch = sharder(tokens)
+                batch.loss(mine(batch.tokens, position_ids=batch.positions[None]).logits).backward()
+            else:
+                next_token_loss(mine(tokens).logits, tokens).backward()
+        sum_gradients(mine, mesh)
+        return gradients(mine)
+
+    for found in run_ranks(main, 2):
+        for name, gradient in gradients(model).items():
+            assert error(found[name], gradient) < 1e-12
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_are_refused(style: Any):
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=2))
+
+    def main(rank: int) -> None:
+        mine = with_style(model, style)
+        with on_this_rank(mine):
+            mine(**prompts_of(rank))
+
+    with pytest.raises(RankError, match=r"call it under torch\.no_grad\(\)") as refused:
+        run_ranks(main, 2)
+    assert refused.value.errors.keys() == {0, 1}
+
+
+def test_a_model_without_a_style():
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=2))
+    with pytest.raises(ValueError, match="call it as it is"), on_this_rank(model):
+        pass
