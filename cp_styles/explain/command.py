@@ -35,6 +35,9 @@ _WIDTH = 99  # columns of a line
 _PATIENCE = 2.0  # seconds from one line of progress to the next
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# Figures of Hardware that a machine's owner can measure.
+_LINKS = {"bandwidth": "bytes a second inside of a node", "latency": "seconds of a message inside of a node"}
+_LINKS |= {"far_bandwidth": "bytes a second between nodes", "far_latency": "seconds of a message between nodes"}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
 _COLUMNS = (
     "predicted for one attention and its busiest rank. exposed: the part of forward and backward in which the rank "
@@ -136,6 +139,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
+    for figure, unit in _LINKS.items():
+        add(f"--{figure.replace('_', '-')}", type=float, help=f"{unit}; default: the machine's")
     add("--rank", type=int, help="explain this rank; default: a sample with the busiest")
     add("--json", action="store_true", help="print JSON instead of text")
     return options
@@ -159,9 +164,11 @@ def main(arguments: Sequence[str]) -> None:
         refuse("--window", "a window is causal here; leave --mask full out")
     if args.latent and (args.latent[1] > args.head_dim or args.heads[0] != args.heads[1]):
         refuse("--latent", "rotary dims are a part of --head-dim, and latents are expanded to all query heads")
-    hardware = MACHINES[args.hardware]
-    if args.node_ranks:
-        hardware = replace(hardware, node_ranks=args.node_ranks)
+    given = {name: value for name in ("node_ranks", *_LINKS) if (value := getattr(args, name)) is not None}
+    try:
+        hardware = replace(MACHINES[args.hardware], **given)
+    except ValueError as error:
+        options.error(str(error))
     mask: Mask = SlidingWindow(args.window - 1, 0) if args.window else Causal() if args.mask == "causal" else Full()
     if args.documents:
         mask = Documents(args.documents) & mask

@@ -168,6 +168,21 @@ def test_a_reader_that_stops_reading(monkeypatch):
         assert found.value.code == 1
 
 
+def test_links_that_were_measured(capsys):
+    """In place of the machine's: a slow link between nodes is waited for. Figures that no link has are refused."""
+    arguments = [*SHORT, "--strategy", "ring", "--layout", "contiguous", "--node-ranks", "2", "--json"]
+    found = []
+    for latency in ("1", "3"):
+        main(
+            [*arguments, "--bandwidth", "1e9", "--latency", "1e-4", "--far-bandwidth", "1e9", "--far-latency", latency]
+        )
+        found.append(json.loads(capsys.readouterr().out)[0]["forward"]["exposed"])
+    assert found[1] > found[0] + 1.9
+    with pytest.raises(SystemExit):
+        main([*arguments, "--latency", "-1"])
+    assert "latency must be 0 or above, got -1.0" in capsys.readouterr().err
+
+
 def exact_errors(rank: int, strategy: Strategy) -> list[float]:
     attend = partial(context_attention, mesh=cp_mesh(4), strategy=strategy, mask=Causal())
     return run_attention(attend, Problem(length=29), rank, 4)
