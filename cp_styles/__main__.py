@@ -1,4 +1,4 @@
-"""``python -m cp_styles explain ...`` and ``python -m cp_styles verify ...``: see ``command.py`` of each."""
+"""``python -m cp_styles doctor``, ``explain`` and ``verify``: see ``command.py`` of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "doctor": "check a machine or cluster: groups, messages, kernels, attention and a model on all ranks",
     "explain": "predict times, bytes and memory of an attention on many ranks, for each strategy and layout",
     "verify": "run your training step on several ranks, as threads on CPU, and compare it with one rank",
 }

@@ -473,6 +473,84 @@ kernels: a window that no kernel is told of | unit/test_cuda_kernels.py ranks/fl
 kernels: bands of other widths in one pack | ranks/flex/test_varlen_kernel.py
     make_calls | (tile.cover, tile.window),
     becomes | tile.cover,
+doctor: a row that fails is no failure | ranks/test_doctor.py -k "a_rank_that_fails or exit_status"
+    examine | int(count["FAIL"] > 0)
+    becomes | 0
+doctor: ranks go on that have left messages half way | ranks/test_doctor.py -k a_rank_that_fails
+    World.run | not isinstance(error, _HARMLESS)
+    becomes | False
+doctor: a wrong result ends all checks | ranks/test_doctor.py -k a_strategy_that_is_wrong
+    World.run | not isinstance(error, _HARMLESS)
+    becomes | True
+doctor: peers wait for a rank that has left | ranks/test_doctor.py -k half_way
+    World.run | abort_group(dist.group.WORLD, error)
+    becomes | pass
+doctor: a rank that has failed says nothing at once | ranks/test_doctor.py -k exit_status
+    World.run | self.complain(text)
+    becomes | pass
+doctor: a rank that does not come is waited for | ranks/test_doctor.py -k does_not_come
+    World.gather | timedelta(seconds=patience)
+    becomes | timedelta(seconds=1000)
+doctor: ranks go on without the one that is missing | ranks/test_doctor.py -k does_not_come
+    World.gather | len(rows) < self.size or
+    becomes nothing
+doctor: the errors of peers are not read | ranks/test_doctor.py -k "a_rank_that_fails or exit_status"
+    World.gather | if any(errors.values()):
+    becomes | if errors[self.rank]:
+doctor: a hang on a device has no end | ranks/test_doctor.py -k hangs
+    World._set_deadline | self.seconds if self.device.type == "cuda" else
+    becomes nothing
+doctor: a rank that waits for its peers ends itself | ranks/test_doctor.py -k hangs
+    World.gather | before, self.deadline, self._gathers = self.deadline, inf, self._gathers + 1
+    becomes | before, self._gathers = self.deadline, self._gathers + 1
+doctor: a process that hangs does not end | ranks/test_doctor.py -k hangs
+    end_if_late | os._exit(1)
+    becomes | pass
+doctor: reasons come after the errors of peers | ranks/test_doctor.py -k half_way
+    examine | any(word in item[1] for word in _TRANSPORTS)
+    becomes | 0
+doctor: an attention of any error passes | ranks/test_doctor.py -k a_strategy_that_is_wrong
+    check_attention | error <= limit
+    becomes | True
+doctor: gradients are not compared | ranks/test_doctor.py -k a_strategy_that_is_wrong
+    check_attention | (("out", "dq", "dk", "dv"), found, alone, exact, strict=True)
+    becomes | (("out",), found, alone, exact)
+doctor: 16 bits have no limit | ranks/test_doctor.py -k a_strategy_that_is_wrong
+    check_attention | _LIMITS.get(dtype, _RATIO * usual)
+    becomes | _LIMITS.get(dtype, 1.0)
+doctor: the bytes of a message are not read | ranks/test_doctor.py -k other_bytes
+    check_pairs | (received == peer % 256).all()
+    becomes | True
+doctor: blocks are not read | ranks/test_doctor.py -k blocks
+    check_blocks | not torch.equal(wait_tensor(start()).cpu(), torch.arange(world.size).repeat_interleave(count))
+    becomes | False
+doctor: rows of the agreement are not read | ranks/test_doctor.py -k mixes_up
+    agree | != expected
+    becomes | is None
+doctor: an agreement over NCCL passes | ranks/test_doctor.py -k gloo_that
+    check_agreement | world.size > 1 and not
+    becomes | False and not
+doctor: other versions pass | ranks/test_doctor.py -k versions
+    check_versions | text != (first := world.gather(text)[0])
+    becomes | text != (first := text)
+doctor: ranks share a GPU | ranks/test_doctor.py -k without_a_gpu
+    check_devices | <= world.device.index
+    becomes | < 0
+doctor: pairs of many ranks share a rank | ranks/test_doctor.py -k pairs_that
+    rounds_of | range(first, size - size % 2, 2)
+    becomes | range(first, size, 2)
+doctor: links between nodes count as links inside | ranks/test_doctor.py -k options_that
+    check_options | is near
+    becomes | is True
+doctor: kernels by a list of its own | ranks/test_doctor.py -k kernels_are
+    check_kernels | dict.fromkeys(call.kernel for run in runs for call in run.forward.calls)
+    becomes | ["_scaled_dot_product_flash_attention_for_cpu"]
+doctor: the model is not compared | ranks/test_doctor.py -k model_that
+    check_model | verify(model, world.mesh, tokens, step)
+    becomes | type("Report", (), {"line": ": equal to one device", "worst": 0.0})
+doctor: measured links are dropped by explain | ranks/test_doctor.py -k options_that
+    main | replace(MACHINES[args.hardware], **given)
+    becomes | replace(MACHINES[args.hardware])
 verify: an attention is not cut | ranks/verify/test_planted.py -k "causal or third"
     Resolved._attention | mask = planted.mask(mask, q_length, kv_length)
     becomes | pass

@@ -35,7 +35,7 @@ _WIDTH = 99  # columns of a line
 _PATIENCE = 2.0  # seconds from one line of progress to the next
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# Figures of Hardware that a machine's owner can measure.
+# Figures of Hardware that the command doctor measures.
 _LINKS = {"bandwidth": "bytes a second inside of a node", "latency": "seconds of a message inside of a node"}
 _LINKS |= {"far_bandwidth": "bytes a second between nodes", "far_latency": "seconds of a message between nodes"}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
     for figure, unit in _LINKS.items():
-        add(f"--{figure.replace('_', '-')}", type=float, help=f"{unit}; default: the machine's")
+        add(f"--{figure.replace('_', '-')}", type=float, help=f"{unit}, as the command doctor prints it")
     add("--rank", type=int, help="explain this rank; default: a sample with the busiest")
     add("--json", action="store_true", help="print JSON instead of text")
     return options

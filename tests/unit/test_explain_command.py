@@ -95,8 +95,9 @@ def test_help_says_what_the_commands_are(capsys):
     with pytest.raises(SystemExit) as found:
         command.main(["--help"])
     assert found.value.code == 0
-    assert re.findall(r"^(\w+) +(?:predict|run) ", capsys.readouterr().out, re.M) == ["explain", "verify"]
-    for name in ("explain", "verify"):
+    names = ["doctor", "explain", "verify"]
+    assert re.findall(r"^(\w+) +(?:check|predict|run) ", capsys.readouterr().out, re.M) == names
+    for name in names:
         with pytest.raises(SystemExit) as found:
             command.main([name, "--help"])
         assert found.value.code == 0

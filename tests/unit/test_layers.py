@@ -34,7 +34,7 @@ LAYERS = (
     ("batch_sharder", "decoding", "functions", "joint_layout", "packs"),
     ("intercept",),
     ("backbone", "checks", "explain", "mixers", "styles", "torch_api"),
-    ("verify", "integrations"),
+    ("doctor", "verify", "integrations"),
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]
@@ -125,9 +125,9 @@ def sizes() -> dict[str, int]:
 # Limits of lines have room, so that no work goes into single lines. Lines within SLACK of their limit are no news.
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
 # calls of the host: see test_account.py. Then features, with 430 lines of the core path: halos and windows 500, trees
-# 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300,
-# keys of another sequence 240.
-LIMITS = {"lines of the package": 35_610, "lines of the core path": 13_590, "floors": 10}
+# 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300, doctor
+# 570, keys of another sequence 240.
+LIMITS = {"lines of the package": 36_180, "lines of the core path": 13_590, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
@@ -149,7 +149,8 @@ def test_imports_point_down():
         assert imported in ROW, f"{imported} is new: give it a row in LAYERS"
         assert ROW[imported] <= ROW[module], f"{module} (row {ROW[module]}) imports {imported} (row {ROW[imported]})"
         assert module == imported or module not in APART or imported not in APART, f"{module} imports {imported}"
-        assert imported != "testing" or module in ("testing", "verify"), f"{module} imports testing, which is for users"
+        allowed = imported != "testing" or module in ("doctor", "testing", "verify")
+        assert allowed, f"{module} imports testing, which is for users"
 
 
 def test_a_door_raises_its_errors():
