@@ -26,6 +26,7 @@ from cp_styles.explain.command import main as explain
 from cp_styles.kernels import choice_by_tile
 from cp_styles.strategies import Strategy
 from cp_styles.testing import run_ranks
+from tests.covering import at_night
 
 CPU = torch.device("cpu")
 FIRST = [("hosts", checks.check_devices), ("group", checks.check_group), ("mesh", checks.check_mesh)]
@@ -238,7 +239,7 @@ def test_a_strategy_that_is_wrong(monkeypatch, capsys, tmp_path):
 WRONG = [(1, True), (0, False), (2, False)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+@pytest.mark.parametrize("ranks", [2, 3, *at_night(5, 7)])
 def test_attention_on_other_numbers_of_ranks(monkeypatch, capsys, tmp_path, ranks: int):
     """The errors are below their limits, and not far below."""
     strategies = (Ring(), AllGather(), Ulysses())
