@@ -51,9 +51,13 @@ class SharedRollouts:
         return hasattr(super(), "_generate_and_score_completions")
 
     def _refuse_options(self) -> None:
-        """Raise NotImplementedError, on every rank, for what needs the samples of all ranks in one step."""
+        """Raise NotImplementedError, on every rank, for what needs the samples of all ranks in one step; ValueError if the
+        model has no style."""
         trainer, reason = self._rollouts, ""
-        if trainer.is_deepspeed_enabled:
+        _ = trainer._sharder  # which raises without a style
+        if getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+            reason = "a loss that does not say how accumulation scales it: take GRPOTrainer or RLOOTrainer of trl 1.16"
+        elif trainer.is_deepspeed_enabled:
             reason = "DeepSpeed, which steps in its backward: use DDP or FSDP2"
         elif getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
             reason = "top_entropy_quantile, a quantile of the samples of all ranks: set 1.0"
@@ -132,7 +136,8 @@ class SharedRollouts:
                 loss = loss / len(turns)
                 if is_earlier:
                     scale = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
-                    trainer.accelerator.backward(loss / scale)
+                    with torch.autocast(loss.device.type, enabled=False):  # which may be on around the loss
+                        trainer.accelerator.backward(loss / scale)
         assert loss is not None
         assert own is not None
         return loss + (own - loss).detach()

@@ -307,6 +307,7 @@ def test_rows_that_are_refused_on_all_ranks(change: dict[str, Any], words: str):
         ({"use_adaptive_entropy": True}, "set entropy_coef"),
         ({"aux_loss_enabled": True}, "set router_aux_loss_coef=0.0"),
         ({"is_deepspeed_enabled": True}, "use DDP or FSDP2"),
+        ({"loss_is_scaled_for_ga": None}, r"of trl 1\.16"),
     ],
 )
 def test_options_that_need_all_rows_in_one_step(option: dict[str, Any], words: str):
@@ -323,6 +324,14 @@ def test_options_that_need_all_rows_in_one_step(option: dict[str, Any], words: s
         return str(refused.value)
 
     assert len(set(run_ranks(main, 2))) == 1
+
+
+def test_a_model_without_a_style():
+    model, reference = policies()
+    trainer: Any = Long(model, reference)
+    trainer.accelerator.parallelism_config = None
+    with pytest.raises(ValueError, match="apply the style before"):
+        trainer.get_train_dataloader()
 
 
 def test_a_head_without_log_probabilities():
