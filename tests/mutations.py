@@ -727,6 +727,9 @@ backbone: a container of a class of its own is a leaf | ranks/doors/test_backbon
 verify: metrics of TRL are the step's | ranks/verify/test_verify.py -k metrics_of
     _describe_caller | f"{module}.".startswith(_LIBRARIES)
     becomes | module.startswith("torch")
+trainers: a proof without keys of other ranks is refused | clients/test_trainers.py -k accelerate
+    ContextParallelTrainer._prove | or error.report.power.takes
+    becomes | or True
 trainers: samples are not compared | ranks/doors/test_batch_sharder.py
     BatchSharder.__call__ | {f"the samples ({name})": describe_content(x) for name, x in whole.items()}
     becomes | {}

@@ -51,7 +51,7 @@ class SharedRollouts:
         return hasattr(super(), "_generate_and_score_completions")
 
     def _refuse_options(self) -> None:
-        """Raise NotImplementedError, on every rank, for what needs the samples of all ranks in one step. Raise ValueError
+        """Raise NotImplementedError, on every rank, for what needs the rows of all ranks in one step. Raise ValueError
         if the model has no style."""
         trainer, reason = self._rollouts, ""
         _ = trainer._sharder  # which raises without a style

@@ -29,7 +29,7 @@ from cp_styles.integrations.rollouts import SharedRollouts
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
-from cp_styles.verify import verify
+from cp_styles.verify import VerificationError, verify
 
 
 def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
@@ -218,8 +218,15 @@ class ContextParallelTrainer(SharedRollouts):
             column = ranks[:, group.rank()].tolist()
             groups = [dist.new_group(column, use_local_synchronization=True), group]
             cp = DeviceMesh.from_group(groups, trainer.args.device.type, mesh=ranks, mesh_dim_names=("dp", "cp"))
+        part = _take_first_tokens(batch)
         try:
-            verify(trainer.model_wrapped, cp, _take_first_tokens(batch), step)
+            verify(trainer.model_wrapped, cp, part, step)
+        except VerificationError as error:
+            # The documents of this batch end where the parts of the ranks do.
+            if (joined := _join_documents(part)) is None or error.report.power is None or error.report.power.takes:
+                raise
+            vars(self).update(copy.deepcopy(before))
+            verify(trainer.model_wrapped, cp, joined, step)
         finally:
             vars(self).update(before)
 
@@ -330,6 +337,19 @@ class ContextParallelTrainer(SharedRollouts):
 
 _TOKENS_TO_PROVE = 2048
 _COUNTS = "_metrics", "_total_train_tokens"
+
+
+def _join_documents(batch: Any) -> Any:
+    """The batch with one document in each row. None if its rows have no documents."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(positions, torch.Tensor) or not bool((positions.diff(dim=-1) != 1).any()):
+        return None
+    one = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
+    return {name: x for name, x in batch.items() if name not in _OF_DOCUMENTS} | {"position_ids": one}
+
+
+# Arguments of packed documents, which follow from their positions.
+_OF_DOCUMENTS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"
 
 
 def _take_first_tokens(batch: Any) -> Any:

@@ -423,14 +423,12 @@ class _Verification:
             of=len(names) or len(report.modules),
             loss=any(each.loss for each in ranks),
             zero=tuple(sorted(names.difference(*(each.nonzero for each in ranks)))),
+            takes=any(each.takes for each in ranks),
         )
         report = replace(report, power=power)
         if not (seen or power.loss) and any(each.measured for each in ranks):
             modules = dict.fromkeys(key[0] for each in ranks for key in each.outputs)
-            takes = any(each.takes for each in ranks)
-            raise VerificationError(
-                replace(report, findings=(describe_blind(power, self._batch, list(modules), takes=takes),))
-            )
+            raise VerificationError(replace(report, findings=(describe_blind(power, self._batch, list(modules)),)))
         return report
 
     def _build_report(

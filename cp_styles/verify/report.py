@@ -52,12 +52,14 @@ class Power:
         of: the number of all gradients, or outputs.
         loss: whether it moves the loss.
         zero: the parameters whose gradients are exactly 0 with one rank.
+        takes: whether any attention or mixer has lost a key or a row by it.
     """
 
     moved: int
     of: int
     loss: bool
     zero: tuple[str, ...]
+    takes: bool
 
     def clause(self, what: str) -> str:
         """The end of the line of a report. ``what``: gradients or outputs."""
@@ -168,12 +170,11 @@ class VerificationError(AssertionError):
         super().__init__(str(report))
 
 
-def describe_blind(power: Power, batch: Any, modules: Sequence[str], *, takes: bool) -> str:
-    """The finding for a planted mistake that moves no result of the step. ``modules``: whose outputs it moves.
-    ``takes``: whether any attention or mixer has lost a key or a row by it."""
+def describe_blind(power: Power, batch: Any, modules: Sequence[str]) -> str:
+    """The finding for a planted mistake that moves no result of the step. ``modules``: whose outputs it moves."""
     entries = batch.items() if isinstance(batch, Mapping) else [("the batch", batch)]
     rows = [(str(name), x) for name, value in entries for x in tensors_in(value) if x.ndim > 1 and x.shape[1] > 1]
-    if not takes:
+    if not power.takes:
         why = (
             "no query of this batch attends to a key of another rank's part: documents or windows end where the parts "
             "do. Verify with a batch whose documents cross the ends of the parts: one document in a row"

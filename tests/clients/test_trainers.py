@@ -20,7 +20,6 @@ JOB = Path(__file__).with_name("trainer_job.py")
 
 REFUSED = ["a plain Trainer"]
 MORE = [
-    "packed",
     "classifier",
     "a plain Trainer that cuts",
     "a token shift",
@@ -46,7 +45,7 @@ TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "d
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
-    pytest.param(["accelerate"], ["trainer", "accelerate", *REFUSED], id="accelerate"),
+    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", *REFUSED], id="accelerate"),
     pytest.param(["accelerate"], ["data parallel", *HEADS, *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft", "rewards", "preferences"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], [*ROLLOUTS], id="rollouts", marks=pytest.mark.nightly),

@@ -45,7 +45,7 @@ def furthest(found: Training, wanted: Training) -> float:
     assert wanted.parameters
     assert found.numbers.keys() == wanted.numbers.keys(), (found.numbers, wanted.numbers)
     assert found.parameters.keys() == wanted.parameters.keys()
-    largest = max(map(abs, wanted.losses))
+    largest = max(map(abs, wanted.losses), default=1.0)
     errors = [abs(mine - theirs) / largest for mine, theirs in zip(found.losses, wanted.losses, strict=True)]
     errors += [abs(found.numbers[name] - value) / abs(value) for name, value in wanted.numbers.items()]
     errors += [float((found.parameters[name] - x).norm() / x.norm()) for name, x in wanted.parameters.items()]
