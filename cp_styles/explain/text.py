@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cp_styles.explain.events import KernelCall, Transfer
+from cp_styles.text_table import format_table
 
 _WIDTH = 99
 _STEPS = 10
@@ -30,14 +31,6 @@ def format_bytes(size: float) -> str:
 def format_seconds(value: float) -> str:
     """A time with a unit: 1.50 ms."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table with its head, each column as wide as its widest cell; the first column is aligned left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        yield "  " + "  ".join(cells).rstrip()
 
 
 def format_ranges(values: Sequence[int]) -> str:

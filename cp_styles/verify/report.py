@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from cp_styles._compat import tensors_in
-from cp_styles.explain.text import format_table
+from cp_styles.text_table import format_table
 from cp_styles.troubleshooting import see
 
 _ROWS = 24

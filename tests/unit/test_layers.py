@@ -23,6 +23,7 @@ LAYERS = (
         "live_storages",
         "subclassing",
         "testing",
+        "text_table",
         "troubleshooting",
         "unsupported_derivatives",
     ),
@@ -33,8 +34,8 @@ LAYERS = (
     ("engine",),
     ("batch_sharder", "decoding", "functions", "joint_layout", "packs"),
     ("intercept",),
-    ("backbone", "checks", "explain", "mixers", "styles", "torch_api"),
-    ("doctor", "verify", "integrations"),
+    ("backbone", "checks", "mixers", "styles", "torch_api"),
+    ("doctor", "explain", "verify", "integrations"),
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]
