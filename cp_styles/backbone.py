@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from types import CellType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -236,6 +237,7 @@ class Backbone:
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         copied = memo[id(self)] = copy.copy(self)
         copied._proof, copied.running, copied._backwards = copy.deepcopy(self._proof, memo), False, 0
+        copied.is_off = False
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 
@@ -393,16 +395,37 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_gradients(value: Any) -> bool:
-    """Whether an object that torch takes for a leaf holds tensors with gradients: as attributes, or as a container of a
-    class of its own."""
-    held = [*getattr(value, "__dict__", {}).values()]
-    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    held += [getattr(value, name, None) for names in slots for name in ((names,) if isinstance(names, str) else names)]
-    if isinstance(value, Mapping):
-        held += value.values()
-    elif isinstance(value, Iterable) and isinstance(value, Sized):
-        held += value
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(held))
+    """Whether an object that torch takes for a leaf may hold tensors with gradients: in its attributes, as a container
+    of a class of its own, or in what it calls. An iterator is not read."""
+    seen, waiting = set[int](), [value]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        held = waiting.pop()
+        if isinstance(held, torch.Tensor):
+            if held.requires_grad:
+                return True
+            continue
+        if id(held) in seen or isinstance(held, (nn.Module, type, ModuleType, str, bytes)):
+            continue
+        if isinstance(held, Iterator):
+            return True
+        seen.add(id(held))
+        slots = [getattr(kind, "__slots__", ()) for kind in type(held).__mro__]
+        names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+        waiting += [*getattr(held, "__dict__", {}).values(), *(getattr(held, name, None) for name in names)]
+        if isinstance(held, Mapping):
+            waiting.extend(held.values())
+        elif isinstance(held, Iterable) and isinstance(held, Sized):
+            waiting.extend(held)
+        if isinstance(held, partial):
+            waiting += [held.func, *held.args, *held.keywords.values()]
+        if callable(held):
+            waiting.append(getattr(held, "__self__", None))
+            cells = getattr(held, "__closure__", None) or ()
+            waiting += [cell.cell_contents for cell in cells if cell != CellType()]
+    return False
+
+
+_MOST_OBJECTS = 10_000
 
 
 class _Share(torch.autograd.Function):

@@ -700,14 +700,20 @@ rollouts: log-probabilities have this rank's gradients alone | ranks/doors/test_
 rollouts: ranks generate together | ranks/doors/test_rollouts.py -k generates
     SharedRollouts._generate | on_this_rank(self._rollouts.model)
     becomes | nullcontext()
-on one rank: modules intercept attention | clients/test_on_this_rank.py -k own
-    _ObservedForward.run | self.calls.forward_state.is_off
+on one rank: functions have all ranks | clients/test_on_this_rank.py -k functions
+    on_this_rank | stack.enter_context(as_one_rank(mesh, mesh))
+    becomes | pass
+positions: padding in front moves the positions of OPT | clients/test_transformers.py -k counts_the_mask
+    PositionCheck.forward_begins | _has_padding_in_front(mask)
     becomes | False
+rollouts: samples with fewer tokens than the ranks | ranks/doors/test_rollouts.py -k few_tokens
+    with_tokens_for_all | missing <= 0
+    becomes | True
 on one rank: the model's attention stays ours | clients/test_on_this_rank.py -k own
     on_this_rank | attention.get(name) is _attend
     becomes | False
 on one rank: the style stays off | clients/test_on_this_rank.py -k back
-    on_this_rank | state.is_off = False
+    on_this_rank | stack.callback(setattr, state, "is_off", False)
     becomes | pass
 on one rank: gradients are taken | clients/test_on_this_rank.py -k gradients
     refuse_gradients | torch.is_grad_enabled()
@@ -722,7 +728,7 @@ rollouts: log-probabilities are not proved | ranks/doors/test_rollouts.py -k are
     ContextParallelTrainer._prove | self._loss_to_prove(model, batch)
     becomes | next(iter(model.parameters())).sum()
 backbone: a container of a class of its own is a leaf | ranks/doors/test_backbone.py -k does_not_open
-    _holds_gradients | isinstance(value, Mapping)
+    _holds_gradients | isinstance(held, Mapping)
     becomes | False
 verify: metrics of TRL are the step's | ranks/verify/test_verify.py -k metrics_of
     _describe_caller | f"{module}.".startswith(_LIBRARIES)

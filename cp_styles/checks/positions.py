@@ -38,6 +38,7 @@ class PositionCheck(ForwardObserver):
         self._names, self._forwards = names, 0
         self._required = [name for name in names if name.endswith(POSITIONS)]
         self._padding = find_padding_position(module)
+        self._counts_mask = _counts_mask(module)
         self._first = 0 if self._padding is None else self._padding + 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PositionCheck:
@@ -72,6 +73,12 @@ class PositionCheck(ForwardObserver):
         if past is not None and past.prefilled:
             return  # new tokens are whole on every rank
         self._refuse_missing(who, inputs)
+        mask = inputs.get("attention_mask") if self._counts_mask else None
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and _has_padding_in_front(mask):
+            raise NotImplementedError(
+                f"{who} counts positions by its attention_mask, so padding in front of tokens moves them, and the "
+                "positions of this rank's part do not show it: pad on the right, or apply BackboneContextParallel"
+            )
         if self._forwards & (self._forwards - 1):  # not a power of two: on a GPU the host waits for the values
             return
         # The second sizes of tensors are candidates for this rank's number of tokens.
@@ -163,6 +170,17 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
     padded = (start == second).all(0)
     from_0 = (start == 0).all(0) & ~padded
     return bool((from_0 | padded).all() & from_0.any())
+
+
+def _counts_mask(model: nn.Module) -> bool:
+    """Whether a table of positions counts the tokens that a mask shows, as in OPT."""
+    tables = (child for child in model.modules() if isinstance(child, nn.Embedding))
+    return any("attention_mask" in forward_parameters(table) for table in tables)
+
+
+def _has_padding_in_front(mask_BS: torch.Tensor) -> bool:
+    shown = mask_BS != 0
+    return bool((shown[:, 1:] & ~shown[:, :-1]).any())
 
 
 def find_padding_position(model: nn.Module) -> int | None:

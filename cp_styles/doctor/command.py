@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import textwrap
@@ -77,6 +78,17 @@ def end_if_late(world: World) -> NoReturn:
     os._exit(1)
 
 
+def parse_positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0, and finite")
+    return number
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the command; the first of the arguments is its name."""
     options = argparse.ArgumentParser(
@@ -85,11 +97,22 @@ def main(arguments: Sequence[str]) -> None:
     add = options.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda under torchrun, if there is a GPU")
     add("--ranks", type=int, help="ranks as threads on CPU, without torchrun; default: 2")
-    add("--timeout", type=float, default=30.0, metavar="S", help="seconds that a rank waits for others; default: 30")
-    add("--mib", type=float, metavar="N", help="MiB of a message; default: 4 on CPU, 64 on CUDA")
+    add(
+        "--timeout",
+        type=parse_positive,
+        default=30.0,
+        metavar="S",
+        help="seconds that a rank waits for others; default: 30",
+    )
+    add("--mib", type=parse_positive, metavar="N", help="MiB of a message; default: 4 on CPU, 64 on CUDA")
     add("--json", type=Path, metavar="FILE", help="write the rows and their figures to a file too, for a bug report")
     args = options.parse_args(arguments[1:])
-    launched, rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys(), int(os.environ.get("RANK", 0))
+    launched, rank, size = {"RANK", "WORLD_SIZE"} <= os.environ.keys(), 0, 2 if args.ranks is None else args.ranks
+    if launched:
+        try:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        except ValueError as error:
+            options.error(f"RANK and WORLD_SIZE of the environment: {error}")
     if launched and args.ranks is not None:
         options.error("argument --ranks: torchrun has started the ranks: leave it out")
     has_gpu = launched and torch.cuda.is_available()
@@ -97,12 +120,14 @@ def main(arguments: Sequence[str]) -> None:
         options.error("argument --device: cuda needs GPUs, and torchrun --nproc-per-node N -m cp_styles doctor")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     device = torch.device("cpu") if args.device == "cpu" else device
-    size = int(os.environ["WORLD_SIZE"]) if launched else 2 if args.ranks is None else args.ranks
     nbytes = int(2**20 * (args.mib or (64 if device.type == "cuda" else 4)))
-    if size < 1 or args.timeout <= 0 or nbytes < 8:
-        options.error("arguments --ranks, --timeout and --mib must be above 0")
-    if rank == 0 and args.json is not None and not args.json.resolve().parent.is_dir():
-        options.error(f"argument --json: there is no folder {args.json.parent}")
+    if size < 1 or nbytes < 8:
+        options.error("arguments --ranks and --mib must be above 0, and 8 bytes at least")
+    if rank == 0 and args.json is not None:
+        try:
+            args.json.write_text("")
+        except OSError as error:
+            options.error(f"argument --json: {error}")
     title = f"{size} ranks on {device.type}, timeout {args.timeout:g} s"
     if not launched:
         title += ", threads; processes: torchrun -m cp_styles doctor"
@@ -115,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(max(run_ranks(examine_on, size, timeout_seconds=args.timeout, may_time_out=True)))
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))  # pyright: ignore
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise SystemExit(f"doctor: rank {rank} has not found the store of all ranks: {error}") from None
     world = World(store, rank, size, device, args.timeout, nbytes)
     threading.Thread(target=end_if_late, args=(world,), daemon=True).start()

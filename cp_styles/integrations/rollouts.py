@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from cp_styles.backbone import backbone_of
@@ -24,6 +25,8 @@ from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_fa
 from cp_styles.comm.groups import group_now
 from cp_styles.integrations.transformers import on_this_rank
 from cp_styles.styles.module import binding_of
+
+_METHODS = "_generate_and_score_completions", "_get_per_token_logps_and_entropies"
 
 
 class SharedRollouts:
@@ -48,7 +51,7 @@ class SharedRollouts:
 
     @property
     def _has_rollouts(self) -> bool:
-        return hasattr(super(), "_generate_and_score_completions")
+        return all(hasattr(super(SharedRollouts, self), name) for name in _METHODS)
 
     def _refuse_options(self) -> None:
         """Raise NotImplementedError, on every rank, for what needs the rows of all ranks in one step. Raise ValueError
@@ -105,6 +108,7 @@ class SharedRollouts:
         if binding is None:  # a reference model without the style
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         called = model if backbone_of(model) is not None else of_whole_rows(model, self._rollouts._sharder)
+        called = with_tokens_for_all(called, 2 * group_now(binding.group).size())
         if self._in_turn:
             return compute(called, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         found, size = [], batch_size or len(input_ids)
@@ -153,8 +157,9 @@ class SharedRollouts:
     def _batch_to_prove(self, tokens: int) -> dict[str, torch.Tensor]:
         """Random prompts and completions of several lengths, in at most ``tokens`` tokens."""
         trainer = self._rollouts
-        length = max(min(trainer.max_completion_length, tokens // 4), 2)
-        words = trainer.model.config.get_text_config().vocab_size
+        config = trainer.model.config.get_text_config()
+        places = getattr(config, "max_position_embeddings", None) or tokens
+        length, words = max(min(trainer.max_completion_length, tokens // 4, places // 2), 2), config.vocab_size
         ids = torch.randint(words, (2, 2 * length), generator=torch.Generator().manual_seed(0))
         attended = torch.ones_like(ids)
         attended[0, : length // 2] = attended[1, 2 * length - length // 2 :] = 0
@@ -237,6 +242,25 @@ class TokenOutputs(dict[str, Any]):
     __getattr__ = dict.get
 
 
+def with_tokens_for_all(model: Callable[..., Any], least: int) -> Callable[..., Any]:
+    """A function that calls ``model`` with at least so many tokens, the last of which are padding, and returns
+    log-probabilities and entropies without it."""
+
+    def call(**inputs: Any) -> Any:
+        missing = least - inputs["input_ids"].shape[1]
+        if missing <= 0:
+            return model(**inputs)
+        fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        outputs = model(**inputs | {name: F.pad(inputs[name], (0, missing), value=x) for name, x in fills.items()})
+        found = {name: getattr(outputs, name, None) for name in _OF_TOKENS}
+        return TokenOutputs({name: x[:, :-missing] for name, x in found.items() if x is not None})
+
+    return call
+
+
+_OF_TOKENS = "log_probs", "entropy"
+
+
 def of_whole_rows(model: Callable[..., Any], sharder: BatchSharder) -> Callable[..., TokenOutputs]:
     """A function that calls ``model`` with this rank's parts of whole rows, and returns what TRL's fused head does for
     all tokens. Each rank takes the whole loss of them, and gradients are the mean over the ranks."""
@@ -246,8 +270,8 @@ def of_whole_rows(model: Callable[..., Any], sharder: BatchSharder) -> Callable[
         others = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
         if others:
             raise NotImplementedError(
-                f"{type(model).__name__}: {others} cannot be cut along the sequence: train on text alone, or apply "
-                "BackboneContextParallel in place of ModuleContextParallel"
+                f"{type(model).__name__}: {others} cannot be cut along the sequence: train on text alone, or without "
+                "context parallelism"
             )
         outputs = model(**sharder(named), **inputs, num_items_in_batch=1)  # of the head's loss, which is not used
         if getattr(outputs, "log_probs", None) is None:
@@ -257,7 +281,7 @@ def of_whole_rows(model: Callable[..., Any], sharder: BatchSharder) -> Callable[
             )
         return TokenOutputs(
             (name, sharder.whole_of(x, named, reduce_gradients=True)[:, :-1])
-            for name in ("log_probs", "entropy")
+            for name in _OF_TOKENS
             if (x := getattr(outputs, name, None)) is not None
         )
 

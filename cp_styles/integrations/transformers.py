@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from importlib import import_module
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
@@ -53,8 +54,9 @@ from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.query_rows import QueryRows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
-from cp_styles.styles.module import calls_in, states_of
+from cp_styles.styles.module import bindings_of, calls_in, states_of
 from cp_styles.troubleshooting import see
+from cp_styles.verify.step import as_one_rank
 
 
 def register_attention(name: str = "context_parallel") -> str:
@@ -422,9 +424,10 @@ def on_this_rank(model: nn.Module) -> Iterator[None]:
         with on_this_rank(model), torch.no_grad():
             completions = model.generate(**prompts_of_this_rank, max_new_tokens=64)
 
-    For samples that each rank makes or scores by itself. Models have the attention that transformers gives their class
-    by default. FSDP2 still gathers parameters in each forward, so let all ranks run equally many:
-    ``synced_gpus=True`` of ``generate()``. Wrappers, adapters and models inside of ``model`` stay as they are.
+    For samples that each rank makes or scores by itself. Functions of this package over the ranks of the style have
+    this rank alone too. Until the end of the ``with`` all calls of the model are such calls, also of other threads.
+    Models have the attention that transformers gives their class by default. FSDP2 still gathers parameters in each
+    forward, so let all ranks run equally many: ``synced_gpus=True`` of ``generate()``. Wrappers and adapters stay.
 
     No communication.
 
@@ -438,23 +441,26 @@ def on_this_rank(model: nn.Module) -> Iterator[None]:
             f"on_this_rank: {type(model).__name__} has neither a ModuleContextParallel nor a BackboneContextParallel: "
             "call it as it is"
         )
+    if all(state.is_off for state in states):  # inside of another one
+        yield
+        return
     attention = import_module("transformers").AttentionInterface()
-    changed: list[tuple[Any, str]] = []
-    for state in states:
-        state.is_off = True
-    try:
+    device = next(model.parameters()).device.type
+    groups = dict.fromkeys(binding.group for binding in bindings_of(model))
+    with ExitStack() as stack:
+        for group in groups:
+            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
+            stack.enter_context(as_one_rank(mesh, mesh))
+        for state in states:
+            state.is_off = True
+            stack.callback(setattr, state, "is_off", False)
         models: list[Any] = [each for each in model.modules() if hasattr(each, "set_attn_implementation")]
         for each in models:
             name = each.config._attn_implementation
             if attention.get(name) is _attend:
-                changed.append((each, name))
                 each.set_attn_implementation({"": each.get_correct_attn_implementation(None)})
+                stack.callback(each.set_attn_implementation, {"": name})
         yield
-    finally:
-        for each, name in changed:
-            each.set_attn_implementation({"": name})
-        for state in states:
-            state.is_off = False
 
 
 def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:

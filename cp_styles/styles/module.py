@@ -219,8 +219,6 @@ class _ObservedForward:
         """Run the forward where no hook has run."""
         # A program calls ``model.forward``, or a model inside of the model (``model.model``, for hidden states). Or
         # torch.compile has traced the hooks, and not the forward.
-        if self.calls.forward_state.is_off:
-            return forward(*args, **kwargs)
         output = None
         try:
             self.begin(module, args, kwargs)
@@ -271,10 +269,14 @@ def states_of(model: nn.Module) -> list[ForwardState]:
     return list({id(state): state for state in found}.values())
 
 
+def bindings_of(model: nn.Module) -> Iterator[Binding]:
+    """The bindings of the context-parallel modules in ``model``."""
+    return (getattr(child, _STATE).calls.binding for child in model.modules() if hasattr(child, _STATE))
+
+
 def binding_of(model: nn.Module) -> Binding | None:
     """The binding of the first context-parallel module in ``model``. None if there is none."""
-    states = (getattr(child, _STATE, None) for child in model.modules())
-    return next((state.calls.binding for state in states if state is not None), None)
+    return next(bindings_of(model), None)
 
 
 class _InterceptedForward(UnpicklableMixin):
@@ -283,6 +285,8 @@ class _InterceptedForward(UnpicklableMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state: _ObservedForward = getattr(self, _STATE)
         calls = state.calls
+        if calls.forward_state.is_off:
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.compiler.is_dynamo_compiling():
             calls.next_path = state.path
             if not calls.forward_state.running and graph_task_id() < 0:  # the hooks have not run

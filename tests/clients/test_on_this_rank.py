@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from cp_styles import BackboneContextParallel, BatchSharder, ModuleContextParallel, parallelize_module, sum_gradients
+from cp_styles.backbone import backbones_of
 from cp_styles.integrations.transformers import on_this_rank
+from cp_styles.mixers import context_roll
+from cp_styles.styles.module import states_of
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, gradients, tiny
 from tests.clients.test_mixers import model_of
@@ -104,6 +107,67 @@ def test_the_style_is_back_after_it(style: Any, fails: bool):
     for found in run_ranks(main, 2):
         for name, gradient in gradients(model).items():
             assert error(found[name], gradient) < 1e-12
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_inside_of_another_one(style: Any):
+    """The inner one ends, and the outer one goes on; a copy made inside has its style."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=2)).eval()
+
+    def main(rank: int) -> tuple[torch.Tensor, bool]:
+        mine = with_style(model, style)
+        with on_this_rank(mine):
+            with on_this_rank(mine):
+                generated(mine, rank)
+            copied = copy.deepcopy(mine)
+            found = generated(mine, rank)[1]
+        return found, any(state.is_off for state in (*states_of(copied), *backbones_of(copied)))
+
+    for rank, (logits, copied_off) in enumerate(run_ranks(main, 2)):
+        assert torch.equal(logits, generated(model, rank)[1])
+        assert not copied_off
+
+
+@pytest.mark.parametrize("way", [pytest.param("module", marks=pytest.mark.nightly), "in place"])
+def test_compiled(way: str):
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1)).eval().float()
+    torch.compiler.reset()
+
+    def main(rank: int) -> torch.Tensor:
+        mine: Any = with_style(model, ModuleContextParallel)
+        compiled = torch.compile(mine, backend="eager") if way == "module" else mine
+        if way == "in place":
+            mine.compile(backend="eager")
+        with on_this_rank(mine), torch.no_grad():
+            return compiled(**prompts_of(rank)).logits
+
+    for rank, found in enumerate(run_ranks(main, 2)):
+        with torch.no_grad():
+            assert error(found, model(**prompts_of(rank)).logits) < 1e-6
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_functions_over_the_ranks_have_this_rank_alone(style: Any):
+    """A module of the user that calls a function of this package over the ranks of the style."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1)).eval()
+
+    class Rolled(torch.nn.Module):
+        mesh: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.roll(1, 1) if self.mesh is None else context_roll(x, 1, 1, self.mesh)
+
+    model.model.norm = torch.nn.Sequential(model.model.norm, Rolled())
+
+    def main(rank: int) -> torch.Tensor:
+        mine = with_style(model, style)
+        mine.model.norm[1].mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with on_this_rank(mine), torch.no_grad(), StayDouble():
+            return mine(**prompts_of(rank)).logits
+
+    for rank, found in enumerate(run_ranks(main, 2)):
+        with torch.no_grad(), StayDouble():
+            assert error(found, model(**prompts_of(rank)).logits) < 1e-12
 
 
 @pytest.mark.parametrize("style", STYLES)

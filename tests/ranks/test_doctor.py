@@ -386,8 +386,9 @@ def test_options_that_explain_takes(capsys):
         ("--ranks 0", False, "must be above 0"),
         ("--timeout 0", False, "must be above 0"),
         ("--mib -1", False, "must be above 0"),
+        ("--mib nan", False, "must be above 0, and finite"),
         ("--device cuda", False, "torchrun --nproc-per-node N -m cp_styles doctor"),
-        ("--json no_such_folder/file", False, "argument --json: there is no folder no_such_folder"),
+        ("--json no_such_folder/file", False, "argument --json: [Errno 2]"),
         ("--all", False, "unrecognized arguments: --all"),
     ],
 )

@@ -850,7 +850,20 @@ def in_own_list(**outputs: Any) -> Any:
     return type("OwnList", (list,), {})(outputs.values())
 
 
-KINDS = {"SimpleNamespace": SimpleNamespace, "OwnDict": OwnDict, "InSlots": InSlots, "OwnList": in_own_list}
+def in_objects(**outputs: Any) -> Any:
+    return SimpleNamespace(inner=SimpleNamespace(found=[InSlots(**outputs)]))
+
+
+def later(**outputs: Any) -> Any:
+    def method() -> Any:
+        return outputs
+
+    return method
+
+
+KINDS = {"SimpleNamespace": in_objects, "OwnDict": OwnDict, "InSlots": InSlots, "OwnList": in_own_list}
+KINDS |= {"generator": lambda **outputs: (x for x in outputs.values()), "function": later}
+KINDS |= {"partial": lambda **outputs: partial(max, outputs)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

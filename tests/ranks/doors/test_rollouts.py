@@ -186,6 +186,23 @@ def test_turns(style: Any, styled_reference: bool):
         )
 
 
+@pytest.mark.parametrize("style", STYLES[::2], ids=["ring", "backbone"])
+def test_few_tokens(style: Any):
+    """One prompt token and one of a completion, on 4 ranks."""
+    model, reference = policies()
+    rows = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
+
+    def main(rank: int) -> Any:
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(4), copy.copy(style))
+        with torch.no_grad():
+            return Long(mine, reference)._get_per_token_logps_and_entropies(mine, *rows.values(), 1)[0]
+
+    with torch.no_grad():
+        wanted = Rollouts(model, reference)._get_per_token_logps_and_entropies(model, *rows.values(), 1)[0]
+    assert all(error(found, wanted) < EXACT for found in run_ranks(main, 4))
+
+
 def test_a_rank_generates_alone():
     """From prompts of its own, with the style."""
     model, reference = policies()
