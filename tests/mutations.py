@@ -1294,6 +1294,81 @@ latents: a weight that is cut is taken | clients/test_latents.py -k other_keys
 latents: products are no work | ranks/doors/test_latents.py -k explain
     seconds_of | spent += event.flops / (hardware.flops * hardware.cudnn_rate)
     becomes nothing
+fit: shards are not padded | clients/test_fit.py -k padded
+    padded_numel | math.ceil(x.shape[0] / gpus)
+    becomes | x.shape[0] / gpus
+fit: whole parameters of layers stay | clients/test_fit.py -k 'peak and llama and plain'
+    FsdpBuffers.hooks | del self._whole[number]
+    becomes | self._shards.append(self._whole.pop(number))
+fit: the next layer is not gathered ahead | clients/test_fit.py -k buffers
+    FsdpBuffers._backward_begins | self._ahead[unit - 1] = self._gather(unit - 1)
+    becomes | self._ahead[unit - 1] = None
+fit: a reduction holds no buffer | clients/test_fit.py -k buffers
+    FsdpBuffers._backward_ends | self._reduced = self._make(
+    becomes | self._make(
+fit: gradients of a layer stay whole | clients/test_fit.py -k buffers
+    FsdpBuffers._backward_ends | x.grad = None
+    becomes | pass
+fit: the last buffer of the forward stays | clients/test_fit.py -k 'peak and llama and plain'
+    FsdpBuffers.forward_ends | self._late = None
+    becomes | pass
+fit: an attention keeps nothing for its backward | clients/test_fit.py -k 'peak and llama and plain'
+    Step.peak | + self.waiting @ kept
+    becomes nothing
+fit: an attention takes nothing while it runs | clients/test_fit.py -k in_the_attention
+    Step.peak | + here[self.inside]
+    becomes | + 0 * here[self.inside]
+fit: every strategy keeps its inputs | clients/test_fit.py -k 'peak and llama'
+    _Attention.forward | kept = trace.options.reads_inputs
+    becomes | kept = True
+fit: outputs have their rows first | clients/test_fit.py -k 'peak and gpt_oss'
+    _Attention.forward | _has_rows_first(q) or not kept
+    becomes | True
+fit: logits of 16 bits make the loss | clients/test_fit.py -k 'peak and llama and plain'
+    StepModel._loss | logits.float()
+    becomes | logits
+fit: a sequence of the batch alone is counted | clients/test_fit.py -k 'batch'
+    Fit._nbytes | rows * self.model.batch
+    becomes | rows
+fit: all experts are used | clients/test_fit.py -k chooses
+    StepTrace._note_experts | numel * args[place].shape[-1] // module.num_experts
+    becomes | numel
+fit: any head makes a loss from chunks | clients/test_fit.py -k leaves_chunks_out
+    StepModel._loss | seen[2] == _storage_of(logits)
+    becomes | True
+fit: recurrences run their own code | clients/test_fit.py -k by_name
+    _find_mixer | if type(module) is not kind else None
+    becomes | if False else None
+fit: softcaps and biases cost nothing | clients/test_fit.py -k without_a_dry_run
+    _attend_without_data | changes or isinstance(attention_mask, torch.Tensor)
+    becomes | False
+fit: sizes are taken for linear | clients/test_fit.py -k not_linear
+    StepModel.parts | sum(parts.values()) != peak
+    becomes | False
+fit: the optimizer takes no memory | clients/test_fit.py -k batch
+    Fit._nbytes | + sum(self.held.values())
+    becomes nothing
+fit: nothing is left to the allocator | clients/test_fit.py -k 'longest or tokens_a_second'
+    Fit.__init__ | * (1 - RESERVE)
+    becomes nothing
+fit: the first form that fits is taken | clients/test_fit.py -k 'fastest'
+    Fit._plan | min(fitting, key=lambda cost: sum(cost[1]))
+    becomes | fitting[-1]
+fit: the longest sequence is one unit too long | clients/test_fit.py -k longest
+    Fit.longest | return fits * _UNIT
+    becomes | return (fits + 1) * _UNIT
+fit: a layer that runs again attends once | clients/test_fit.py -k time_of_attention
+    Fit._seconds | forwards * report
+    becomes | backwards * report
+fit: products of checkpoints are left out | clients/test_fit.py -k operations
+    StepTrace.__torch_dispatch__ | self.flops += 2
+    becomes | self.flops += 2 * (graph_task_id() == -1)
+fit: quantized parameters are counted | clients/test_fit.py -k refused
+    read_config | if fields.get("quantization_config")
+    becomes | if False
+fit: the printed loss is averaged over the sequence alone | clients/test_fit.py -k code_trains
+    code_of | 'both' if plan.dp > 1 else 'cp'
+    becomes | 'cp'
 """)
 
 

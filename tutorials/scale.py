@@ -2,7 +2,7 @@
 
 The first table shows one attention of a Llama-3-8B-like model (32:8 heads of 128, bfloat16) on 8 to 1,024 ranks: the
 balance of the layout, what the busiest rank sends forward and backward, and what it holds in the backward beside its
-inputs. The second shows the longest sequence whose training step fits into 80 GiB a rank.
+inputs. The second shows the longest sequence whose training step fits into 80 GiB a rank, and needs transformers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 
@@ -26,16 +27,16 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
-from cp_styles.explain import Explanation
+from cp_styles.explain import H100, Explanation
 from cp_styles.explain.dry_run import kernel_of
 from cp_styles.explain.events import Shapes
+from cp_styles.explain.fit import Fit
+from cp_styles.explain.model_step import StepModel
 from cp_styles.explain.report import explained
 from cp_styles.strategies import Strategy
 
 SHAPES = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
 K = 1024
-LIMIT = 80 * 2**30
-WIDTH, LAYERS, PARAMETERS, INNER = 4096, 32, 8.0e9, 14336
 
 
 def made(strategy: Strategy, layout: SequenceLayout, mask: Mask) -> Explanation:
@@ -68,16 +69,19 @@ def strategies(ranks: int) -> dict[str, Strategy]:
     return {**found, "Ulysses(size=8)": Ulysses(inner=Ring(keep=0), size=8)}
 
 
+@cache
+def fit(ranks: int) -> Fit:
+    """Llama-3.1-8B on H100, as ``python -m cp_styles explain --model`` sees it. Needs transformers."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8, **sizes)
+    return Fit(StepModel(config, dtype=torch.bfloat16, device="cuda", gpus=ranks), H100)
+
+
 def longest(name: str, ranks: int) -> int:
     """Positions that fit: parameters and optimizer cut over all ranks, each layer checkpointed at its input."""
-    rows = 16 * K  # more than get copies of the output by heads, of a fixed size
-    attention = made(strategies(ranks)[name], head_tail(rows * ranks, ranks), Causal()).peak_memory / rows
-    # bfloat16 parameters and gradients, float32 copies and two moments; two gathered layers.
-    fixed = 16 * PARAMETERS / ranks + 2 * 2 * PARAMETERS / LAYERS
-    inputs = 2 * WIDTH * LAYERS
-    # Of one layer, recomputed: norms, queries, keys, values, output and its gradient; or the MLP, if that is more.
-    layer = max(attention + SHAPES.query_row * 2 + SHAPES.kv_row + 4 * WIDTH, 2 * 5 * INNER + 4 * WIDTH)
-    return int((LIMIT - fixed) / (inputs + layer) * ranks)
+    return fit(ranks).longest(ranks, strategies(ranks)[name])
 
 
 SIZES = ((128 * K, 8), (1024 * K, 64), (4096 * K, 256), (10240 * K, 1024))

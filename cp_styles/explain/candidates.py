@@ -53,6 +53,15 @@ def suggest_strategies(ranks: int, hardware: Hardware) -> list[Strategy]:
     return [*strategies, *(Ulysses(size=size) for size in sorted(sizes))]
 
 
+def format_strategy(strategy: Strategy) -> str:
+    """A strategy in the form of the option --strategy: ring, ring:0, ulysses:8."""
+    if isinstance(strategy, Ulysses):
+        return "ulysses" + (f":{strategy.size}" if strategy.size else "")
+    if isinstance(strategy, (Ring, AllGather)):
+        return type(strategy).__name__.lower() + (f":{strategy.keep}" if strategy.keep != 1 else "")
+    return str(strategy)
+
+
 def find_problem(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
     """The reason why a strategy cannot run, or wastes ranks, with a remedy; empty if there is none."""
     try:

@@ -3,6 +3,10 @@
     python -m cp_styles explain --seq-len 1M --ranks 64 --heads 32:8 --head-dim 128 --mask causal --hardware h100
 
 It prints all combinations of strategies and layouts for one attention, the fastest first, and explains the fastest.
+
+    python -m cp_styles explain --model config.json --gpus 8 --memory 80G --seq-len 1M
+
+It prints the plans of a whole training run, the fastest that fits first, with its memory, its time and its code.
 Nothing runs on a device.
 """
 
@@ -22,14 +26,24 @@ from typing import Any
 
 import torch
 
-from cp_styles.explain.candidates import Candidate, rank_candidates, suggest_layouts, suggest_strategies
+from cp_styles.explain.candidates import (
+    Candidate,
+    format_strategy,
+    rank_candidates,
+    suggest_layouts,
+    suggest_strategies,
+)
 from cp_styles.explain.events import Shapes
-from cp_styles.explain.hardware import MACHINES
+from cp_styles.explain.fit import ADAMW, SGD, Fit
+from cp_styles.explain.fit_text import code_of, describe_model, format_memory, format_plans, format_time
+from cp_styles.explain.hardware import GIB, MACHINES, Hardware
+from cp_styles.explain.model_step import StepModel, read_config
 from cp_styles.explain.report import explained
-from cp_styles.explain.text import format_bytes, format_seconds, format_table, wrap_entries
+from cp_styles.explain.text import format_bytes, format_seconds, wrap_entries
 from cp_styles.layout import by_work, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.text_table import format_table
 
 _WIDTH = 99  # columns of a line
 _PATIENCE = 2.0  # seconds from one line of progress to the next
@@ -38,6 +52,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 # Figures of Hardware that the command doctor measures.
 _LINKS = {"bandwidth": "bytes a second inside of a node", "latency": "seconds of a message inside of a node"}
 _LINKS |= {"far_bandwidth": "bytes a second between nodes", "far_latency": "seconds of a message between nodes"}
+_OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
 _COLUMNS = (
     "predicted for one attention and its busiest rank. exposed: the part of forward and backward in which the rank "
@@ -46,16 +61,17 @@ _COLUMNS = (
 )
 
 
-class _RankingProgress:
+class _Progress:
     """Writes the name of the simulated candidate to stderr, every two seconds."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int = 0) -> None:
         self._steps, self._done, self._last = steps, 0, time.monotonic()
 
     def __call__(self, name: str) -> None:
         self._done += 1
         if time.monotonic() - self._last >= _PATIENCE:
-            print(f"explain: {self._done} of {self._steps}: {name}", file=sys.stderr)
+            number = f"{self._done} of {self._steps}" if self._steps else self._done
+            print(f"explain: {number}: {name}", file=sys.stderr)
             self._last = time.monotonic()
 
 
@@ -139,15 +155,102 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
-    for figure, unit in _LINKS.items():
-        add(f"--{figure.replace('_', '-')}", type=float, help=f"{unit}, as the command doctor prints it")
+    add_links(options)
     add("--rank", type=int, help="explain this rank; default: a sample with the busiest")
     add("--json", action="store_true", help="print JSON instead of text")
     return options
 
 
+def add_links(options: argparse.ArgumentParser) -> None:
+    """Add the options for figures that the command doctor measures."""
+    for figure, unit in _LINKS.items():
+        text = f"{unit}, as the command doctor prints it"
+        options.add_argument(f"--{figure.replace('_', '-')}", type=float, help=text)
+
+
+def machine_of(options: argparse.ArgumentParser, args: argparse.Namespace, *more: str) -> Hardware:
+    """The machine of ``--hardware`` with the figures that are given. ``more``: names of further figures."""
+    names = "node_ranks", *_LINKS, *more
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    try:
+        return replace(MACHINES[args.hardware], **given)
+    except ValueError as error:
+        options.error(str(error))
+
+
+def make_model_parser() -> argparse.ArgumentParser:
+    """The options of the command with ``--model``."""
+    options = argparse.ArgumentParser(
+        prog="python -m cp_styles explain",
+        usage="%(prog)s --model CONFIG --gpus N --seq-len S [options; --model CONFIG --help lists them]",
+        description="Whether a training run of a model fits, and which plan is the fastest. Needs transformers.",
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("--model", type=Path, required=True, metavar="CONFIG", help="config.json of transformers, or its folder")
+    add("--gpus", type=parse_count, required=True, help="all GPUs: FSDP2 shards over them")
+    add("--seq-len", type=parse_count, required=True, help="positions of a sequence: 4096, 128K, 1M")
+    add("--memory", type=parse_memory, metavar="80G", help="memory of a GPU; default: the machine's")
+    add("--batch", type=parse_count, default=1, help="sequences that ranks train on at once")
+    add("--dtype", type=str.lower, choices=_DTYPES, default="bf16", help="shards of 16-bit parameters are in float32")
+    add("--optimizer", type=str.lower, choices=_OPTIMIZERS, default="adamw")
+    add("--strategy", type=parse_strategy, nargs="+", metavar="S", default=(), help="as without --model")
+    add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
+    add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
+    add_links(options)
+    return options
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of a GPU: 80G."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)[gG](?:i?[bB])?", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: give GiB, such as 80G")
+    return int(float(match[1]) * GIB)
+
+
+def fit_model(arguments: Sequence[str]) -> None:
+    """Run the command with ``--model``: the plans, the memory and the time of the fastest that fits, and its code."""
+    options = make_model_parser()
+    args = options.parse_args(arguments)
+    path = args.model / "config.json" if args.model.is_dir() else args.model
+    hardware = machine_of(options, args, "memory")
+    try:
+        config, undeclared = read_config(path)
+        sizes = {"dtype": _DTYPES[args.dtype], "device": hardware.device, "gpus": args.gpus, "batch": args.batch}
+        model = StepModel(config, **sizes)
+    except ValueError as error:
+        options.error(f"argument --model: {error}")
+    fit = Fit(model, hardware, _OPTIMIZERS[args.optimizer], progress=_Progress())
+    print("\n".join(textwrap.fill(line, _WIDTH) for line in describe_model(fit)))
+    if undeclared:
+        fields = f"{', '.join(undeclared)}: fields that {type(config).__name__} does not declare, and may ignore"
+        print(textwrap.fill(fields, _WIDTH))
+    try:
+        if model.active != model.parameters:
+            print(f"a token uses {model.active:,} parameters")
+        plans = fit.plans(args.seq_len, args.strategy)
+        if not plans:
+            options.error("argument --strategy: none of them can run on a divisor of the GPUs")
+        print(f"\n{args.seq_len:,} positions, the fastest plan that fits first")
+        print(
+            "\n".join([*format_plans(fit, plans), "", *format_memory(fit, plans[0]), "", *format_time(fit, plans[0])])
+        )
+    except NotImplementedError as error:
+        print(f"memory and time are not predicted: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if not plans[0].fits:
+        longest = max(plan.longest for plan in plans)
+        print(f"no plan fits: take more GPUs, or sequences of at most {longest:,}", file=sys.stderr)
+        raise SystemExit(1)
+    print(f"\nthe code of the first plan\n\n{code_of(fit, plans[0], str(path))}")
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the command; the first of the arguments is its name."""
+    if any(word.partition("=")[0] == "--model" for word in arguments):
+        fit_model(arguments[1:])
+        return
     options = make_parser()
 
     def refuse(option: str, text: str) -> Any:
@@ -164,11 +267,7 @@ def main(arguments: Sequence[str]) -> None:
         refuse("--window", "a window is causal here; leave --mask full out")
     if args.latent and (args.latent[1] > args.head_dim or args.heads[0] != args.heads[1]):
         refuse("--latent", "rotary dims are a part of --head-dim, and latents are expanded to all query heads")
-    given = {name: value for name in ("node_ranks", *_LINKS) if (value := getattr(args, name)) is not None}
-    try:
-        hardware = replace(MACHINES[args.hardware], **given)
-    except ValueError as error:
-        options.error(str(error))
+    hardware = machine_of(options, args)
     mask: Mask = SlidingWindow(args.window - 1, 0) if args.window else Causal() if args.mask == "causal" else Full()
     if args.documents:
         mask = Documents(args.documents) & mask
@@ -192,7 +291,7 @@ def main(arguments: Sequence[str]) -> None:
         mask=mask,
         shapes=shapes,
         hardware=hardware,
-        progress=_RankingProgress(len(names) * len(strategies) * len(shapes)),
+        progress=_Progress(len(names) * len(strategies) * len(shapes)),
     )
     if args.json:
         rows = [
@@ -234,12 +333,3 @@ def format_ranking(candidates: Sequence[Candidate]) -> list[str]:
         rows.append([*names, *map(format_seconds, times), *map(format_bytes, sizes), imbalance])
     problems = dict.fromkeys((format_strategy(each.strategy), each.problem) for each in candidates if each.problem)
     return [*format_table(rows), *wrap_entries(problems)]
-
-
-def format_strategy(strategy: Strategy) -> str:
-    """A strategy in the form of the option --strategy: ring, ring:0, ulysses:8."""
-    if isinstance(strategy, Ulysses):
-        return "ulysses" + (f":{strategy.size}" if strategy.size else "")
-    if isinstance(strategy, (Ring, AllGather)):
-        return type(strategy).__name__.lower() + (f":{strategy.keep}" if strategy.keep != 1 else "")
-    return str(strategy)

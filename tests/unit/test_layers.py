@@ -127,8 +127,8 @@ def sizes() -> dict[str, int]:
 # Kernels that are bound once and prepared steps took 240 lines more than the loops that they replaced, and halved the
 # calls of the host: see test_account.py. Then features, with 430 lines of the core path: halos and windows 500, trees
 # 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300,
-# doctor 570, keys of another sequence 240.
-LIMITS = {"lines of the package": 36_180, "lines of the core path": 13_590, "floors": 10}
+# doctor 570, keys of another sequence 240. Whether a run fits has 1,160 lines, which no attention goes through.
+LIMITS = {"lines of the package": 37_480, "lines of the core path": 13_590, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 

@@ -21,9 +21,11 @@ def test_what_a_ring_sends_by_mask():
     assert sent["documents, per document"] < sent["causal, head-tail"]
 
 
+@pytest.mark.nightly
 def test_twice_the_ranks_hold_twice_the_sequence():
     """More, because parameters are cut over more ranks; an all-gather holds the keys of all."""
+    pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
     few, many = ({name: scale.longest(name, ranks) for name in scale.strategies(ranks)} for ranks in (8, 16))
     for name in few:
         assert 2 < many[name] / few[name] < 2.3
-    assert few["Ring(keep=0)"] == pytest.approx(1.3e6, rel=0.01)
+    assert few["Ring(keep=0)"] == 960 * scale.K
