@@ -549,7 +549,7 @@ doctor: the model is not compared | ranks/test_doctor.py -k model_that
     check_model | verify(model, world.mesh, tokens, step)
     becomes | type("Report", (), {"line": ": equal to one device", "worst": 0.0})
 doctor: measured links are dropped by explain | ranks/test_doctor.py -k options_that
-    main | replace(MACHINES[args.hardware], **given)
+    machine_of | replace(MACHINES[args.hardware], **given)
     becomes | replace(MACHINES[args.hardware])
 verify: an attention is not cut | ranks/verify/test_planted.py -k "causal or third"
     Resolved._attention | mask = planted.mask(mask, q_length, kv_length)

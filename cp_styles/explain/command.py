@@ -240,8 +240,8 @@ def fit_model(arguments: Sequence[str]) -> None:
         print(f"memory and time are not predicted: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if not plans[0].fits:
-        longest = max(plan.longest for plan in plans)
-        print(f"no plan fits: take more GPUs, or sequences of at most {longest:,}", file=sys.stderr)
+        shorter = f", or sequences of at most {plans[0].longest:,}" if plans[0].longest else ""
+        print(f"no plan fits: take more GPUs{shorter}", file=sys.stderr)
         raise SystemExit(1)
     print(f"\nthe code of the first plan\n\n{code_of(fit, plans[0], str(path))}")
 

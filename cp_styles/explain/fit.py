@@ -131,7 +131,7 @@ class Fit:
                 if not any(find_problem(strategy, cp, kind.shapes) for kind in self.model.kinds):
                     self._progress(f"cp {cp}, {strategy}")
                     plans.append(self._plan(length, cp, strategy))
-        return sorted(plans, key=lambda plan: (-plan.fits, -plan.speed if plan.fits else -plan.longest))
+        return sorted(plans, key=lambda plan: (-plan.fits, -plan.speed if plan.fits else -plan.longest, plan.nbytes))
 
     def parts(self, plan: Plan) -> dict[str, int]:
         """The bytes at the peak of a step by what they are, without parameters and optimizer."""

@@ -126,7 +126,7 @@ def code_of(fit: Fit, plan: Plan, path: str) -> str:
         "    return loss",
         "",
         "# next_tokens() is yours.",
-        *['verify(model, mesh["cp"], next_tokens(), step)  # once'] * (plan.cp > 1),
+        *['verify(model, mesh["cp"], next_tokens()[:, :509], step)  # once'] * (plan.cp > 1),
         "while True:",
         '    step(model, next_tokens(), mesh["cp"])',
         "    optimizer.step()",

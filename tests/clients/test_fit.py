@@ -580,6 +580,9 @@ def test_nothing_fits(tmp_path: Path, capsys):
     arguments[arguments.index("1M")] = longest.replace(",", "")
     command.main(arguments)
     assert "the code of" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main([*arguments, "--memory", "0.0001G"])
+    assert capsys.readouterr().err.splitlines()[-1] == "no plan fits: take more GPUs"
 
 
 def test_parameters_are_printed_of_a_model_that_is_not_predicted(tmp_path: Path, capsys):
