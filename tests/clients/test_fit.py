@@ -381,6 +381,7 @@ def plans_of(fit: Fit, length: int, *strategies: Strategy) -> dict[tuple[int, st
     return {(plan.cp, str(plan.strategy)): plan for plan in fit.plans(length, strategies)}
 
 
+@pytest.mark.nightly
 def test_the_longest_sequence_fits_and_the_next_does_not():
     model = model_for("llama", 2)
     fit = Fit(model, replace(CPU, memory=2**28))
@@ -608,6 +609,7 @@ def page() -> str:
     return (ROOT / "tutorials/performance.md").read_text()
 
 
+@pytest.mark.nightly
 def test_the_output_on_the_page(tmp_path: Path, capsys, monkeypatch, cpu_build):
     command_line, shown = re.search(
         r"```bash\n(python -m cp_styles explain --model .*?)```\n\n<!-- output: fit -->\n```\n(.*?)\n```\n",
