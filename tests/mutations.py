@@ -1354,7 +1354,7 @@ fit: nothing is left to the allocator | clients/test_fit.py -k 'longest or token
 fit: the first form that fits is taken | clients/test_fit.py -k 'fastest'
     Fit._plan | min(fitting, key=lambda cost: sum(cost[1]))
     becomes | fitting[-1]
-fit: the longest sequence is one unit too long | clients/test_fit.py -k longest
+fit: the longest sequence is one unit too long | clients/test_fit.py -m nightly -k longest
     Fit.longest | return fits * _UNIT
     becomes | return (fits + 1) * _UNIT
 fit: a layer that runs again attends once | clients/test_fit.py -k time_of_attention
