@@ -200,7 +200,8 @@ def check_blocks(differ: bool, world: World) -> Line:
     sent, sizes = torch.full((count * world.size,), world.rank, device=world.device), [count] * world.size
     start = partial(start_all_gather, sent[:count], world.size, name)
     start = partial(start_all_to_all, sent, sizes, sizes, name) if differ else start
-    if not torch.equal(wait_tensor(start()).cpu(), torch.arange(world.size).repeat_interleave(count)):
+    wanted = torch.arange(world.size, device="cpu").repeat_interleave(count)
+    if not torch.equal(wait_tensor(start()).cpu(), wanted):
         raise RuntimeError("blocks have come with other numbers than the ranks have sent")
     seconds = world.gather(world.seconds_of(lambda: wait_tensor(start()), 5))
     nbytes = 8 * count * (world.size - 1)
@@ -222,7 +223,7 @@ def check_options(world: World) -> Line:
 
 
 def check_kernels(dtype: torch.dtype, world: World) -> Line:
-    dense = Dense(torch.ones(512, 512, dtype=torch.bool))
+    dense = Dense(torch.ones(512, 512, dtype=torch.bool, device="cpu"))
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 128, "dtype": dtype, "device": world.device.type}
     masks: dict[str, list[str]] = {}
     for mask, length in ((Causal(), 8192), (SlidingWindow(99, 0), 1024), (dense, 512)):
@@ -238,9 +239,10 @@ def check_attention(strategy: Strategy, dtype: torch.dtype, world: World) -> Lin
     kv_heads = min(max(2, -(-world.size // 2)), 32)
     scores = 2**26 if world.device.type == "cuda" else 2**19
     length = max(2 * world.size, math.isqrt(scores // (2 * kv_heads))) + 5
-    generator, layout = torch.Generator().manual_seed(0), head_tail(length, world.size)
+    generator, layout = torch.Generator("cpu").manual_seed(0), head_tail(length, world.size)
     heads = 2 * kv_heads, kv_heads, kv_heads, 2 * kv_heads
-    whole = [torch.randn(1, n, length, 64, generator=generator).to(world.device, dtype) for n in heads]
+    drawn = [torch.randn(1, n, length, 64, generator=generator, device="cpu") for n in heads]
+    whole = [x.to(world.device, dtype) for x in drawn]
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         return layout.shard(x, 2, world.rank)
@@ -289,7 +291,8 @@ def check_model(world: World) -> Line:
     if world.size == 1:
         return _ALONE
     length, generator = 8 * world.size + 5, torch.Generator().manual_seed(0)
-    model, tokens = Model(length), torch.randint(64, (2, length), generator=generator).to(world.device)
+    tokens = torch.randint(64, (2, length), generator=generator, device="cpu").to(world.device)
+    model = Model(length)
     for parameter in model.parameters():  # equal on all ranks, without a seed of the process
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
     parallelize_module(model.to(world.device), world.mesh, ModuleContextParallel(mask=Causal()))

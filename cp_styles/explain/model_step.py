@@ -59,8 +59,9 @@ class Step(NamedTuple):
 
     def peak(self, tokens: int, attention: Sequence[AttentionBytes]) -> tuple[int, int]:
         """The most bytes that live at once, and the number of this event."""
-        kept = torch.tensor([each.kept for each in attention], dtype=torch.float64)
-        here = torch.tensor([0, *(x for each in attention for x in each[1:])], dtype=torch.float64)
+        kept = torch.tensor([each.kept for each in attention], dtype=torch.float64, device="cpu")
+        inside = [0, *(x for each in attention for x in each[1:])]
+        here = torch.tensor(inside, dtype=torch.float64, device="cpu")
         live = self.fixed + self.by_token * tokens + self.waiting @ kept + here[self.inside]
         event = int(live.argmax())
         return int(live[event]), event
@@ -160,7 +161,7 @@ class StepModel:
         key = options, 0 if linear else rows  # a short sequence may be less than a chunk
         if key not in self._steps:
             runs = [self._run(options, each) for each in (_LENGTHS if linear else [rows])] * (1 if linear else 2)
-            short, long = (torch.tensor(run.events, dtype=torch.float64) for run in runs)
+            short, long = (torch.tensor(run.events, dtype=torch.float64, device="cpu") for run in runs)
             if short.shape != long.shape or not torch.equal(short[:, 1:], long[:, 1:]):
                 raise NotImplementedError(
                     f"{type(self.model).__name__} runs other operations for {_LENGTHS[1]} tokens than for "
@@ -205,8 +206,9 @@ class StepModel:
             try:
                 with trace, torch.device("meta"):
                     # What BatchSharder cuts: tokens, labels, labels that are shifted, and positions.
-                    batch = [torch.empty(self.batch, rows, dtype=torch.int64) for _ in range(3)]
-                    inputs = {"input_ids": batch[0], "position_ids": torch.arange(rows).repeat(self.batch, 1)}
+                    batch = [torch.empty(self.batch, rows, dtype=torch.int64, device="meta") for _ in range(3)]
+                    positions = torch.arange(rows, device="meta").repeat(self.batch, 1)
+                    inputs = {"input_ids": batch[0], "position_ids": positions}
                     buffers.begin()
                     self._loss(inputs, batch[1], trace, buffers).backward()
                     buffers.end()

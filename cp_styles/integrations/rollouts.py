@@ -160,7 +160,7 @@ class SharedRollouts:
         config = trainer.model.config.get_text_config()
         places = getattr(config, "max_position_embeddings", None) or tokens
         length, words = max(min(trainer.max_completion_length, tokens // 4, places // 2), 2), config.vocab_size
-        ids = torch.randint(words, (2, 2 * length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(words, (2, 2 * length), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         attended = torch.ones_like(ids)
         attended[0, : length // 2] = attended[1, 2 * length - length // 2 :] = 0
         return {name: x.to(trainer.args.device) for name, x in (("input_ids", ids), ("attention_mask", attended))}
