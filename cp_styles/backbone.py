@@ -48,7 +48,7 @@ from cp_styles.device_copies import tensor_on
 from cp_styles.engine.binding import Binding
 from cp_styles.introspect import input_names, matches
 from cp_styles.mixers.randomness import DropoutByPosition
-from cp_styles.styles.module import ModuleContextParallel, calls_in, refuse_gradients
+from cp_styles.styles.module import ModuleContextParallel, calls_in
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.troubleshooting import see
 
@@ -187,12 +187,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 def backbone_of(model: nn.Module) -> Backbone | None:
     """The state of the BackboneContextParallel on ``model`` or a module in it. None if there is none."""
-    return next(iter(backbones_of(model)), None)
-
-
-def backbones_of(model: nn.Module) -> list[Backbone]:
-    """The states of all BackboneContextParallel in ``model``."""
-    return [getattr(child, _STATE) for child in model.modules() if hasattr(child, _STATE)]
+    return next((getattr(child, _STATE) for child in model.modules() if hasattr(child, _STATE)), None)
 
 
 def _lists_with_attention(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -218,7 +213,6 @@ class Backbone:
         seq_dims: the sequence dims of the blocks' arguments, by name.
         agrees: the ranks compare inputs and gradients.
         running: a forward of the model runs.
-        is_off: the model runs as without the style, on tokens that this rank has alone.
         regions: the lists of blocks.
     """
 
@@ -231,22 +225,18 @@ class Backbone:
         self, name: str, axis: DeviceMesh, seq_dims: dict[str, int | None], root: nn.Module, *, agrees: bool
     ) -> None:
         self.name, self.axis, self.seq_dims = name, axis, seq_dims
-        self.agrees, self.running, self.is_off, self.regions = agrees, False, False, list[_Region]()
+        self.agrees, self.running, self.regions = agrees, False, list[_Region]()
         self._proof, self._averaged, self._backwards = proof_of(root), 1, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         copied = memo[id(self)] = copy.copy(self)
         copied._proof, copied.running, copied._backwards = copy.deepcopy(self._proof, memo), False, 0
-        copied.is_off = False
         copied.regions = copy.deepcopy(self.regions, memo)
         return copied
 
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: compare its inputs. Communication: one agreement of the ranks."""
-        if self.is_off:
-            refuse_gradients(self.name)
-            return
         self.running = True
         for region in self.regions:
             region.begin()
@@ -301,8 +291,6 @@ class Backbone:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the model: gather the parts in its outputs, and divide their gradients."""
-        if self.is_off:
-            return output
         with telling(self.name, axis_and_group(self.name, self.axis)[1]):
             return self._end(module, output)
 
@@ -396,7 +384,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def _holds_gradients(value: Any) -> bool:
     """Whether an object that torch takes for a leaf may hold tensors with gradients: in its attributes, as a container
-    of a class of its own, or in what it calls. An iterator is not read."""
+    of a class of its own, or in what it calls. An iterator is not read, nor what is behind _MOST_OBJECTS."""
     seen, waiting = set[int](), [value]
     while waiting and len(seen) < _MOST_OBJECTS:
         held = waiting.pop()
@@ -422,7 +410,7 @@ def _holds_gradients(value: Any) -> bool:
             waiting.append(getattr(held, "__self__", None))
             cells = getattr(held, "__closure__", None) or ()
             waiting += [cell.cell_contents for cell in cells if cell != CellType()]
-    return False
+    return bool(waiting)
 
 
 _MOST_OBJECTS = 10_000
@@ -489,7 +477,7 @@ class _Region:
     def _cut(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: cut the arguments that are whole, and in front of the first block the hidden states."""
         binding, backbone = self._binding, self._backbone
-        if binding.group.size() == 1 or backbone.is_off:
+        if binding.group.size() == 1:
             return None
         names = [*input_names(block), *(f"argument {at}" for at in range(len(args)))]
         inputs: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
@@ -578,7 +566,7 @@ class _Region:
     @partial(uncompiled, reason=_NOT_IN_GRAPHS)
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: behind the last block gather the hidden states."""
-        if self._binding.group.size() == 1 or self._backbone.is_off:
+        if self._binding.group.size() == 1:
             return None
         first, *rest = output if isinstance(output, tuple) else (output,)
         dim = self._backbone.seq_dims.get(next(iter(input_names(block)), ""), 1) or 0

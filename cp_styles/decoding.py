@@ -260,6 +260,10 @@ def cache_of(tensor: torch.Tensor) -> KVCache | None:
 
 # Names of the cache among the arguments of a forward. transformers 5.24 renamed it to the first; it takes the older
 # names until 6, with a warning.
+# A remedy of errors about a cache that is not of this package.
+GENERATE_ALONE = (
+    "generate on each rank alone, in a block `with on_this_rank(model):` of cp_styles.integrations.transformers"
+)
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 

@@ -253,7 +253,7 @@ def _entries(name: str, samples: Sequence[Sample]) -> list[dict[str, torch.Tenso
 def _describe(
     name: str, entries: Sequence[Mapping[str, torch.Tensor]], group: dist.ProcessGroup, copies: MeshOrGroup | None
 ) -> str:
-    """A text for the other ranks: the rank of ``group`` whose samples count for this rank, which is the first of its
+    """A text for all ranks: the rank of ``group`` whose samples count for this rank, which is the first of its
     copies; a hash of the samples, if there are copies; and the entries of a sample, empty without samples."""
     leader, content = group.rank(), 0
     if copies is not None:

@@ -22,6 +22,7 @@ _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are
 # Words of arguments about something else than the tokens of the sequence: image_position_ids, visual_pos_masks.
 _NOT_OF_TOKENS = {"image", "img", "video", "pixel", "patch", "frame", "audio", "vision", "visual", "entity", "bbox"}
 _COUNTS = "create_position_ids_from_input_ids"  # the function of transformers that counts from the padding's position
+_NO_TRACE = "compile its layers, or the model without fullgraph=True"
 _POSITIONS_OF_TOKENS = (
     "layout.shard(position_ids_of(model, tokens), 1, rank), with the tokens of the whole sequence and position_ids_of "
     "of cp_styles.integrations.transformers"
@@ -38,7 +39,7 @@ class PositionCheck(ForwardObserver):
         self._names, self._forwards = names, 0
         self._required = [name for name in names if name.endswith(POSITIONS)]
         self._padding = find_padding_position(module)
-        self._counts_mask = _counts_mask(module)
+        self._counts_mask = counts_mask(module)
         self._first = 0 if self._padding is None else self._padding + 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PositionCheck:
@@ -67,18 +68,16 @@ class PositionCheck(ForwardObserver):
             # torch.compile raises an error that shows this one.
             if find_cache(inputs) is None:
                 self._refuse_missing(who, inputs)
+            if self._counts_mask and inputs.get("attention_mask") is not None:
+                raise NotImplementedError(f"{who} counts positions by a mask, whose values no trace has: {_NO_TRACE}")
             return
         self._forwards += 1
         past = find_layer_caches(inputs)
         if past is not None and past.prefilled:
             return  # new tokens are whole on every rank
         self._refuse_missing(who, inputs)
-        mask = inputs.get("attention_mask") if self._counts_mask else None
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and _has_padding_in_front(mask):
-            raise NotImplementedError(
-                f"{who} counts positions by its attention_mask, so padding in front of tokens moves them, and the "
-                "positions of this rank's part do not show it: pad on the right, or apply BackboneContextParallel"
-            )
+        if self._counts_mask:
+            self._refuse_uncounted(who, binding, inputs.get("attention_mask"), inputs.get(POSITIONS))
         if self._forwards & (self._forwards - 1):  # not a power of two: on a GPU the host waits for the values
             return
         # The second sizes of tensors are candidates for this rank's number of tokens.
@@ -89,6 +88,20 @@ class PositionCheck(ForwardObserver):
                 _refuse_local_positions(calls.binding, name, tensors[name], lengths, self._first)
         if past is None:  # in a prefill generate() itself counts from 0
             self._refuse_positions_of_padding(who, tensors.get(POSITIONS), tensors.get("input_ids"))
+
+    def _refuse_uncounted(self, who: str, binding: Binding, mask: Any, positions: Any) -> None:
+        """Raise if positions [B, L] are not counted by a mask [B, S] of the whole sequence, as on one device."""
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not isinstance(positions, torch.Tensor):
+            return
+        layout, rank = binding.layout_for(mask.shape[1]), binding.group.rank()
+        counted, shown = (layout.shard(x, 1, rank) for x in (mask.cumsum(1) - 1, mask != 0))
+        if counted.shape[1] == positions.shape[-1] and bool((shown & (counted != positions)).any()):
+            raise ValueError(
+                f"{who} counts positions by its attention_mask, so padding in front of tokens moves them, and these "
+                "position_ids count the padding: give position_ids_of(model, tokens, attention_mask) of the whole "
+                "sequence, cut as the tokens are; with a BatchSharder, as position_ids of the batch. The function "
+                "position_ids_of is in cp_styles.integrations.transformers"
+            )
 
     def _refuse_missing(self, who: str, inputs: dict[str, Any]) -> None:
         for name in self._required:
@@ -172,15 +185,10 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
     return bool((from_0 | padded).all() & from_0.any())
 
 
-def _counts_mask(model: nn.Module) -> bool:
+def counts_mask(model: nn.Module) -> bool:
     """Whether a table of positions counts the tokens that a mask shows, as in OPT."""
     tables = (child for child in model.modules() if isinstance(child, nn.Embedding))
     return any("attention_mask" in forward_parameters(table) for table in tables)
-
-
-def _has_padding_in_front(mask_BS: torch.Tensor) -> bool:
-    shown = mask_BS != 0
-    return bool((shown[:, 1:] & ~shown[:, :-1]).any())
 
 
 def find_padding_position(model: nn.Module) -> int | None:

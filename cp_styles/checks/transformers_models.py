@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from cp_styles._compat import calling_frames
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, cache_argument, find_cache, find_layer_caches
+from cp_styles.decoding import (
+    CACHE_ARGUMENTS,
+    GENERATE_ALONE,
+    LayerCaches,
+    cache_argument,
+    find_cache,
+    find_layer_caches,
+)
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import forward_parameters, input_names, list_wrapped
 from cp_styles.troubleshooting import see
@@ -57,8 +64,7 @@ class TransformersCheck(ForwardObserver):
             raise NotImplementedError(
                 f"{who} is called by generate() of transformers, which would append a token of its own to each rank's "
                 f"part of the sequence: give it {cache_argument(self._names)}=prefill(model, input_ids) of "
-                "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of the "
-                "model that has no style"
+                f"cp_styles.integrations.transformers; or {GENERATE_ALONE}"
                 f"{see('generate() without a cache that is cut')}"
             )
         if pictures := [name for name, x in inputs.items() if x is not None and name.startswith("pixel_values")]:

@@ -78,7 +78,8 @@ def _group_on(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
 
 class Role:
-    """The role of a group in a step that :func:`cp_styles.verify.verify` runs: it is replaced, or replaces another."""
+    """The role of a group while :func:`cp_styles.verify.verify` runs a step, or a model runs on this rank alone: it is
+    replaced, or replaces another."""
 
     # In the state of the group and not in a context variable, because a backward on a device has its own thread.
 
@@ -86,6 +87,7 @@ class Role:
         self.stand_in: dist.ProcessGroup | None = None  # replaces this group: of as many ranks, or of this rank alone
         self.mesh: DeviceMesh | None = None  # the mesh of the step, where this rank is alone on the axis of this group
         self.objects: dict[Any, Any] = {}  # what other layers have made over the stand-in; they end with it
+        self.is_off = False  # modules over this group run as without their style: see on_this_rank
         self.alone = False  # the group is this rank alone, and replaces the ranks of a sequence
         self.planted: Any = None  # a mistake in all attentions and mixers over such a group: see verify/planted.py
 

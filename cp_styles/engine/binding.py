@@ -62,7 +62,6 @@ class ForwardState(ScopeHistory):
         sequences: the lengths of more sequences that a layout has cut.
         mixing: whether a mixer of this package calls its kernel, with all the rows that it needs.
         model: observes the model that calls attention in a block.
-        is_off: the module runs as without the style, on tokens that this rank has alone.
         was_scoped: see :class:`~cp_styles.engine.scope.ScopeHistory`.
     """
 
@@ -77,7 +76,6 @@ class ForwardState(ScopeHistory):
     sequences: Collection[int] = ()
     mixing: bool = False
     model: ModelObserver | None = None
-    is_off: bool = False
     was_scoped: bool = False
 
 

@@ -43,7 +43,7 @@ from cp_styles.explain.text import format_bytes, format_seconds, wrap_entries
 from cp_styles.layout import by_work, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
-from cp_styles.text_table import format_table
+from cp_styles.verify.report import format_table
 
 _WIDTH = 99  # columns of a line
 _PATIENCE = 2.0  # seconds from one line of progress to the next

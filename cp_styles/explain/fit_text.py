@@ -10,7 +10,7 @@ import torch
 from cp_styles.explain.candidates import format_strategy
 from cp_styles.explain.fit import RESERVE, Fit, Plan
 from cp_styles.explain.text import format_bytes, format_seconds, wrap_entries
-from cp_styles.text_table import format_table
+from cp_styles.verify.report import format_table
 
 _COLUMNS = {
     "checkpoints, loss": "the fastest form of a step that fits: each layer checkpointed or not, the loss from all "

@@ -205,7 +205,7 @@ class StepModel:
             stack.callback(model.zero_grad)
             try:
                 with trace, torch.device("meta"):
-                    # What BatchSharder cuts: tokens, labels, labels that are shifted, and positions.
+                    # As BatchSharder cuts them: tokens, labels, labels that are shifted, and positions.
                     batch = [torch.empty(self.batch, rows, dtype=torch.int64, device="meta") for _ in range(3)]
                     positions = torch.arange(rows, device="meta").repeat(self.batch, 1)
                     inputs = {"input_ids": batch[0], "position_ids": positions}

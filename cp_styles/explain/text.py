@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cp_styles.explain.events import KernelCall, Transfer
-from cp_styles.text_table import format_table
+from cp_styles.verify.report import format_table
 
 _WIDTH = 99
 _STEPS = 10

@@ -20,10 +20,11 @@ from torch import nn
 
 from cp_styles.backbone import backbone_of
 from cp_styles.batch_sharder import BatchSharder
+from cp_styles.checks.positions import counts_mask
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import group_now
-from cp_styles.integrations.transformers import on_this_rank
+from cp_styles.integrations.transformers import on_this_rank, position_ids_of
 from cp_styles.styles.module import binding_of
 
 _METHODS = "_generate_and_score_completions", "_get_per_token_logps_and_entropies"
@@ -40,8 +41,8 @@ class SharedRollouts:
     _in_turn = False
 
     @property
-    def _rollouts(self) -> Any:
-        """This object, with the attributes of the trainer and of the classes around, for type checkers."""
+    def _trainer(self) -> Any:
+        """This object, with the attributes of the trainer and of all its classes, for type checkers."""
         return self
 
     @property
@@ -56,7 +57,7 @@ class SharedRollouts:
     def _refuse_options(self) -> None:
         """Raise NotImplementedError, on every rank, for what needs the rows of all ranks in one step. Raise ValueError
         if the model has no style."""
-        trainer, reason = self._rollouts, ""
+        trainer, reason = self._trainer, ""
         _ = trainer._sharder  # which raises without a style
         if getattr(trainer, "loss_is_scaled_for_ga", None) is None:
             reason = "a loss that does not say how accumulation scales it: take GRPOTrainer or RLOOTrainer of trl 1.16"
@@ -76,12 +77,12 @@ class SharedRollouts:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's method. The styles run on this rank alone, because each rank has prompts of its own."""
-        with on_this_rank(self._rollouts.model):
+        with on_this_rank(self._trainer.model):
             return self._of_trl._generate(*args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's method, also for reward models that have a style."""
-        trainer = self._rollouts
+        trainer = self._trainer
         given = trainer.reward_funcs
         bindings = [binding_of(each) if isinstance(each, nn.Module) else None for each in given]
         trainer.reward_funcs = [
@@ -107,7 +108,7 @@ class SharedRollouts:
         binding = binding_of(model)
         if binding is None:  # a reference model without the style
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
-        called = model if backbone_of(model) is not None else of_whole_rows(model, self._rollouts._sharder)
+        called = model if backbone_of(model) is not None else of_whole_rows(model, self._trainer._sharder)
         called = with_tokens_for_all(called, 2 * group_now(binding.group).size())
         if self._in_turn:
             return compute(called, input_ids, attention_mask, logits_to_keep, batch_size, **options)
@@ -125,8 +126,8 @@ class SharedRollouts:
         return torch.cat(logps), None if entropies[0] is None else torch.cat(entropies), None
 
     def _loss_in_turns(self, model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of this rank's rows. Its backward is that of the last turn: earlier turns have had theirs."""
-        trainer, group = self._rollouts, self._rollouts._sharder._group
+        """The loss of this rank's rows, with the backward of the last turn: earlier turns have had theirs."""
+        trainer, group = self._trainer, self._trainer._sharder._group
         turns = rows_of_ranks(type(self).__name__, inputs, group)
         own, loss = None, None
         for turn, rows in enumerate(turns):
@@ -156,7 +157,7 @@ class SharedRollouts:
 
     def _batch_to_prove(self, tokens: int) -> dict[str, torch.Tensor]:
         """Random prompts and completions of several lengths, in at most ``tokens`` tokens."""
-        trainer = self._rollouts
+        trainer = self._trainer
         config = trainer.model.config.get_text_config()
         places = getattr(config, "max_position_embeddings", None) or tokens
         length, words = max(min(trainer.max_completion_length, tokens // 4, places // 2), 2), config.vocab_size
@@ -237,7 +238,7 @@ class OwnRows(nn.Module):
 
 
 class TokenOutputs(dict[str, Any]):
-    """What TRL's fused head returns, with whole sequences: a dict, and attributes."""
+    """Log-probabilities of whole sequences as TRL's fused head returns them: a dict, and attributes."""
 
     __getattr__ = dict.get
 
@@ -261,7 +262,7 @@ def with_tokens_for_all(model: Callable[..., Any], least: int) -> Callable[..., 
 _OF_TOKENS = "log_probs", "entropy"
 
 
-def of_whole_rows(model: Callable[..., Any], sharder: BatchSharder) -> Callable[..., TokenOutputs]:
+def of_whole_rows(model: nn.Module, sharder: BatchSharder) -> Callable[..., TokenOutputs]:
     """A function that calls ``model`` with this rank's parts of whole rows, and returns what TRL's fused head does for
     all tokens. Each rank takes the whole loss of them, and gradients are the mean over the ranks."""
 
@@ -273,6 +274,8 @@ def of_whole_rows(model: Callable[..., Any], sharder: BatchSharder) -> Callable[
                 f"{type(model).__name__}: {others} cannot be cut along the sequence: train on text alone, or without "
                 "context parallelism"
             )
+        if counts_mask(model):
+            named["position_ids"] = position_ids_of(model, named["input_ids"], named["attention_mask"])
         outputs = model(**sharder(named), **inputs, num_items_in_batch=1)  # of the head's loss, which is not used
         if getattr(outputs, "log_probs", None) is None:
             raise NotImplementedError(

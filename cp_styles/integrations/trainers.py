@@ -129,11 +129,6 @@ class ContextParallelTrainer(SharedRollouts):
         return backbone_of(self._trainer.model) is not None
 
     @property
-    def _trainer(self) -> Any:
-        """This object, with the attributes of the Trainer, for type checkers."""
-        return self
-
-    @property
     def _parent(self) -> Any:
         """The Trainer's methods, which the methods of this class call."""
         return super()

@@ -27,9 +27,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
-from cp_styles.backbone import backbones_of
 from cp_styles.bounded_cache import facts_about
-from cp_styles.checks.positions import find_padding_position
+from cp_styles.checks.positions import counts_mask, find_padding_position
 from cp_styles.checks.transformers_models import frame_of, option_of
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
@@ -54,7 +53,7 @@ from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.query_rows import QueryRows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
-from cp_styles.styles.module import bindings_of, calls_in, states_of
+from cp_styles.styles.module import calls_in, groups_of
 from cp_styles.troubleshooting import see
 from cp_styles.verify.step import as_one_rank
 
@@ -417,11 +416,12 @@ def _make_mask(
 
 @contextmanager
 def on_this_rank(model: nn.Module) -> Iterator[None]:
-    """Run ``model`` in the ``with`` as without its style: on tokens that this rank has alone. Without gradients.
+    """Run ``model`` in the ``with`` as without its style: on tokens that this rank has alone. Without gradients, as in
+    ``torch.no_grad()``.
 
     ::
 
-        with on_this_rank(model), torch.no_grad():
+        with on_this_rank(model):
             completions = model.generate(**prompts_of_this_rank, max_new_tokens=64)
 
     For samples that each rank makes or scores by itself. Functions of this package over the ranks of the style have
@@ -433,27 +433,19 @@ def on_this_rank(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: ``model`` has no ModuleContextParallel and no BackboneContextParallel.
-        RuntimeError: in a forward with gradients.
     """
-    states: list[Any] = [*states_of(model), *backbones_of(model)]
-    if not states:
+    groups = groups_of(model)
+    if not groups:
         raise ValueError(
             f"on_this_rank: {type(model).__name__} has neither a ModuleContextParallel nor a BackboneContextParallel: "
             "call it as it is"
         )
-    if all(state.is_off for state in states):  # inside of another one
-        yield
-        return
     attention = import_module("transformers").AttentionInterface()
     device = next(model.parameters()).device.type
-    groups = dict.fromkeys(binding.group for binding in bindings_of(model))
-    with ExitStack() as stack:
+    with torch.no_grad(), ExitStack() as stack:
         for group in groups:
             mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
-            stack.enter_context(as_one_rank(mesh, mesh))
-        for state in states:
-            state.is_off = True
-            stack.callback(setattr, state, "is_off", False)
+            stack.enter_context(as_one_rank(mesh, mesh, is_off=True))
         models: list[Any] = [each for each in model.modules() if hasattr(each, "set_attn_implementation")]
         for each in models:
             name = each.config._attn_implementation
@@ -463,7 +455,9 @@ def on_this_rank(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def position_ids_of(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """The positions that ``model`` gives to the tokens of whole sequences on one device. Shard them with the tokens.
 
     ::
@@ -471,15 +465,18 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
         position_ids = layout.shard(position_ids_of(model, tokens), 1, rank)
 
     Most models count from 0. RoBERTa's family, ESM and MPNet count from the position after the position of padding, and
-    do not count padding. No communication.
+    do not count padding. OPT and BioGPT count the tokens that ``attention_mask`` shows. No communication.
 
     Args:
         model: a model of transformers.
         input_ids: [B, S], the tokens of whole sequences.
+        attention_mask: [B, S], 0 for padding. None: no padding.
 
     Returns:
         Positions, [B, S].
     """
+    if attention_mask is not None and counts_mask(model):
+        return attention_mask.cumsum(1) * attention_mask - 1
     padding = find_padding_position(model)
     if padding is not None:
         present = (input_ids != padding).long()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.decoding import LayerCaches, find_cache
+from cp_styles.decoding import GENERATE_ALONE, LayerCaches, find_cache
 from cp_styles.engine.binding import Binding
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
@@ -89,8 +89,7 @@ class TransformersCache(LayerCaches):
         if not self.caches and (self.states or self.prompt.length):
             raise NotImplementedError(
                 f"{self.name}: a model without attention, or without a cache among its arguments, does not say how "
-                "long it is, and generate() would run the prompt again: generate without context parallelism, with a "
-                "copy of the model that has no style"
+                f"long it is, and generate() would run the prompt again: {GENERATE_ALONE}"
             )
         cache = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         cache = cache or next(iter(self.caches), None)

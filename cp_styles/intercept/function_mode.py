@@ -98,7 +98,7 @@ class AttentionCalls(TorchFunctionMode):
         """
         super().__init__()
         self._name = source.name
-        self._joint, self.source = joint, source
+        self._joint, self.source, self.role = joint, source, source.role
         self._joint_calls = dict[bool, int]()  # by whether a backward may follow
         self._sink = sink
         unscoped = source.unscoped

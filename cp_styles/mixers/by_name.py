@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import uncompiled
-from cp_styles.decoding import CACHE_ARGUMENTS, LayerCaches, find_cache
+from cp_styles.decoding import CACHE_ARGUMENTS, GENERATE_ALONE, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Dense, Mask, SlidingWindow
@@ -288,7 +288,7 @@ def _run_griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments)
     if find_cache(calls.inputs) is not None:
         raise NotImplementedError(
             f"{calls.binding.name}: {calls.forward_state.path} keeps its states in itself, where no cache finds them: "
-            "generate without context parallelism, with a copy of the model that has no style"
+            f"{GENERATE_ALONE}"
         )
     x_BCL = layer.linear_x(x_BLC).mT
 
@@ -389,10 +389,7 @@ def _run_indexer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> to
                 "attn_implementation=register_attention() of cp_styles.integrations.transformers"
             )
         if arguments.get(cache) is not None:
-            raise NotImplementedError(
-                f"{sequence.name}: an indexer with a cache is not supported: generate without context parallelism, "
-                "with a copy of the model that has no style"
-            )
+            raise NotImplementedError(f"{sequence.name}: an indexer with a cache is not supported: {GENERATE_ALONE}")
         mask = calls.binding.mask & (mask if whole.padding is None else mask & Dense(whole.padding))
         # The mask has the documents.
         return select_by_layer(replace(sequence, documents=()), x_BLC, mask, layer.n_heads, make_keys, select)
@@ -605,8 +602,8 @@ def _refuse_own_function(calls: AttentionCalls) -> NoReturn:
 
 
 CANNOT_CONTINUE = (
-    "{} has a cache whose parts on the ranks are not known: generate without context parallelism, with a copy of the "
-    f"model that has no style{see('Layers without a cache over the ranks')}"
+    f"{{}} has a cache whose parts on the ranks are not known: {GENERATE_ALONE}"
+    f"{see('Layers without a cache over the ranks')}"
 )
 
 

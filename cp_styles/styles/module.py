@@ -11,13 +11,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.engine.binding import Binding, ForwardState
+from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.introspect import is_model, matches
 from cp_styles.joint_layout import JointLayout
@@ -194,8 +195,7 @@ class _ObservedForward:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the module that has the style: start the forward and its observers."""
-        if self.calls.forward_state.is_off:
-            refuse_gradients(self.calls.unscoped.name)
+        if self.calls.role.is_off:
             return
         self.calls.begin_forward(module, args, kwargs)
         for observer in self.observers:
@@ -203,7 +203,7 @@ class _ObservedForward:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the module that has the style. After an exception ``output`` is None."""
-        if self.calls.forward_state.is_off:
+        if self.calls.role.is_off:
             return
         try:
             self.calls.end_forward(module, args, output, attends=not self.path)
@@ -237,15 +237,6 @@ never_compile_alone(_ObservedForward.end, nor_what_it_calls=True)
 never_compile_alone(_ObservedForward.run)
 
 
-def refuse_gradients(name: str) -> None:
-    """Raise for a forward without the style that would have gradients."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} runs on this rank alone, where gradients would be those of this rank's tokens: call it under "
-            "torch.no_grad(), or outside of on_this_rank(model) with the part of a batch that all ranks share"
-        )
-
-
 def calls_in(model: nn.Module) -> AttentionCalls | None:
     """The mode that intercepts the attention calls of ``model``, or of the first module in it that has the style."""
     return next((getattr(child, _STATE).calls for child in model.modules() if hasattr(child, _STATE)), None)
@@ -263,20 +254,16 @@ def _scripted_attentions(module: nn.Module) -> Iterator[str]:
     yield from (name for name, value in vars(module).items() if scripted_attention(value))
 
 
-def states_of(model: nn.Module) -> list[ForwardState]:
-    """The states of the forwards of all modules in ``model`` that have the style."""
-    found = [getattr(child, _STATE).calls.forward_state for child in model.modules() if hasattr(child, _STATE)]
-    return list({id(state): state for state in found}.values())
-
-
-def bindings_of(model: nn.Module) -> Iterator[Binding]:
-    """The bindings of the context-parallel modules in ``model``."""
-    return (getattr(child, _STATE).calls.binding for child in model.modules() if hasattr(child, _STATE))
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of the context-parallel modules in ``model``."""
+    calls = [getattr(child, _STATE).calls for child in model.modules() if hasattr(child, _STATE)]
+    return [*dict.fromkeys(each.source.group for each in calls)]
 
 
 def binding_of(model: nn.Module) -> Binding | None:
     """The binding of the first context-parallel module in ``model``. None if there is none."""
-    return next(bindings_of(model), None)
+    states = (getattr(child, _STATE, None) for child in model.modules())
+    return next((state.calls.binding for state in states if state is not None), None)
 
 
 class _InterceptedForward(UnpicklableMixin):
@@ -285,7 +272,7 @@ class _InterceptedForward(UnpicklableMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state: _ObservedForward = getattr(self, _STATE)
         calls = state.calls
-        if calls.forward_state.is_off:
+        if calls.role.is_off:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.compiler.is_dynamo_compiling():
             calls.next_path = state.path

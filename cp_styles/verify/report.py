@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 from cp_styles._compat import tensors_in
-from cp_styles.text_table import format_table
 from cp_styles.troubleshooting import see
 
 _ROWS = 24
@@ -160,6 +159,14 @@ class Report:
         yield from format_table(rows)
         if len(shown) < len(self.modules):
             yield f"  and {len(self.modules) - len(shown)} more"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table with its head, each column as wide as its widest cell; the first column is aligned left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        yield "  " + "  ".join(cells).rstrip()
 
 
 class VerificationError(AssertionError):

@@ -152,10 +152,13 @@ class _MeshOfOne(DeviceMesh):
 
 
 @contextlib.contextmanager
-def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None = None) -> Iterator[DeviceMesh]:
+def as_one_rank(
+    mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None = None, *, is_off: bool = False
+) -> Iterator[DeviceMesh]:
     """This rank alone replaces the group of ``axis`` in the ``with``. Yields ``mesh`` with this rank alone on ``axis``.
 
-    ``planted``: a mistake in all attentions and mixers over the axis. No communication.
+    ``planted``: a mistake in all attentions and mixers over the axis. ``is_off``: modules over the axis run as without
+    their style, also inside of a step that is verified. No communication.
     """
     one = state_of(world_group()).get_or_create(_GroupOfOne).group
     if mesh.ndim == 1:
@@ -167,7 +170,7 @@ def as_one_rank(mesh: DeviceMesh, axis: DeviceMesh, planted: PlantedCut | None =
         alone = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=mesh.mesh_dim_names)
         alone = _MeshOfOne.of(alone)
     try:
-        with _replace_group(axis.get_group(), one, alone, planted):
+        with _replace_group(axis.get_group(), one, alone, planted, is_off=is_off):
             yield alone
     finally:
         without_groups(alone)
@@ -243,18 +246,25 @@ def communicates(model: nn.Module, mesh: DeviceMesh) -> bool:
 
 @contextlib.contextmanager
 def _replace_group(
-    group: dist.ProcessGroup, by: dist.ProcessGroup, mesh: DeviceMesh | None = None, planted: PlantedCut | None = None
+    group: dist.ProcessGroup,
+    by: dist.ProcessGroup,
+    mesh: DeviceMesh | None = None,
+    planted: PlantedCut | None = None,
+    *,
+    is_off: bool = False,
 ) -> Iterator[None]:
     role, replacing = (state_of(each).get_or_create(Role) for each in (group, by))
-    if role.stand_in is not None:
+    if role.stand_in is not None and not is_off:
         raise RuntimeError("verify: the step calls verify itself: let it run the model once, with its backward")
     state_of(by).operations.axis = state_of(group).operations.axis
-    role.stand_in, role.mesh, replacing.alone, replacing.planted = by, mesh, mesh is not None, planted
+    before, planted_before = dict(vars(role)), replacing.planted
+    role.stand_in, role.mesh, role.is_off, role.objects = by, mesh, is_off, {}
+    replacing.alone, replacing.planted = mesh is not None, planted
     try:
         yield
     finally:
-        role.stand_in = role.mesh = replacing.planted = None
-        role.objects.clear()
+        vars(role).update(before)
+        replacing.planted = planted_before
 
 
 @dataclass(frozen=True)

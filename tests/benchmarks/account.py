@@ -213,7 +213,7 @@ def of_peer(name: str, ranks: int, rows: int) -> tuple[int, Ops]:
     """The calls and ops of a peer, as :func:`account` counts them. KeyError: it cannot be made here."""
     transport, rank = Counted(), 3 if ranks > 2 else 0
     with ops_that_allocate(), transport.world(rank, ranks):
-        peer = peers()[0][name]
+        peer = peers(name)[0][name]
         leaves = [torch.zeros(1, rows, heads, DIM, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         leaves = [(x if peer.rows_first else x.transpose(1, 2)).requires_grad_() for x in leaves]
         grad = torch.zeros_like(leaves[0])

@@ -122,7 +122,7 @@ def main() -> None:
 
     def of_peer(name: str) -> Callable[..., torch.Tensor]:
         def attend(*qkv: torch.Tensor) -> torch.Tensor:
-            peer = peers()[0][name]  # of this thread, which is a rank
+            peer = peers(name)[0][name]  # of this thread, which is a rank
             if not peer.rows_first:
                 return peer.attend(*qkv)
             q, k, v = (x.transpose(1, 2) for x in qkv)

@@ -65,8 +65,11 @@ class TorchRing(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def peers() -> tuple[dict[str, Peer], dict[str, str]]:
-    """Those that can be made here, by name, and of the others the reason."""
+def peers(name: str = "") -> tuple[dict[str, Peer], dict[str, str]]:
+    """Peers that can be made here, by name, and the reasons why the rest cannot. ``name``: this peer alone.
+
+    Peers that call flash_attn leave a stand-in for it in this process.
+    """
     makers: dict[str, Callable[[], Peer]] = {
         "torch ring, all-gather": lambda: _torch_ring("allgather"),
         "torch ring, all-to-all": lambda: _torch_ring("alltoall"),
@@ -74,11 +77,11 @@ def peers() -> tuple[dict[str, Peer], dict[str, str]]:
         "yunchang Ulysses": _yunchang,
     }
     found, missing = {}, {}
-    for name, make in makers.items():
+    for each, make in makers.items() if not name else [(name, makers[name])]:
         try:
-            found[name] = make()
+            found[each] = make()
         except (ImportError, AttributeError) as error:
-            missing[name] = f"{type(error).__name__}: {error}"
+            missing[each] = f"{type(error).__name__}: {error}"
     return found, missing
 
 

@@ -145,7 +145,7 @@ def test_a_mask_of_the_style_is_refused():
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_prefill_is_refused(model_type: str):
-    words = "generate without context parallelism"
+    words = "generate on each rank alone"
     with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
         prefilled(tiny_of(model_type).eval())
 

@@ -101,7 +101,7 @@ def test_dpo():
 
 
 def test_log_probabilities_of_packs():
-    """Of samples of several lengths on each rank, one of which has none in the second pack."""
+    """Samples of several lengths on each rank. One rank has none in the second pack."""
     (model,) = models(1)
     one, lengths = copy.deepcopy(model), [[5, 9, 12, 3], [11]]
     samples = [[tokens_of(length, seed=length + rank)[0] for length in each] for rank, each in enumerate(lengths)]

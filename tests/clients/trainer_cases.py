@@ -593,7 +593,7 @@ def evaluated(trainer: Any, data: Any) -> float:
 
 
 def completions_of(prompts: list[list[int]]) -> list[list[int]]:
-    """Of 3 to 6 tokens, which follow from the prompt and from how often it was there before."""
+    """Completions of 3 to 6 tokens, which follow from the prompt and from how often it was there before."""
     found = []
     for index, ids in enumerate(prompts):
         copies = prompts[:index].count(ids)

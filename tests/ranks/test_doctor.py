@@ -102,7 +102,7 @@ def test_a_rank_that_fails(monkeypatch, capsys, tmp_path, error: type[Exception]
 
 
 def test_a_rank_that_fails_while_its_peers_exchange_values(monkeypatch, capsys, tmp_path):
-    """They read its error in place of its value, and the next values are those of the next check."""
+    """They read its error in place of its value, and the next values belong to the next check."""
 
     def exchange_then(world: World) -> Line:
         line = fail(ValueError, world)
@@ -402,7 +402,7 @@ def test_bad_options_say_what_to_do(arguments: str, launched: bool, says: str, m
 
 
 def test_rows_of_the_page():
-    """Of 8 ranks, in this order."""
+    """Lines of 8 ranks, in this order."""
     page = (Path(__file__).parents[2] / "tutorials/gpus.md").read_text()
     (output,) = re.findall(r"<!-- output: doctor -->\n```text\n(.*?)```", page, re.DOTALL)
     names = [name for name, _ in checks.checks_of(8)]

@@ -23,7 +23,6 @@ LAYERS = (
         "live_storages",
         "subclassing",
         "testing",
-        "text_table",
         "troubleshooting",
         "unsupported_derivatives",
     ),

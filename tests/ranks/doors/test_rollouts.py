@@ -159,9 +159,7 @@ STYLES = [
 @pytest.mark.parametrize("style", STYLES, ids=["ring", "ulysses", "backbone"])
 @pytest.mark.parametrize("styled_reference", [True, False])
 def test_turns(style: Any, styled_reference: bool):
-    """Each rank's loss is that of its rows, and the mean of the gradients is the gradient of the mean of the losses."""
-    if isinstance(style, BackboneContextParallel) and not styled_reference:
-        pytest.skip("the model alone decides")
+    """Each rank has the loss of its rows, and the mean of the gradients is the gradient of the mean of the losses."""
     model, reference = policies()
     plain = Rollouts(copy.deepcopy(model), reference)
     wanted = [one_step(plain, rank)[0] for rank in range(2)]  # adds to the gradients
@@ -265,7 +263,7 @@ def test_log_probabilities_are_proved(shifts: bool):
             sum_gradients(mine, group)
 
         trainer.accelerator.backward = backward
-        vars(trainer)["_groups"] = [[0, 1]]  # found under a lock, for which the other thread would wait
+        vars(trainer)["_groups"] = [[0, 1]]  # found under a lock: two threads would wait for each other
         prove = trainer._prove
         trainer._prove = lambda *args: proofs.append(prove(*args))  # pyright: ignore
         for _ in range(2):
@@ -281,7 +279,7 @@ ROWS = {"a": torch.arange(6).reshape(2, 3), "b": torch.tensor(2.5), "c": torch.t
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_of_ranks(ranks: int):
-    """Of any shapes and dtypes, also none."""
+    """Rows of any shapes and dtypes, also none."""
 
     def rows(rank: int) -> dict[str, torch.Tensor]:
         own = {"a": ROWS["a"][:, rank:], "b": ROWS["b"] + rank, "c": ROWS["c"][:rank]}
