@@ -7,6 +7,8 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.covering import Sampled
+
 # The same examples every time, so that a failure is a change's and not the day's (others with
 # --hypothesis-profile=default); no deadline, because a process' first example pays for torch's lazy imports.
 settings.register_profile("cp_styles", deadline=None, derandomize=True)
@@ -75,5 +77,6 @@ def pytest_configure(config):
 
     The process that only distributes tests to workers starts sooner without it.
     """
+    Sampled.night = "not nightly" not in config.option.markexpr
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.addinivalue_line("filterwarnings", "error::cp_styles.UnreducedGradientsWarning")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-from tests.ranks.attention_case import plain
+
+def plain(value: Any) -> str:
+    """The id of a parameter, the same in every process: pytest-xdist compares them."""
+    return re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", str(value))
 
 
 def covering(strength: int, rows: Sequence[tuple[Any, ...]]) -> list[int]:
@@ -22,10 +28,48 @@ def covering(strength: int, rows: Sequence[tuple[Any, ...]]) -> list[int]:
         for row in rows
     ]
     left, chosen = set().union(*held), []
+    # What a row adds becomes less with each that is chosen. So the first of the heap is the best of all, if it still
+    # adds as much as when it was counted.
+    heap = [(-len(each), index) for index, each in enumerate(held)]
+    heapq.heapify(heap)
     while left:
-        chosen.append(max(range(len(rows)), key=lambda index: len(held[index] & left)))
-        left -= held[chosen[-1]]
+        counted, index = heap[0]
+        adds = len(held[index] & left)
+        if adds < -counted:
+            heapq.heapreplace(heap, (-adds, index))
+            continue
+        heapq.heappop(heap)
+        chosen.append(index)
+        left -= held[index]
     return sorted(chosen)
+
+
+class Sampled(Sequence[Any]):
+    """Rows of a product, which are made when pytest collects the test: those of the night only if they are run."""
+
+    night = True  # whether tests of the night are run: conftest.py
+
+    def __init__(self, strength: int, where: Callable[..., bool], axes: dict[str, Sequence[Any]]) -> None:
+        self._strength, self._where, self._axes = strength, where, axes
+
+    @cached_property
+    def all(self) -> list[Any]:
+        """All rows; those of the night are marked."""
+        axes = self._axes
+        rows = [row for row in product(*axes.values()) if self._where(**dict(zip(axes, row, strict=True)))]
+        by_day = {*covering(self._strength, rows)}
+        marks = [() if index in by_day else (pytest.mark.nightly,) for index in range(len(rows))]
+        return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
+
+    @cached_property
+    def _now(self) -> list[Any]:
+        return [row for row in self.all if self.night or not row.marks]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._now[index]
+
+    def __len__(self) -> int:
+        return len(self._now)
 
 
 def at_night(*values: Any) -> list[Any]:
@@ -48,9 +92,4 @@ def sampled(
         strength: 2 for every pair of values of two axes, 1 for every value.
         where: the rows of the product that there are, by their values.
     """
-    rows = [row for row in product(*axes.values()) if where(**dict(zip(axes, row, strict=True)))]
-    chosen = covering(strength, rows)
-    night = [() if index in chosen else (pytest.mark.nightly,) for index in range(len(rows))]
-    return pytest.mark.parametrize(
-        tuple(axes), [pytest.param(*row, marks=marks) for row, marks in zip(rows, night, strict=True)], ids=plain
-    )
+    return pytest.mark.parametrize(tuple(axes), Sampled(strength, where, axes), ids=plain)

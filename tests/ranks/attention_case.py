@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,6 @@ from tests.oracle import attention_inputs, dense_attention, error, expected_atte
 # Sums in another order: at most some hundred terms here, each a few 1e-16 from exact. A key counted twice or missed
 # shows at 1e-2.
 EXACT = 1e-12
-
-
-def plain(value: Any) -> str:
-    """The id of a parameter, the same in every process: pytest-xdist compares them."""
-    return re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", str(value))
 
 
 class Core(nn.Module):

@@ -23,7 +23,7 @@ def test_few_rows_hold_every_meeting(strength: int, most: int):
 
 def test_rows_that_are_not_there_are_not_asked_for():
     mark = sampled(2, lambda x, y, z: x or y, x=[0, 1], y=[0, 1, 2], z=["a", "b"])
-    rows = {parameters.values: bool(parameters.marks) for parameters in mark.args[1]}
+    rows = {parameters.values: bool(parameters.marks) for parameters in mark.args[1].all}
     assert rows.keys() == {(x, y, z) for x, y, z in product((0, 1), (0, 1, 2), "ab") if x or y}
     today = [row for row, at_night in rows.items() if not at_night]
     assert meetings(today, 2) == meetings(rows, 2)

@@ -18,8 +18,8 @@ from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.covering import sampled
-from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
+from tests.covering import plain, sampled
+from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, run_attention
 
 LENGTH = 16
 

@@ -27,12 +27,12 @@ from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import at_night, sampled
+from tests.covering import at_night, plain, sampled
 from tests.cuda_ops import ON_GPU
 from tests.doors import door
 from tests.gpu_tensors import gpus, put, read
 from tests.oracle import allowed, error, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, plain
+from tests.ranks.attention_case import EXACT, Core, Problem
 from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
 from tests.ranks.flex_case import FlexProblem, both, causal, of_documents
 from tutorials.llama import parallel_plan

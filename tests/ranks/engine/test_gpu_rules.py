@@ -22,7 +22,7 @@ from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
-from tests.covering import sampled
+from tests.covering import plain, sampled
 from tests.cuda_ops import DEFAULT, EFFICIENT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, device_ops, gpus, put, read
 from tests.oracle import (
@@ -34,7 +34,7 @@ from tests.oracle import (
     expected_attention,
     randn,
 )
-from tests.ranks.attention_case import EXACT, Problem, plain
+from tests.ranks.attention_case import EXACT, Problem
 from tests.unit.test_batches import naive
 
 STRATEGIES = [

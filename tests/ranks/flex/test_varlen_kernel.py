@@ -21,9 +21,9 @@ from cp_styles.plan.tiles import Cover
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import plain, sampled
 from tests.oracle import document_of
-from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 from tests.ranks.flex_case import FlexProblem, of_documents
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
