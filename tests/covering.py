@@ -77,6 +77,11 @@ def at_night(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
+def rows_at_night(*rows: tuple[Any, ...]) -> list[Any]:
+    """Rows of several parameters that are run at night."""
+    return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
+
+
 def in_parts(number: int, by_day: int = 1) -> pytest.MarkDecorator:
     """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. The first parts are
     run by default, and further parts at night."""

@@ -41,6 +41,7 @@ from tests.clients.hugging_face import (
     tiny,
 )
 from tests.clients.sweep import EXACT
+from tests.covering import rows_at_night
 
 ROOT = Path(__file__).parents[2]
 # Sizes of public configurations, and the published numbers of parameters and of those that a token uses.
@@ -247,18 +248,23 @@ def measured_peak(code: str, model: Any, tokens: torch.Tensor, ranks: int) -> in
 
 
 MEASURED = [
-    *(("llama", 2, Ring(), form, torch.bfloat16, 96) for form in FORMS),
-    ("llama", 4, Ring(keep=0), "checkpoints and chunks", torch.float32, 300),
-    ("llama", 4, AllGather(), "plain", torch.bfloat16, 300),
+    ("llama", 2, Ring(), "plain", torch.bfloat16, 96),
+    ("llama", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
     ("llama", 2, Ulysses(), "checkpoints and chunks", torch.bfloat16, 1100),
-    ("llama", 4, Ulysses(size=2), "chunks", torch.bfloat16, 300),
     ("qwen3_moe", 2, Ring(), "chunks", torch.bfloat16, 96),
-    ("gemma3_text", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
     ("gpt_oss", 2, Ring(), "plain", torch.bfloat16, 96),
-    ("gpt_oss", 2, Ulysses(), "plain", torch.bfloat16, 96),
-    ("deepseek_v3", 2, Ring(), "plain", torch.bfloat16, 96),
-    ("phi3", 2, Ring(), "checkpoints and chunks", torch.float32, 96),
-    ("granite", 2, Ring(), "plain", torch.bfloat16, 96),
+    *rows_at_night(
+        ("llama", 2, Ring(), "chunks", torch.bfloat16, 96),
+        ("llama", 2, Ring(), "checkpoints", torch.bfloat16, 96),
+        ("llama", 4, Ring(keep=0), "checkpoints and chunks", torch.float32, 300),
+        ("llama", 4, AllGather(), "plain", torch.bfloat16, 300),
+        ("llama", 4, Ulysses(size=2), "chunks", torch.bfloat16, 300),
+        ("gemma3_text", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
+        ("gpt_oss", 2, Ulysses(), "plain", torch.bfloat16, 96),
+        ("deepseek_v3", 2, Ring(), "plain", torch.bfloat16, 96),
+        ("phi3", 2, Ring(), "checkpoints and chunks", torch.float32, 96),
+        ("granite", 2, Ring(), "plain", torch.bfloat16, 96),
+    ),
 ]
 
 
@@ -295,8 +301,13 @@ def test_the_peak_is_in_the_attention(tmp_path: Path):
     refuse_another_peak(plan, fit, config_for("llama", **sizes), tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("form", ["plain", "checkpoints and chunks"])
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [
+        (3, "checkpoints and chunks"),
+        *rows_at_night(*((ranks, "plain") for ranks in (1, 2, 3)), (1, "checkpoints and chunks")),
+    ],
+)
 def test_the_peak_is_in_the_buffers_of_fsdp(ranks: int, form: str, tmp_path: Path):
     """Few tokens, many parameters: layers that are gathered ahead, reduced and gathered again."""
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
@@ -328,17 +339,21 @@ def written(folder: Path, config: Any) -> str:
 
 
 CODES = [
-    *(("llama", 1, 2, Ring(), form) for form in FORMS),
     ("llama", 2, 2, Ring(), "checkpoints and chunks"),
+    ("llama", 1, 2, Ring(), "plain"),
+    ("mixtral", 1, 2, Ulysses(), "chunks"),
+    ("phi3", 1, 2, AllGather(), "checkpoints"),
+]
+CODES_AT_NIGHT = [
+    *(("llama", 1, 2, Ring(), form) for form in FORMS if form != "plain"),
     ("llama", 1, 4, Ulysses(size=2), "checkpoints and chunks"),
     *((name, 1, 2, Ring(), "checkpoints and chunks") for name in ("qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")),
-    *((name, 1, 2, Ulysses(), "chunks") for name in ("mistral", "mixtral", "deepseek_v3", "olmo2", "glm4_moe")),
-    ("phi3", 1, 2, AllGather(), "checkpoints"),
+    *((name, 1, 2, Ulysses(), "chunks") for name in ("mistral", "deepseek_v3", "olmo2", "glm4_moe")),
     ("granite", 1, 2, AllGather(), "plain"),
 ]
 
 
-@pytest.mark.parametrize(("name", "dp", "cp", "strategy", "form"), CODES)
+@pytest.mark.parametrize(("name", "dp", "cp", "strategy", "form"), [*CODES, *rows_at_night(*CODES_AT_NIGHT)])
 def test_the_code_trains_as_one_process(name, dp, cp, strategy, form, tmp_path: Path):
     ranks, length = dp * cp, 21
     config = config_for(name)
@@ -571,14 +586,14 @@ def test_the_output(tmp_path: Path, capsys):
 
 def test_nothing_fits(tmp_path: Path, capsys):
     arguments = [*file_of(tmp_path), "--strategy", "ring", "--memory", "0.05G"]
-    arguments[arguments.index("4K")] = "1M"
+    arguments[arguments.index("4K")] = "64K"
     with pytest.raises(SystemExit) as found:
         command.main(arguments)
     assert found.value.code == 1
     said = capsys.readouterr()
     assert "the code of" not in said.out
     (longest,) = re.findall(r"no plan fits: take more GPUs, or sequences of at most ([\d,]+)", said.err)
-    arguments[arguments.index("1M")] = longest.replace(",", "")
+    arguments[arguments.index("64K")] = longest.replace(",", "")
     command.main(arguments)
     assert "the code of" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -632,4 +647,4 @@ def test_the_longest_sequences_on_the_page(cpu_build):
 
 def test_the_types_on_the_page():
     """The printed program is run for as many types as the page says."""
-    assert f"run\nit for {len({name for name, *_ in CODES})} types of models" in page()
+    assert f"run\nit for {len({name for name, *_ in CODES + CODES_AT_NIGHT})} types of models" in page()

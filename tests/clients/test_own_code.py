@@ -83,7 +83,7 @@ REPLACEMENTS: dict[str, tuple[str, Any, str, Change]] = {
     "biases by distance": ("t5", integration, "_add_biases", louder),
     "latents": ("deepseek_v3", integration, "take_latents", larger_weight),
 }
-BY_DAY = "a layer without a kernel", "a kernel", "a token shift", "an indexer", "biases by distance", "latents"
+BY_DAY = "a layer without a kernel", "a kernel", "a token shift", "an indexer", "latents"
 
 
 @pytest.mark.parametrize("where", [*BY_DAY, *at_night(*sorted(REPLACEMENTS.keys() - set(BY_DAY)))])

@@ -43,7 +43,7 @@ from tests.clients.hugging_face import (
     tokens_of,
 )
 from tests.clients.sweep import OWN, tiny_of
-from tests.covering import sampled
+from tests.covering import at_night, rows_at_night, sampled
 
 pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
 
@@ -52,7 +52,7 @@ MODELS = "inkling_text", "inkling2_text", "inkling2_loop_text"
 
 
 @sampled(
-    2,
+    1,
     model_type=MODELS,
     length=[3, 20, 37],
     ranks=[1, 2, 3],
@@ -69,9 +69,7 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
     assert error_of(model, length, "eager", ranks=ranks, balancer=layout, style=style) < EXACT
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("form", ["one", "by layer"])
+@sampled(1, model_type=MODELS, side=["left", "right"], form=["one", "by layer"])
 def test_padding(model_type: str, side: str, form: str):
     """One row is padded: by one mask, or by a dict of masks, of which convolutions read the last one."""
     tokens = tokens_of()
@@ -119,8 +117,7 @@ def test_padding_of_another_form_is_refused():
         on_ranks(tiny_of("inkling_text"), inputs, labels_of(tokens), whole=whole)  # pyright: ignore
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled(1, model_type=MODELS, ranks=[1, 2])
 def test_biases_of_zero_are_trained(model_type: str, ranks: int):
     model = tiny_of(model_type)
     for name, parameter in model.named_parameters():
@@ -129,7 +126,7 @@ def test_biases_of_zero_are_trained(model_type: str, ranks: int):
     assert error_of(model, LENGTH, "eager", ranks=ranks) < EXACT
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [MODELS[0], *at_night(*MODELS[1:])])
 def test_a_number_that_the_trainer_hands_on(model_type: str):
     tokens, model = tokens_of(), tiny_of(model_type)
     inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
@@ -152,7 +149,12 @@ def test_a_prefill_is_refused(model_type: str):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "way"), [*((name, "scope") for name in MODELS), *((name, "seq_idx") for name in MODELS[1:])]
+    ("model_type", "way"),
+    [
+        ("inkling2_text", "scope"),
+        ("inkling2_loop_text", "seq_idx"),
+        *rows_at_night(("inkling_text", "scope"), ("inkling2_loop_text", "scope"), ("inkling2_text", "seq_idx")),
+    ],
 )
 def test_packed_documents(model_type: str, way: str):
     """As documents one by one. Positions separate attention, and seq_idx convolutions; Inkling 1 gives them none."""

@@ -52,7 +52,7 @@ def rows_with(monkeypatch, capsys, path: Path, ranks: int, *planted: Callable[[W
     return status, rows, last
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, *at_night(4)])
 def test_a_machine_that_is_well(capsys, tmp_path: Path, ranks: int):
     path = tmp_path / "doctor.json"
     assert doctor("--ranks", ranks, "--json", path) == 0

@@ -27,6 +27,7 @@ def test_the_calls_of_the_host(strategy: str, ranks: int):
     assert (found.received, found.batches) == (received, batches)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("peer", ["torch ring, all-gather", "torch ring, all-to-all"])
 def test_a_ring_of_torch_makes_more_calls(peer: str):
     """On 8 ranks; with torch 2.13 4,002 and 8,396."""

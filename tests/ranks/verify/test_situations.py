@@ -30,6 +30,7 @@ from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
 from tests.benchmarks import proved
+from tests.covering import at_night
 from tests.ranks.attention_case import cp_mesh
 from tests.ranks.training_scene import attended
 from tests.tiny_lm import LanguageModel
@@ -243,7 +244,7 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"] + at_night("compiled"))
 def test_a_training_as_it_was_proved_says_nothing(way):
     """Ten steps of several lengths, after a proof of each of the two functions."""
 
