@@ -20,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import (
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import device_checksum, on_host
+from cp_styles._lib.compat import (
     graph_task_id,
     hooks_in_order,
     module_of_plan,
@@ -31,26 +33,24 @@ from cp_styles._compat import (
     tree_map_only,
     uncompiled,
 )
+from cp_styles._lib.contents import Contents
+from cp_styles._lib.device_copies import tensor_on
+from cp_styles._lib.introspect import input_names, matches
+from cp_styles._lib.troubleshooting import see
 from cp_styles.batch import find_average
 from cp_styles.batch_sharder import describe_content
-from cp_styles.bounded_cache import facts_about
 from cp_styles.checks import observers_of, proof_of, running_ddp
-from cp_styles.checksum import device_checksum, on_host
 from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
 from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status, tell_peers, telling
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.contents import Contents
 from cp_styles.decoding import find_cache
-from cp_styles.device_copies import tensor_on
 from cp_styles.engine.binding import Binding
-from cp_styles.introspect import input_names, matches
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.module import ModuleContextParallel, calls_in
 from cp_styles.styles.on_mesh_axis import take_axis
-from cp_styles.troubleshooting import see
 
 # The sequence dim of arguments of blocks in transformers, timm and torch. None: every rank needs the whole argument.
 # Arguments of an encoder's sequence may have a length of their own.

@@ -50,15 +50,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles._compat import meshes_of_fsdp, replaces_mean_of_fsdp
-from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import device_checksum, on_host
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import device_checksum, on_host
+from cp_styles._lib.compat import meshes_of_fsdp, replaces_mean_of_fsdp
+from cp_styles._lib.device_copies import captures_graph
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, is_of_this_world, start_status
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of, states
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group, group_now, shares_ranks, world_group
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import captures_graph
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.mask import Tree
 from cp_styles.replicas import (
@@ -70,7 +71,6 @@ from cp_styles.replicas import (
     replica_number,
     replicas_of,
 )
-from cp_styles.troubleshooting import see
 
 __all__ = [
     "IGNORE_INDEX",

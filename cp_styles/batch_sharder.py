@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import get_worker_info
 
+from cp_styles._lib.checksum import checksum
+from cp_styles._lib.troubleshooting import see
 from cp_styles.batch import (
     IGNORE_INDEX,
     Losses,
@@ -32,7 +34,6 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
-from cp_styles.checksum import checksum
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.forwards import Forwards
@@ -41,7 +42,6 @@ from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
 from cp_styles.mask import Documents, Mask, Tree
-from cp_styles.troubleshooting import see
 
 Batch = Mapping[str, Any]
 

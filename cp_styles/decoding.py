@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
-from cp_styles.checksum import device_checksum, digest
+from cp_styles._lib.checksum import device_checksum, digest
+from cp_styles._lib.compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles._lib.device_copies import DeviceTables, Later, tensor_on
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, plain, tell_peers
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import DeviceTables, Later, tensor_on
 from cp_styles.engine.custom_ops import modes_entered
 from cp_styles.kernels import FlexKernel, Kernel
 from cp_styles.kernels.autocast import cast_for_attention
@@ -43,7 +44,6 @@ from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, m
 from cp_styles.layout import SequenceLayout, refuse_other_cut
 from cp_styles.mask import Causal, Mask
 from cp_styles.mask.dense import check_plain_mask
-from cp_styles.troubleshooting import see
 
 __all__ = ["KVCache", "context_decode"]
 

@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
-from cp_styles.troubleshooting import see
 
 __all__ = ["JointLayout"]
 

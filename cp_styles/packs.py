@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from cp_styles._lib.checksum import fingerprint
 from cp_styles.batch_sharder import describe_content
-from cp_styles.checksum import fingerprint
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group

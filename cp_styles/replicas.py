@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_styles._compat import sharded_parameters, without_dispatch_modes
-from cp_styles.checksum import device_checksum, fingerprint, on_host
+from cp_styles._lib.checksum import device_checksum, fingerprint, on_host
+from cp_styles._lib.compat import sharded_parameters, without_dispatch_modes
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import gather_numbers
 

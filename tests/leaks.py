@@ -56,7 +56,7 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.bounded_cache import Remembered
+from cp_styles._lib.bounded_cache import Remembered
 from cp_styles.collectives import all_to_all, gather
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import is_traced, resolve_group
+from cp_styles._lib.compat import is_traced, resolve_group
 from cp_styles.batch import ReplicatedGathers, Summed, note_loss, note_summed
 from cp_styles.collectives.exchange import Exchange, StartedExchange, Tensors
 from cp_styles.collectives.peers import Peers

@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import is_traced, resolve_group
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import is_traced, resolve_group
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives.peers import Peers
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role
-from cp_styles.device_copies import DeviceTables
 from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, ranges_of, refuse_other_cut
 
 

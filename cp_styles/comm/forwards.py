@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.bounded_cache import LatestEntries
 
 
 class Forwards:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._lib.compat import start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import WIDTH, Mailbox, exchange, gather_numbers

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import call_when_destroyed, uncompiled
-from cp_styles.bounded_cache import LatestEntries, is_value
-from cp_styles.checksum import fingerprint
+from cp_styles._lib.bounded_cache import LatestEntries, is_value
+from cp_styles._lib.checksum import fingerprint
+from cp_styles._lib.compat import call_when_destroyed, uncompiled
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
@@ -40,7 +41,6 @@ from cp_styles.layout import (
 from cp_styles.mask import Causal, Dense, Mask
 from cp_styles.replicas import LocalItems
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
-from cp_styles.troubleshooting import see
 
 Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 """The layouts of queries and of keys."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import is_traced
+from cp_styles._lib.compat import is_traced
 from cp_styles.comm.agreement import telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group

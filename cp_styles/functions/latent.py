@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import is_traced
+from cp_styles._lib.compat import is_traced
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.binding import binding_of_call

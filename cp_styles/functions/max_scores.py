@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_styles._compat import never_compiled, without_dispatch_modes
+from cp_styles._lib.compat import never_compiled, without_dispatch_modes
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, binding_of_call

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import uncompiled, without_function_modes
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.compat import uncompiled, without_function_modes
 from cp_styles.functions.latent import LatentCall, NotedLatent
 from cp_styles.intercept.function_mode import AttentionCalls
 

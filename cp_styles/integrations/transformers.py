@@ -26,11 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 
-from cp_styles._compat import uncompiled, without_function_modes
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import checksum, digest
+from cp_styles._lib.compat import uncompiled, without_function_modes
+from cp_styles._lib.introspect import input_names
+from cp_styles._lib.troubleshooting import see
 from cp_styles.checks.positions import counts_mask, find_padding_position
 from cp_styles.checks.transformers_models import frame_of, option_of
-from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.checks import Checks
@@ -42,7 +44,6 @@ from cp_styles.functions.join import join_attentions
 from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.introspect import input_names
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.mask.algebra import UNBOUNDED, KeyRange
@@ -54,7 +55,6 @@ from cp_styles.mixers.query_rows import QueryRows
 from cp_styles.mixers.selection import mask_of_layer
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles.module import calls_in, groups_of
-from cp_styles.troubleshooting import see
 from cp_styles.verify.step import as_one_rank
 
 

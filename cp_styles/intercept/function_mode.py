@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     ASKS_FOR_NESTED_TENSORS,
     FLEX_OPERATOR,
     fast_path_attention,
@@ -32,6 +32,8 @@ from cp_styles._compat import (
     uncompiled,
     without_function_modes,
 )
+from cp_styles._lib.introspect import input_names
+from cp_styles._lib.troubleshooting import see
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, modes_entered, tell_of_call
@@ -40,7 +42,6 @@ from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
-from cp_styles.introspect import input_names
 from cp_styles.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
@@ -48,7 +49,6 @@ from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import find_cuts
 from cp_styles.mask import Dense, Mask
 from cp_styles.mask.dense import causal_bias
-from cp_styles.troubleshooting import see
 
 _NOT_IN_GRAPHS = (
     "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.troubleshooting import see
+from cp_styles._lib.troubleshooting import see
 
 # A bound without effect, larger than any position. The sum of two does not overflow int64.
 UNBOUNDED = 2**60

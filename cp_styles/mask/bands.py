@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cp_styles.device_copies import DeviceTables
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.mask.algebra import UNBOUNDED, Full, Mask, PerRow
 
 

@@ -17,14 +17,14 @@ from operator import attrgetter
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import checksum
-from cp_styles.contents import Contents
-from cp_styles.device_copies import DeviceTables
-from cp_styles.introspect import captured_tensors
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import checksum
+from cp_styles._lib.contents import Contents
+from cp_styles._lib.device_copies import DeviceTables
+from cp_styles._lib.introspect import captured_tensors
+from cp_styles._lib.troubleshooting import see
 from cp_styles.mask import Mask, PerRow
 from cp_styles.mask.algebra import UNBOUNDED, BlockGrid
-from cp_styles.troubleshooting import see
 
 # Number of pairs for which mask_mod is evaluated at a time, with some int64 temporaries of this size.
 _PAIRS = 2**22

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from cp_styles.checksum import digest, version_of
+from cp_styles._lib.checksum import digest, version_of
+from cp_styles._lib.troubleshooting import see
+from cp_styles._lib.unsupported_derivatives import refuse_transforms
 from cp_styles.mask.algebra import Full, Mask
-from cp_styles.troubleshooting import see
-from cp_styles.unsupported_derivatives import refuse_transforms
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.troubleshooting import see
 from cp_styles.mask.algebra import All, KeyRange, Mask, split_at
-from cp_styles.troubleshooting import see
 
 
 class Pieces(NamedTuple):

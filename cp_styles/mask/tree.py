@@ -10,7 +10,7 @@ from operator import index
 
 import torch
 
-from cp_styles.device_copies import DeviceTables
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.mask.algebra import UNBOUNDED, Mask
 from cp_styles.mask.bands import PrefixLM, SlidingWindow, WithBlocks
 

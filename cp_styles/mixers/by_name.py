@@ -24,7 +24,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
+from cp_styles._lib.troubleshooting import see
 from cp_styles.decoding import CACHE_ARGUMENTS, GENERATE_ALONE, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
@@ -51,8 +53,6 @@ from cp_styles.mixers.halo import Halo
 from cp_styles.mixers.query_rows import QueryRows, rows_of_queries
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.mixers.selection import mask_of_layer, select_by_layer
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
-from cp_styles.troubleshooting import see
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 

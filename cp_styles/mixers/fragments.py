@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import function_modes
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import function_modes
+from cp_styles._lib.device_copies import DeviceTables
+from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
@@ -21,7 +23,6 @@ from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation
-from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.call import agree_on_layouts
 from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
@@ -40,7 +41,6 @@ from cp_styles.layout import (
 from cp_styles.mask import Documents, Mask, PerRow
 from cp_styles.mask.tree import find_tree
 from cp_styles.replicas import LocalItems
-from cp_styles.troubleshooting import see
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
 """The lengths of the documents of the whole sequence. None: the documents of the SequenceScope around the call, or

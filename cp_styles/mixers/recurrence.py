@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
 from cp_styles.collectives.autograd import keep_in_graph
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, Stripes
 from cp_styles.mask.linear_pieces import Pieces
 

@@ -24,7 +24,8 @@ from itertools import pairwise
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.troubleshooting import see
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.mask.linear_pieces import Pieces, cut_into_pieces, has_own_work, refuse_shorter
@@ -39,7 +40,6 @@ from cp_styles.plan.linear import (
 )
 from cp_styles.plan.rows import find_ranges, needed_tiles, refuse_contradictions
 from cp_styles.plan.tiles import Tile, make_tiles
-from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
 from cp_styles.kernels.packing import part_of
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     function_modes,
     graph_task_id,
     graph_tracer,
@@ -31,6 +31,8 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
@@ -53,8 +55,6 @@ from cp_styles.styles.dtensors import (
     spec_of,
 )
 from cp_styles.styles.mesh_axes import chunk_sizes
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
-from cp_styles.troubleshooting import see
 
 # The kinds of parameters of a wrapper's forward(*args, **kwargs).
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import module_of_plan
+from cp_styles._lib.compat import module_of_plan
 from cp_styles.checks import proof_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards

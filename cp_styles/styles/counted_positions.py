@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
+from cp_styles._lib.introspect import input_names, is_model
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.introspect import input_names, is_model
 from cp_styles.layout import SequenceLayout, find_cut
 
 _POSITIONS = "position_ids"

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
+from cp_styles._lib.compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
+from cp_styles._lib.introspect import is_model, matches
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import is_model, matches
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
@@ -29,7 +30,6 @@ from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.counted_positions import hand_over_positions
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 
 _STATE = "_context_parallel_calls"
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import BatchSharder, Documents, ModuleContextParallel, SequenceScope, head_tail
-from cp_styles._compat import tree_map
+from cp_styles._lib.compat import tree_map
 from cp_styles.integrations import transformers as integration
 from cp_styles.integrations.transformers import position_ids_of, send_latents
 from cp_styles.mixers import by_name

@@ -13,19 +13,7 @@ CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 
 # Lowest box first. A new file must be given one here, and in the picture of CONTRIBUTING.md.
 LAYERS = (
-    (
-        "_compat",
-        "bounded_cache",
-        "checksum",
-        "contents",
-        "device_copies",
-        "introspect",
-        "live_storages",
-        "subclassing",
-        "testing",
-        "troubleshooting",
-        "unsupported_derivatives",
-    ),
+    ("_lib", "testing"),
     # These do not know each other: kernels know no masks, and masks do not communicate.
     ("comm", "mask", "kernels"),
     ("layout", "batch", "collectives", "replicas"),
@@ -41,6 +29,7 @@ APART = LAYERS[1]
 # What an attention goes through from a module's hook to the kernel and back, but for the files that look at models
 # and at layers without attention.
 CORE = (
+    "_lib/subclassing.py",
     "comm",
     "engine",
     "functions/attention.py",
@@ -52,7 +41,6 @@ CORE = (
     "plan",
     "strategies",
     "styles",
-    "subclassing.py",
 )
 # Files in these folders through which only some attentions go: latents, kernels from outside, masks with
 # gaps, trees, selected keys and largest scores.
@@ -162,11 +150,11 @@ def test_a_door_raises_its_errors():
 
 
 def test_no_folder_imports_private_names_of_another():
-    """Neither a private file nor a private name. Names of ``_compat`` are for all."""
+    """Neither a private file nor a private name. The folder ``_lib`` is for all."""
     for path, node in [(each, node) for each in package_files() for node in nodes_of(each)]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE.name}."):
             parts = [*(node.module or "").split(".")[1:], *(alias.name for alias in node.names)]
-            private = [part for part in parts if part.startswith("_") and part != "_compat"]
+            private = [part for part in parts if part.startswith("_") and part != "_lib"]
             assert parts[0] == module_of(path) or not private, f"{parts[0]} keeps {private} private"
 
 
@@ -224,7 +212,7 @@ def code_of(path: Path) -> str:
 def test_only_compat_names_what_torch_keeps_private():
     """``torch._x``, ``torch.a._x`` and ``from torch.a import _x``; an attribute of an object is not seen here."""
     for path in package_files():
-        if module_of(path) == "_compat":
+        if path == PACKAGE / "_lib/compat.py":
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -237,7 +225,7 @@ def test_only_compat_names_what_torch_keeps_private():
                 continue
             private = [part for part in parts if part.startswith("_") and not part.endswith("__")]
             # The first is documented, the second holds the type of torch.ops.aten.*, which has no other name.
-            assert not set(private) - {"_python_dispatch", "_ops"}, f"{path.name}: {private} belongs in _compat.py"
+            assert not set(private) - {"_python_dispatch", "_ops"}, f"{path.name}: {private} belongs in _lib/compat.py"
 
 
 @pytest.mark.parametrize(
@@ -279,5 +267,5 @@ def test_the_engine_knows_no_guarantee():
 def test_walks_over_frames_are_in_one_place():
     """A generator's frames are the other one: which ``with`` is around a call that runs in a generator."""
     walks = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(r"\.f_back\b", path)}
-    assert walks == {"_compat.py", "engine/scope.py"}
-    assert code_of(PACKAGE / "_compat.py").count(".f_back") == 1
+    assert walks == {"_lib/compat.py", "engine/scope.py"}
+    assert code_of(PACKAGE / "_lib/compat.py").count(".f_back") == 1

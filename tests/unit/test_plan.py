@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_styles import bounded_cache
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib import bounded_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.explain import explain
 from cp_styles.layout import (
     SequenceLayout,

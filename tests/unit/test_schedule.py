@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.kernels.sdpa import CUDA_FLASH
 from cp_styles.mask import Mask
 from cp_styles.plan.tiles import Cover

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles import Checks
-from cp_styles._compat import run_kernel
+from cp_styles._lib.compat import run_kernel
 from cp_styles.collectives import Padded, Pending, gather, heads_to_seq, nested_layout, seq_to_heads
 from cp_styles.collectives.heads import head_ranges
 from cp_styles.functions.attention import context_attention

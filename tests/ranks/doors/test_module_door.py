@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import context_attention
-from cp_styles._compat import function_modes
+from cp_styles._lib.compat import function_modes
 from cp_styles.batch import sum_gradients
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.intercept.function_mode import AttentionCalls

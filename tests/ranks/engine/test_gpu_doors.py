@@ -75,7 +75,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 SEEDS = count(100)  # what a mask holds is new to the caches
 TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.replicas.on_host"
-DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
+DIGEST, LEVELS = "cp_styles._lib.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
 
 
 class Masked(Core):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import connect_gloo
+from cp_styles._lib.compat import connect_gloo
 from cp_styles.comm import point_to_point
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
@@ -438,7 +438,7 @@ def test_copies_that_block_are_noticed():
         return (values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)).to(device)
 
     masked = {"mask": Documents((41, 23)) & SlidingWindow(6, 0), "kernel": MASKED}
-    broken("cp_styles.device_copies.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
+    broken("cp_styles._lib.device_copies.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
     broken(
         "cp_styles.kernels.packing.tensor_on", tensor, r"torch\.tensor", Synchronizes, mask=Documents((10,) * 6 + (4,))
     )

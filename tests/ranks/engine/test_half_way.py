@@ -38,7 +38,7 @@ from cp_styles import (
     save_attention,
     sum_gradients,
 )
-from cp_styles._compat import cpu_backend_of
+from cp_styles._lib.compat import cpu_backend_of
 from cp_styles.collectives import (
     all_to_all,
     gather,

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles import Causal, Documents, SlidingWindow, bounded_cache, context_attention, contiguous, head_tail
-from cp_styles.bounded_cache import another_cache
+from cp_styles import Causal, Documents, SlidingWindow, context_attention, contiguous, head_tail
+from cp_styles._lib import bounded_cache
+from cp_styles._lib.bounded_cache import another_cache
+from cp_styles._lib.device_copies import DeviceTables, numbers_on
 from cp_styles.collectives import seq_to_heads
 from cp_styles.comm.checks import CHECKS
 from cp_styles.decoding import KVCache, context_decode
-from cp_styles.device_copies import DeviceTables, numbers_on
 from cp_styles.mixers import Recurrence, context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.mixers.convolution import last_rows
 from cp_styles.mixers.fragments import CutSequence
@@ -146,7 +147,7 @@ def test_decoding_copies_positions_once(monkeypatch):
             assert torch.equal(read(cache.positions(DEVICE)), cache.positions())
         return uploads, read(out)
 
-    with gpus(waits=["cp_styles.checksum.checksum"]):  # of each new mask
+    with gpus(waits=["cp_styles._lib.checksum.checksum"]):  # of each new mask
         found = run_ranks(on, RANKS)
     wanted = dense_attention(whole[:, :, -1:], whole, whole, seen)
     for (first, *later), out in found:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_styles
 from cp_styles import flex_attention
-from cp_styles._compat import passes_flex_attention
+from cp_styles._lib.compat import passes_flex_attention
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.layout import by_work, contiguous, head_tail

@@ -117,7 +117,7 @@ def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
             found = [read(out), read(lse), *map(read, shares)]
         return found
 
-    with compiled_flex_on_cpu() as calls, gpus(waits=["cp_styles.checksum.checksum"]) as gpu:
+    with compiled_flex_on_cpu() as calls, gpus(waits=["cp_styles._lib.checksum.checksum"]) as gpu:
         # Float32: some hundred roundings of 6e-8 in a sum.
         assert max(problem.errors(run_ranks(on, ranks), layout)) < 1e-5
     assert bool(calls) == (dim == 16)

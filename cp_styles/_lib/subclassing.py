@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from torch import nn
 from torch.nn.utils import parametrize
 
-from cp_styles.troubleshooting import see
+from cp_styles._lib.troubleshooting import see
 
 
 class UnpicklableMixin:

@@ -10,11 +10,11 @@ from contextvars import ContextVar
 
 import torch
 
-from cp_styles._compat import dispatch_modes_entered
-from cp_styles.bounded_cache import as_constants
-from cp_styles.checksum import version_of
-from cp_styles.device_copies import Later, captures_graph
-from cp_styles.troubleshooting import see
+from cp_styles._lib.bounded_cache import as_constants
+from cp_styles._lib.checksum import version_of
+from cp_styles._lib.compat import dispatch_modes_entered
+from cp_styles._lib.device_copies import Later, captures_graph
+from cp_styles._lib.troubleshooting import see
 
 _MOST = 2**22  # numbers of a tensor that are compared: of a larger one some, spread over it
 REMEDY = (

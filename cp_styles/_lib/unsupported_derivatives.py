@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import forward_mode_level, has_tangent, is_in_torch_func, is_traced, torch_func_transform
-from cp_styles.troubleshooting import see
+from cp_styles._lib.compat import forward_mode_level, has_tangent, is_in_torch_func, is_traced, torch_func_transform
+from cp_styles._lib.troubleshooting import see
 
 
 def refuse_transforms(name: str, tensors: Sequence[torch.Tensor | None]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import tensors_in, tree_map_only
+from cp_styles._lib.compat import tensors_in, tree_map_only
 
 
 def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device: torch.device) -> list[torch.Tensor]:

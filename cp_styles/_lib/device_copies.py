@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_styles._compat import is_traced
-from cp_styles.bounded_cache import as_constants, remembered
+from cp_styles._lib.bounded_cache import as_constants, remembered
+from cp_styles._lib.compat import is_traced
 
 
 def tensor_on(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 _GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: neighbours get distant numbers

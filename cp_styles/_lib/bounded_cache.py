@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_styles._compat import without_dispatch_modes
+from cp_styles._lib.compat import without_dispatch_modes
 
 T = TypeVar("T")
 K = TypeVar("K")

@@ -1,0 +1,1 @@
+"""Small modules that know nothing of attention, and the names that torch keeps private."""
