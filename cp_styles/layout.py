@@ -22,8 +22,8 @@ import torch
 
 from cp_styles._lib.bounded_cache import remembered
 from cp_styles._lib.troubleshooting import see
-from cp_styles.mask import Mask
-from cp_styles.mask.linear_pieces import work_from
+from cp_styles.masks import Mask
+from cp_styles.masks.linear_pieces import work_from
 
 Chunk: TypeAlias = tuple[int, int]
 """A half-open range ``(start, stop)`` of global positions."""

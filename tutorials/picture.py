@@ -16,7 +16,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Polygon, Rectangle
 
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.mask import Causal, Mask
+from cp_styles.masks import Causal, Mask
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover
 

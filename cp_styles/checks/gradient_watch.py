@@ -27,11 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cp_styles._lib.checksum import version_of
 from cp_styles._lib.compat import graph_task_id, running_modules
 from cp_styles._lib.troubleshooting import see
-from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
-from cp_styles.engine.observers import CheckedCall, RankCheck
-from cp_styles.replicas import (
+from cp_styles.collectives.replicas import (
     Difference,
     Replica,
     UnreducedGradientsError,
@@ -41,6 +37,10 @@ from cp_styles.replicas import (
     replicas_of,
     shared_replicas,
 )
+from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import state_of
+from cp_styles.engine.observers import CheckedCall, RankCheck
 
 _MOST_NAMED = 4  # parameters that an error names
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cp_styles._lib.compat import never_compile_alone
 from cp_styles._lib.troubleshooting import see
-from cp_styles.decoding import find_layer_caches
+from cp_styles.functions.decode import find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.mixers.halo import reach_of
 

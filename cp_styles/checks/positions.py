@@ -12,8 +12,8 @@ from torch import nn
 
 from cp_styles._lib.introspect import forward_parameters, input_names
 from cp_styles._lib.troubleshooting import see
-from cp_styles.decoding import find_cache, find_layer_caches
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.decode import find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.layout import SequenceLayout
 

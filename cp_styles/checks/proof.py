@@ -80,7 +80,7 @@ class Proof:
         losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
         by_hand: of the latest loss, if the program must average its gradients further:
-            :class:`~cp_styles.batch.MeanByHand`.
+            :class:`~cp_styles.batch.averages.MeanByHand`.
         reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
         proved_in: the situations of the steps that were compared; None for ``verified=True``.
         forwards: the number of forwards for a backward, since the last one.

@@ -14,7 +14,7 @@ from torch import nn
 from cp_styles._lib.compat import calling_frames
 from cp_styles._lib.introspect import forward_parameters, input_names, list_wrapped
 from cp_styles._lib.troubleshooting import see
-from cp_styles.decoding import (
+from cp_styles.functions.decode import (
     CACHE_ARGUMENTS,
     GENERATE_ALONE,
     LayerCaches,

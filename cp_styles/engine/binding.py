@@ -19,6 +19,7 @@ from cp_styles._lib.bounded_cache import LatestEntries, is_value
 from cp_styles._lib.checksum import fingerprint
 from cp_styles._lib.compat import call_when_destroyed, uncompiled
 from cp_styles._lib.troubleshooting import see
+from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
@@ -38,8 +39,7 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Causal, Dense, Mask
-from cp_styles.replicas import LocalItems
+from cp_styles.masks import Causal, Dense, Mask
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 
 Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]

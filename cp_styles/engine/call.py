@@ -32,8 +32,8 @@ from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.engine.binding import Binding, Resolved
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.layout import Balancer, SequenceLayout, find_cuts, may_vary
-from cp_styles.mask import Causal, Dense
-from cp_styles.mask.dense import digest
+from cp_styles.masks import Causal, Dense
+from cp_styles.masks.dense import digest
 
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
 AnyLayouts = TypeVar("AnyLayouts", bound=tuple[SequenceLayout, ...])

@@ -43,7 +43,7 @@ from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
 from cp_styles.layout import may_vary
-from cp_styles.mask import Dense, Full
+from cp_styles.masks import Dense, Full
 from cp_styles.strategies import Attention
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)

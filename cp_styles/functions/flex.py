@@ -29,8 +29,8 @@ from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.masks import Full, Mask
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy
 
 

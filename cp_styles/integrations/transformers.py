@@ -3,7 +3,7 @@
 transformers calls registered functions for the attention of its models and for their masks: :func:`register_attention`
 registers the functions of this file. The mask function is called with this rank's lengths, for each kind of layer. It
 does not evaluate the mask, but recognizes its parts (causal, a window, chunks, documents, padding), and returns a
-:class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is refused.
+:class:`~cp_styles.masks.Mask` of the whole sequence. A mask with other parts is refused.
 
 Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
 sequence, D head dim, E value head dim.
@@ -36,19 +36,19 @@ from cp_styles.checks.transformers_models import frame_of, option_of
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.checks import Checks
-from cp_styles.decoding import DecodeCall, cache_argument, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.custom_ops import attend
 from cp_styles.engine.scope import open_entries
+from cp_styles.functions.decode import DecodeCall, cache_argument, cache_of
 from cp_styles.functions.join import join_attentions
 from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
-from cp_styles.mask.algebra import UNBOUNDED, KeyRange
-from cp_styles.mask.block_mask import FlexMask
-from cp_styles.mask.tree import find_tree
+from cp_styles.masks import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
+from cp_styles.masks.algebra import UNBOUNDED, KeyRange
+from cp_styles.masks.block_mask import FlexMask
+from cp_styles.masks.tree import find_tree
 from cp_styles.mixers.by_name import CANNOT_CONTINUE, TOKENS_OF_GROUPS, biases_of_queries, path_without_cache
 from cp_styles.mixers.compressed import KeysOfWindows, take_windows
 from cp_styles.mixers.query_rows import QueryRows

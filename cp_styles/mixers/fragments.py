@@ -17,6 +17,7 @@ from cp_styles._lib.compat import function_modes
 from cp_styles._lib.device_copies import DeviceTables
 from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
+from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
@@ -38,9 +39,8 @@ from cp_styles.layout import (
     layout_of_one,
     refuse_other_cut,
 )
-from cp_styles.mask import Documents, Mask, PerRow
-from cp_styles.mask.tree import find_tree
-from cp_styles.replicas import LocalItems
+from cp_styles.masks import Documents, Mask, PerRow
+from cp_styles.masks.tree import find_tree
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
 """The lengths of the documents of the whole sequence. None: the documents of the SequenceScope around the call, or

@@ -19,7 +19,7 @@ from cp_styles._lib.device_copies import DeviceTables
 from cp_styles._lib.troubleshooting import see
 from cp_styles.kernels.selected import GatheredRows, Picks, units_of
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Full, Mask
+from cp_styles.masks import Full, Mask
 from cp_styles.plan.linear import make_holders
 
 # Queries of one range have as many keys as the first of them, which has the most. Others have at least this share.

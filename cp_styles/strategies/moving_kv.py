@@ -34,7 +34,7 @@ from cp_styles.kernels.choice_by_tile import kernel_for_selected
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import is_dense, part_of
 from cp_styles.kernels.selected import Picks
-from cp_styles.mask import Mask
+from cp_styles.masks import Mask
 from cp_styles.plan.selected import gathers_keys
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy

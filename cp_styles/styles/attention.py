@@ -40,8 +40,8 @@ from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolv
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, find_cuts
-from cp_styles.mask import Mask
-from cp_styles.mask.dense import causal_bias
+from cp_styles.masks import Mask
+from cp_styles.masks.dense import causal_bias
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.boundary import InputForm, SequenceBoundary
@@ -77,7 +77,7 @@ class AttentionContextParallel(ContextParallelStyle):
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``.
         kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. ``mask`` is
-            then over the numbers of keys: see :class:`~cp_styles.mask.Shifted`. Default: ``layout`` cuts both.
+            then over the numbers of keys: see :class:`~cp_styles.masks.Shifted`. Default: ``layout`` cuts both.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,

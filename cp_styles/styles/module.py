@@ -21,11 +21,11 @@ from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.masks import Mask
 from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
@@ -51,7 +51,8 @@ class ModuleContextParallel(ContextParallelStyle):
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``. A
-            :class:`~cp_styles.joint_layout.JointLayout` if some tokens, such as a text, are whole on every rank.
+            :class:`~cp_styles.functions.joint_layout.JointLayout` if some tokens, such as a text, are whole on every
+            rank.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,

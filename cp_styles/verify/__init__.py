@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles.batch import StepNotes
 from cp_styles.checks.proof import StepProofs, proof_of
+from cp_styles.collectives.notes import StepNotes
 from cp_styles.comm.point_to_point import abort_group
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition

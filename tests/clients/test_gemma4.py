@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, head_tail, parallelize_module, sum_gradients
 from cp_styles.integrations.transformers import _WholeMask, cut_inputs_of
-from cp_styles.mask import Causal
+from cp_styles.masks import Causal
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import verify
 from tests.clients import hugging_face as hf

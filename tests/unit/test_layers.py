@@ -15,13 +15,13 @@ CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 LAYERS = (
     ("_lib", "testing"),
     # These do not know each other: kernels know no masks, and masks do not communicate.
-    ("comm", "mask", "kernels"),
-    ("layout", "batch", "collectives", "replicas"),
+    ("comm", "masks", "kernels"),
+    ("layout", "collectives"),
     ("plan", "strategies"),
     ("engine",),
-    ("batch_sharder", "decoding", "functions", "joint_layout", "packs"),
+    ("batch", "functions"),
     ("intercept",),
-    ("backbone", "checks", "mixers", "styles", "torch_api"),
+    ("checks", "mixers", "styles", "torch_api"),
     ("doctor", "explain", "verify", "integrations"),
     ("__init__", "__main__"),
 )
@@ -37,16 +37,16 @@ CORE = (
     "intercept",
     "kernels",
     "layout.py",
-    "mask",
+    "masks",
     "plan",
     "strategies",
     "styles",
 )
 # Files in these folders through which only some attentions go: latents, kernels from outside, masks with
-# gaps, trees, selected keys and largest scores.
+# gaps, trees, selected keys and largest scores; and through the blocks of a model with a head.
 OPTIONS = (
     *("kernels/latent.py", "kernels/max_scores.py", "kernels/outside.py", "kernels/selected.py"),
-    *("mask/tree.py", "plan/rows.py", "plan/selected.py"),
+    *("masks/tree.py", "plan/rows.py", "plan/selected.py", "styles/backbone.py"),
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
@@ -115,7 +115,7 @@ def sizes() -> dict[str, int]:
 # calls of the host: see test_account.py. Then features, with 430 lines of the core path: halos and windows 500, trees
 # 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300,
 # doctor 570, keys of another sequence 240. Whether a run fits has 1,160 lines, which no attention goes through.
-LIMITS = {"lines of the package": 37_480, "lines of the core path": 13_590, "floors": 10}
+LIMITS = {"lines of the package": 37_530, "lines of the core path": 13_590, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
@@ -247,7 +247,7 @@ def test_the_reader_of_imports(line: str, package: list[str], expected: list[str
 def test_the_engine_knows_no_dtensor():
     """DTensor is the form of a module's inputs and outputs. Strategies, kernels and plans know it as little."""
     for path in package_files():
-        if module_of(path) in ("engine", "strategies", "kernels", "plan", "mask"):
+        if module_of(path) in ("engine", "strategies", "kernels", "plan", "masks"):
             assert not re.search(r"torch\.distributed\.tensor\b|import .*\bDTensor\b", code_of(path)), path.name
 
 

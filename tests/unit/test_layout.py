@@ -19,7 +19,7 @@ from cp_styles.layout import (
     per_document_head_tail,
     striped,
 )
-from cp_styles.mask import Causal, Documents
+from cp_styles.masks import Causal, Documents
 from cp_styles.plan import imbalance
 from cp_styles.strategies.ulysses import _renumber_neighbours, join_neighbours
 from tests.layouts import layouts

@@ -24,7 +24,7 @@ from cp_styles.layout import (
     per_document_head_tail,
     striped,
 )
-from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
+from cp_styles.masks import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
 from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import RowRanges, SourcePart

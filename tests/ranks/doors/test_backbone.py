@@ -38,7 +38,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.joint_layout import JointLayout
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.layout import Balancer
 from cp_styles.mixers import replace_dropout
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks

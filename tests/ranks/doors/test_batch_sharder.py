@@ -24,7 +24,6 @@ from cp_styles import (
     SequenceScope,
     SlidingWindow,
     Tree,
-    batch_sharder,
     contiguous,
     flex_attention,
     head_tail,
@@ -32,6 +31,7 @@ from cp_styles import (
     parallelize_module,
 )
 from cp_styles.batch import document_positions
+from cp_styles.batch import sharder as batch_sharder
 from cp_styles.integrations.trainers import share_batches
 from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks

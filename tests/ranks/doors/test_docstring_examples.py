@@ -18,8 +18,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
-from cp_styles import batch, decoding, joint_layout, torch_api
+from cp_styles import batch, torch_api
 from cp_styles.explain import explain
+from cp_styles.functions import decode as decoding
+from cp_styles.functions import joint_layout
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
 from tests.ranks.attention_case import Core

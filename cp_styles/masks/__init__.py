@@ -7,19 +7,10 @@ is several bands, :attr:`Mask.bands`. An arbitrary boolean or additive mask is :
 logits.
 """
 
-from cp_styles.mask.algebra import Full, Mask, PerRow
-from cp_styles.mask.bands import (
-    Causal,
-    Chunked,
-    Documents,
-    EndedWindows,
-    PrefixLM,
-    Shifted,
-    SlidingWindow,
-    WithBlocks,
-)
-from cp_styles.mask.dense import Dense
-from cp_styles.mask.tree import Tree
+from cp_styles.masks.algebra import Full, Mask, PerRow
+from cp_styles.masks.bands import Causal, Chunked, Documents, EndedWindows, PrefixLM, Shifted, SlidingWindow, WithBlocks
+from cp_styles.masks.dense import Dense
+from cp_styles.masks.tree import Tree
 
 __all__ = [
     "Causal",

@@ -11,7 +11,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from cp_styles._lib.checksum import digest, version_of
 from cp_styles._lib.troubleshooting import see
 from cp_styles._lib.unsupported_derivatives import refuse_transforms
-from cp_styles.mask.algebra import Full, Mask
+from cp_styles.masks.algebra import Full, Mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -37,8 +37,8 @@ from cp_styles._lib.contents import Contents
 from cp_styles._lib.device_copies import tensor_on
 from cp_styles._lib.introspect import input_names, matches
 from cp_styles._lib.troubleshooting import see
-from cp_styles.batch import find_average
-from cp_styles.batch_sharder import describe_content
+from cp_styles.batch.averages import find_average
+from cp_styles.batch.sharder import describe_content
 from cp_styles.checks import observers_of, proof_of, running_ddp
 from cp_styles.collectives.autograd import note_gather, walk_graph
 from cp_styles.collectives.peers import get_peers
@@ -46,8 +46,8 @@ from cp_styles.collectives.split_gather import gather_parts
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status, tell_peers, telling
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.decoding import find_cache
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.decode import find_cache
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.module import ModuleContextParallel, calls_in
 from cp_styles.styles.on_mesh_axis import take_axis

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_styles._lib.device_copies import DeviceTables
-from cp_styles.mask.algebra import UNBOUNDED, Full, Mask, PerRow
+from cp_styles.masks.algebra import UNBOUNDED, Full, Mask, PerRow
 
 
 @dataclass(frozen=True)

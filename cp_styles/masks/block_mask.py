@@ -23,8 +23,8 @@ from cp_styles._lib.contents import Contents
 from cp_styles._lib.device_copies import DeviceTables
 from cp_styles._lib.introspect import captured_tensors
 from cp_styles._lib.troubleshooting import see
-from cp_styles.mask import Mask, PerRow
-from cp_styles.mask.algebra import UNBOUNDED, BlockGrid
+from cp_styles.masks import Mask, PerRow
+from cp_styles.masks.algebra import UNBOUNDED, BlockGrid
 
 # Number of pairs for which mask_mod is evaluated at a time, with some int64 temporaries of this size.
 _PAIRS = 2**22
@@ -69,7 +69,7 @@ class FlexMask(Mask):
 
     @classmethod
     def per_row(cls, block_mask: BlockMask) -> Mask:
-        """The mask of ``block_mask``; or a :class:`~cp_styles.mask.PerRow` if each row of the batch has its own band.
+        """The mask of ``block_mask``; or a :class:`~cp_styles.masks.PerRow` if each row of the batch has its own band.
 
         Rows have their own bands in packed documents that differ between rows, for example.
         """

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._lib.checksum import fingerprint
-from cp_styles.batch_sharder import describe_content
+from cp_styles.batch.sharder import describe_content
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group

@@ -11,8 +11,8 @@ from operator import index
 import torch
 
 from cp_styles._lib.device_copies import DeviceTables
-from cp_styles.mask.algebra import UNBOUNDED, Mask
-from cp_styles.mask.bands import PrefixLM, SlidingWindow, WithBlocks
+from cp_styles.masks.algebra import UNBOUNDED, Mask
+from cp_styles.masks.bands import PrefixLM, SlidingWindow, WithBlocks
 
 
 @dataclass(frozen=True)

@@ -21,27 +21,25 @@ from torch.utils.data import get_worker_info
 
 from cp_styles._lib.checksum import checksum
 from cp_styles._lib.troubleshooting import see
-from cp_styles.batch import (
+from cp_styles.batch.gradients import sum_gradients
+from cp_styles.batch.labels import (
     IGNORE_INDEX,
-    Losses,
-    StepNotes,
     document_positions,
-    global_loss,
-    global_token_count,
     next_token_labels,
     pad_at_end,
     predicted_tokens,
     shard_batch,
-    sum_gradients,
 )
+from cp_styles.batch.losses import global_loss, global_token_count
 from cp_styles.collectives import gather
+from cp_styles.collectives.notes import Losses, StepNotes
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
-from cp_styles.mask import Documents, Mask, Tree
+from cp_styles.masks import Documents, Mask, Tree
 
 Batch = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ import torch
 
 from cp_styles._lib.bounded_cache import remembered
 from cp_styles._lib.troubleshooting import see
-from cp_styles.mask.algebra import All, KeyRange, Mask, split_at
+from cp_styles.masks.algebra import All, KeyRange, Mask, split_at
 
 
 class Pieces(NamedTuple):
