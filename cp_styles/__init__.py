@@ -20,7 +20,7 @@ from cp_styles.functions.latent import context_latent_attention
 from cp_styles.functions.max_scores import context_max_scores
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.intercept.flex_attention import flex_attention
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.masks import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, Tree
 from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import imbalance

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from cp_styles.layout import SequenceLayout, holds
+from cp_styles._lib.dtypes import holds
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Tree
 
 IGNORE_INDEX = -100

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._lib.checksum import on_host
 from cp_styles._lib.compat import replaces_mean_of_fsdp
 from cp_styles._lib.device_copies import captures_graph
+from cp_styles._lib.dtypes import holds
 from cp_styles._lib.troubleshooting import see
 from cp_styles.batch.averages import Average, MeanByHand, find_average
 from cp_styles.batch.forwards import end_forwards, forwards_here
@@ -33,7 +34,6 @@ from cp_styles.collectives.replicas import (
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.comm.point_to_point import collective
-from cp_styles.layout import holds
 
 
 def global_token_count(labels: torch.Tensor, mesh: MeshOrGroup, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:

@@ -24,7 +24,8 @@ from cp_styles.batch.sharder import describe_content
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
-from cp_styles.layout import Chunk, SequenceLayout, even_sizes, join_ranges, per_document_head_tail, ranges_of
+from cp_styles.layouts import SequenceLayout, per_document_head_tail
+from cp_styles.layouts.ranges import Chunk, even_sizes, join_ranges, ranges_of
 
 Sample: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 """The tokens [n] of a sample, or its entries [n, ...] by name: ``input_ids``, ``labels`` and others."""

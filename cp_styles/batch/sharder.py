@@ -38,7 +38,8 @@ from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail, layout_made_by
+from cp_styles.layouts import Balancer, SequenceLayout, contiguous, head_tail
+from cp_styles.layouts.balancers import layout_made_by
 from cp_styles.masks import Documents, Mask, Tree
 
 Batch = Mapping[str, Any]

@@ -15,7 +15,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 
 POSITIONS = "position_ids"
 _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are made of positions

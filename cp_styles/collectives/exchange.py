@@ -42,7 +42,7 @@ from cp_styles.comm.point_to_point import (
     post_all_to_all,
     transfer_error,
 )
-from cp_styles.layout import Chunk
+from cp_styles.layouts.ranges import Chunk
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Sizes: TypeAlias = tuple[int, ...]

@@ -22,6 +22,4 @@ class Forwards:
         # Proofs of the models whose attention has run, for a backward, since the last loss or backward.
         self.training: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.trained: WeakSet[Any] = WeakSet()  # the same, since the last sum of a sharder
-        self.loss_groups: set[str] = (
-            set()
-        )  # names of groups with losses of the sequence: see batch/forwards.py
+        self.loss_groups: set[str] = set()  # names of groups with losses of the sequence: see batch/forwards.py

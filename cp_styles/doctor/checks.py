@@ -33,7 +33,7 @@ from cp_styles.explain.command import format_strategy
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.text import format_bytes, format_ranges, format_seconds
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.masks import Causal, Dense, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import ModuleContextParallel, parallelize_module

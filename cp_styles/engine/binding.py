@@ -30,15 +30,9 @@ from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
-from cp_styles.layout import (
-    Balancer,
-    SequenceLayout,
-    describe_cut,
-    head_tail,
-    layout_made_by,
-    layout_of_one,
-    refuse_other_cut,
-)
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import describe_cut, layout_made_by, layout_of_one
+from cp_styles.layouts.layout import refuse_other_cut
 from cp_styles.masks import Causal, Dense, Mask
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
 

@@ -31,7 +31,9 @@ from cp_styles.comm.agreement import (
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.engine.binding import Binding, Resolved
 from cp_styles.engine.observers import CheckedCall
-from cp_styles.layout import Balancer, SequenceLayout, find_cuts, may_vary
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.balancers import may_vary
+from cp_styles.layouts.layout import find_cuts
 from cp_styles.masks import Causal, Dense
 from cp_styles.masks.dense import digest
 

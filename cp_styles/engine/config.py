@@ -23,7 +23,7 @@ from cp_styles._lib.compat import OpaqueValue, constant_under_compile, register_
 from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Dense, Mask
 from cp_styles.strategies import Strategy
 

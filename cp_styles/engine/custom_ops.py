@@ -42,7 +42,7 @@ from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
-from cp_styles.layout import may_vary
+from cp_styles.layouts.balancers import may_vary
 from cp_styles.masks import Dense, Full
 from cp_styles.strategies import Attention
 

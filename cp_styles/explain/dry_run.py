@@ -38,7 +38,7 @@ from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
 from cp_styles.kernels.selected import SelectedKernel
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Mask
 from cp_styles.strategies import Attention, Strategy, strategy_on
 

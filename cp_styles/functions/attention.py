@@ -16,7 +16,7 @@ from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, tell_of_call
 from cp_styles.functions.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 

@@ -41,7 +41,8 @@ from cp_styles.kernels.base import TilePositions, tile_function
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, apply_sink, merge_all
-from cp_styles.layout import SequenceLayout, refuse_other_cut
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import refuse_other_cut
 from cp_styles.masks import Causal, Mask
 from cp_styles.masks.dense import check_plain_mask
 

@@ -28,7 +28,7 @@ from cp_styles.functions.max_scores import max_scores
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Full, Mask
 from cp_styles.masks.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy

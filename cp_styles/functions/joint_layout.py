@@ -18,7 +18,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives import gather
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, contiguous, head_tail
 
 __all__ = ["JointLayout"]
 

@@ -15,7 +15,7 @@ from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 

@@ -13,7 +13,7 @@ from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.custom_ops import attend, check_local
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.max_scores import MaxScores
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 

@@ -18,7 +18,7 @@ from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy
 

@@ -44,7 +44,7 @@ from cp_styles.functions.join import join_attentions
 from cp_styles.integrations.latents import note_latent, take_latents
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import SequenceLayout, contiguous
+from cp_styles.layouts import SequenceLayout, contiguous
 from cp_styles.masks import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow, WithBlocks
 from cp_styles.masks.algebra import UNBOUNDED, KeyRange
 from cp_styles.masks.block_mask import FlexMask

@@ -46,7 +46,7 @@ from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import find_cuts
+from cp_styles.layouts.layout import find_cuts
 from cp_styles.masks import Dense, Mask
 from cp_styles.masks.dense import causal_bias
 

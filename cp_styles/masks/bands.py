@@ -128,7 +128,7 @@ class Shifted(Mask):
     """``inner`` for queries that are a later part of the sequence of the keys: the tokens ``first``, ``first`` + 1, ...
 
     Prompts in pieces and caches of earlier pieces have such queries. The keys are all tokens so far, with a layout of
-    their own, ``kv_layout=``. See :func:`~cp_styles.layout.join_layouts`.
+    their own, ``kv_layout=``. See :func:`~cp_styles.layouts.join_layouts`.
 
     Raises:
         ValueError: ``first`` is negative, or ``inner`` has gaps or biases.

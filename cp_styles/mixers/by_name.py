@@ -29,7 +29,7 @@ from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles._lib.troubleshooting import see
 from cp_styles.functions.decode import CACHE_ARGUMENTS, GENERATE_ALONE, LayerCaches, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Causal, Dense, Mask, SlidingWindow
 from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.compressed import (

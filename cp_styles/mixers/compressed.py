@@ -20,7 +20,7 @@ from torch import nn
 from cp_styles._lib.bounded_cache import facts_about, remembered
 from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives import gather
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import EndedWindows, Mask
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import Cut, CutSequence, RowExchange, row_exchange

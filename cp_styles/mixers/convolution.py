@@ -15,7 +15,7 @@ from cp_styles.collectives.exchange import Tensors, wait_received
 from cp_styles.collectives.peers import Peers, check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import (
     CallFacts,
     CutSequence,

@@ -28,17 +28,10 @@ from cp_styles.engine.call import agree_on_layouts
 from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import (
-    Balancer,
-    Chunk,
-    SequenceLayout,
-    describe_cut,
-    find_cuts,
-    head_tail,
-    layout_made_by,
-    layout_of_one,
-    refuse_other_cut,
-)
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import describe_cut, layout_made_by, layout_of_one
+from cp_styles.layouts.layout import find_cuts, refuse_other_cut
+from cp_styles.layouts.ranges import Chunk
 from cp_styles.masks import Documents, Mask, PerRow
 from cp_styles.masks.tree import find_tree
 

@@ -26,7 +26,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.functions.decode import CACHE_ARGUMENTS, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import (
     CallFacts,

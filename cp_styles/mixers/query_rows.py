@@ -13,7 +13,7 @@ from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.kernels.flex import note_rows_of_queries
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import Cut, CutSequence
 
 

@@ -21,7 +21,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import CallFacts, CutSequence
 
 # Numbers that are made at a time. Each takes some temporary integers of 8 bytes.

@@ -10,7 +10,7 @@ from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import CallFacts, CutSequence, Packed, RowExchange, row_exchange
 

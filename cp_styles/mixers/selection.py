@@ -26,7 +26,7 @@ from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Full, Mask
 from cp_styles.mixers.fragments import CallFacts, CutSequence
 from cp_styles.plan.selected import Selected, Selection, holders_of_blocks

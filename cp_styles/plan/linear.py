@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles._lib.bounded_cache import remembered
-from cp_styles.layout import SequenceLayout, Stripes
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import Stripes
 from cp_styles.masks.linear_pieces import Pieces
 
 RowRanges: TypeAlias = tuple[tuple[int, int], ...]

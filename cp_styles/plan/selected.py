@@ -18,7 +18,7 @@ from cp_styles._lib.contents import Contents
 from cp_styles._lib.device_copies import DeviceTables
 from cp_styles._lib.troubleshooting import see
 from cp_styles.kernels.selected import GatheredRows, Picks, units_of
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Full, Mask
 from cp_styles.plan.linear import make_holders
 

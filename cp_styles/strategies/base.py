@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cp_styles.comm.point_to_point import split_group
 from cp_styles.kernels import Kernel
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Mask
 
 Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]

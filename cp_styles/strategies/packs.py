@@ -10,7 +10,7 @@ import torch
 
 from cp_styles._lib.device_copies import tensor_on
 from cp_styles.kernels import packing
-from cp_styles.layout import join_ranges
+from cp_styles.layouts.ranges import join_ranges
 from cp_styles.plan.plan import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 

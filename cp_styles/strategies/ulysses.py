@@ -19,7 +19,9 @@ from cp_styles.collectives.exchange import Blocks, Exchange
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
-from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
+from cp_styles.layouts import SequenceLayout, striped
+from cp_styles.layouts.layout import Stripes
+from cp_styles.layouts.ranges import Chunk
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.moving_kv import Ring
 

@@ -39,7 +39,8 @@ from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, re
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_of, tell_of_call
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, find_cuts
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.layout import find_cuts
 from cp_styles.masks import Mask
 from cp_styles.masks.dense import causal_bias
 from cp_styles.strategies import Strategy

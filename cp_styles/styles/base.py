@@ -16,7 +16,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 from cp_styles.styles.on_mesh_axis import take_axis

@@ -17,7 +17,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role, group_now
 from cp_styles.engine.config import LiveObject
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.styles.dtensors import (
     declared_size,
     local_tensors,

@@ -26,7 +26,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.kernels.sdpa import SDPA_KERNELS
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import Placements, chunk_sizes
 
 _PREFIX = "cp_styles:"

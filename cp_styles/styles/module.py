@@ -24,7 +24,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Mask
 from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy

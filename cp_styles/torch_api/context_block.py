@@ -37,7 +37,9 @@ from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
 from cp_styles.engine.scope import Opening, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
+from cp_styles.layouts import Balancer, SequenceLayout, contiguous, head_tail
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.layouts.layout import find_cut
 from cp_styles.masks import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, normalize_dim

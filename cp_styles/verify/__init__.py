@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from cp_styles.checks.proof import StepProofs, proof_of
 from cp_styles.collectives.notes import StepNotes
 from cp_styles.comm.point_to_point import abort_group
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers.randomness import DropoutByPosition
 from cp_styles.styles.on_mesh_axis import take_axis
 from cp_styles.verify.compare import Comparison, Leeway, ShardLookup, StepResult, gradient_errors, output_errors

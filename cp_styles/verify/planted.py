@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Documents, Mask
 from cp_styles.masks.algebra import UNBOUNDED
 

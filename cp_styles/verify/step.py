@@ -39,7 +39,7 @@ from cp_styles.comm.groups import Role, shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
 from cp_styles.functions.joint_layout import JointLayout
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
 from cp_styles.verify.planted import PlantedCut

@@ -16,7 +16,7 @@ LAYERS = (
     ("_lib", "testing"),
     # These do not know each other: kernels know no masks, and masks do not communicate.
     ("comm", "masks", "kernels"),
-    ("layout", "collectives"),
+    ("layouts", "collectives"),
     ("plan", "strategies"),
     ("engine",),
     ("batch", "functions"),
@@ -36,7 +36,7 @@ CORE = (
     "functions/multi_head_attention.py",
     "intercept",
     "kernels",
-    "layout.py",
+    "layouts",
     "masks",
     "plan",
     "strategies",
@@ -64,7 +64,7 @@ def imports_of(source: str, package: list[str]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            # from cp_styles import layout: what counts is layout, if there is such a module.
+            # from cp_styles import layouts: what counts is layouts, if there is such a module.
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -115,7 +115,7 @@ def sizes() -> dict[str, int]:
 # calls of the host: see test_account.py. Then features, with 430 lines of the core path: halos and windows 500, trees
 # 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300,
 # doctor 570, keys of another sequence 240. Whether a run fits has 1,160 lines, which no attention goes through.
-LIMITS = {"lines of the package": 37_530, "lines of the core path": 13_590, "floors": 10}
+LIMITS = {"lines of the package": 37_600, "lines of the core path": 13_590, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
@@ -231,11 +231,11 @@ def test_only_compat_names_what_torch_keeps_private():
 @pytest.mark.parametrize(
     ("line", "package", "expected"),
     [
-        ("import cp_styles.layout as x", ["cp_styles"], ["layout"]),
+        ("import cp_styles.layouts as x", ["cp_styles"], ["layouts"]),
         ("from cp_styles.kernels.base import Kernel", ["cp_styles"], ["kernels"]),
-        ("from cp_styles import layout, Ring", ["cp_styles"], ["layout", "__init__"]),
-        ("from . import layout", ["cp_styles"], ["layout"]),
-        ("from ..layout import contiguous", ["cp_styles", "styles"], ["layout"]),
+        ("from cp_styles import layouts, Ring", ["cp_styles"], ["layouts", "__init__"]),
+        ("from . import layouts", ["cp_styles"], ["layouts"]),
+        ("from ..layouts import contiguous", ["cp_styles", "styles"], ["layouts"]),
         ("def f():\n    from .base import Kernel", ["cp_styles", "kernels"], ["kernels"]),
         ("import torch.distributed, os", ["cp_styles"], []),
     ],

@@ -38,7 +38,7 @@ TITLES = {
     "engine": "Scopes and checks",
     "functions.decode": "Decoding",
     "functions.joint_layout": "Joint layouts",
-    "layout": "Layouts",
+    "layouts": "Layouts",
     "masks": "Masks",
     "mixers": "Linear attention, state spaces, convolutions",
     "plan": "Plans",

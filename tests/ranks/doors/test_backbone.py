@@ -39,7 +39,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.functions.joint_layout import JointLayout
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.mixers import replace_dropout
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify

@@ -19,7 +19,7 @@ from cp_styles._lib.compat import function_modes
 from cp_styles.batch import sum_gradients
 from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layouts import contiguous, head_tail
 from cp_styles.masks import Full
 from cp_styles.mixers import context_roll
 from cp_styles.styles import ModuleContextParallel

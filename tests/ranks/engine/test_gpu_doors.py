@@ -22,7 +22,7 @@ from cp_styles.checks.gradient_watch import UnreducedGradientsError
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.masks import Dense
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel

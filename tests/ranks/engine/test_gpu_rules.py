@@ -18,7 +18,7 @@ from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel, packing
-from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.layouts import contiguous, head_tail, striped
 from cp_styles.masks import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks

@@ -15,7 +15,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.kernels import CompiledFlexKernel
 from cp_styles.kernels.base import TilePositions
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.masks import Full
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import RankError, run_ranks
