@@ -343,7 +343,7 @@ class AttentionCalls(TorchFunctionMode):
         return decode(binding.name, q_BHLD, cache, call)
 
     def run_mixer(self, run: Callable[[], Any]) -> Any:
-        """Call ``run()``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py."""
+        """Call ``run()``, a token mixer over the whole sequence: [Note: mixers by name] in integrations/layers.py."""
         self.begin_call()
         return run()
 

@@ -26,12 +26,14 @@ from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
 from cp_styles.kernels import Kernel
 from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.masks import Mask
-from cp_styles.mixers.by_name import run_known_mixers
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.counted_positions import hand_over_positions
 
 _STATE = "_context_parallel_calls"
+# Each changes the class of a module whose layer it knows. Filled at import by integrations/layers.py: styles know the
+# layers of no library. ``import cp_styles`` imports that file, and a style cannot be imported without the package.
+LAYER_CHANGES: list[Callable[[nn.Module], None]] = []
 
 
 class ModuleContextParallel(ContextParallelStyle):
@@ -170,7 +172,8 @@ class ModuleContextParallel(ContextParallelStyle):
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and a model has many. Models share activations of transformers.
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
-            run_known_mixers(child)
+            for change in LAYER_CHANGES:
+                change(child)
             hand_over_positions(child, calls)
             setattr(child, _STATE, state)
             insert_mixin(child, _InterceptedForward, _make_intercepted_members)

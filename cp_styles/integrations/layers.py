@@ -1,4 +1,4 @@
-"""Layers with linear attention, state spaces or short convolutions: their kernels run over the whole sequence.
+"""Layers of other projects with linear attention, state spaces or short convolutions, known by names of functions.
 
 [Note: mixers by name] Such a layer calls its kernels as Python functions, which a TorchFunctionMode does not see. Under
 a ModuleContextParallel, the layer gets a subclass of its class. Its forward is the same code with other globals, in
@@ -53,6 +53,7 @@ from cp_styles.mixers.halo import Halo
 from cp_styles.mixers.query_rows import QueryRows, rows_of_queries
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, run_recurrence
 from cp_styles.mixers.selection import mask_of_layer, select_by_layer
+from cp_styles.styles.module import LAYER_CHANGES
 
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
@@ -710,3 +711,4 @@ _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
     **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _decline_fusion),
     "apply_mask_to_padding_states": _mask_padding,
 }
+LAYER_CHANGES.append(run_known_mixers)

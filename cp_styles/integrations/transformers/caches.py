@@ -11,9 +11,9 @@ import torch
 from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import GENERATE_ALONE, LayerCaches, find_cache
+from cp_styles.integrations.layers import rows_at_end
 from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Mask
-from cp_styles.mixers.by_name import rows_at_end
 
 
 class TransformersCache(LayerCaches):
