@@ -1,5 +1,7 @@
 """Batches under context parallelism: labels, positions, shards, and the loss and gradients of the whole sequence.
 
+It imports _lib, collectives, comm, engine, layouts and masks. Begin with `sharder.py`.
+
 The functions take and return plain tensors and do not depend on attention. A training step::
 
     labels = next_token_labels(tokens, document_ids=ids)         # of the whole sequence, before sharding

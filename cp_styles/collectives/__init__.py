@@ -1,5 +1,7 @@
 """Sequence-parallel collectives for plain local tensors. They are differentiable, with exact adjoints.
 
+It imports _lib, comm and layouts. Begin with `split_gather.py`.
+
 ::
 
     all_to_all(x, scatter_dim, gather_dim, mesh)    S(gather) -> S(scatter)     any two dims, any sizes

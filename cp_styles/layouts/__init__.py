@@ -1,5 +1,7 @@
 """Sequence layouts: which global positions each rank holds.
 
+It imports _lib and masks. Begin with `layout.py`.
+
 Tokens, labels, positions, masks, the attention plan and unsharding are all derived from a :class:`SequenceLayout`.
 A load balancer is a function that returns a SequenceLayout.
 """

@@ -1,5 +1,7 @@
 """Attention masks, in global positions.
 
+It imports _lib. Begin with `algebra.py`.
+
 Most masks are bands: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The conjunction
 of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`, defines the
 plan, the work of a layout, the sent rows, and :meth:`Mask.allowed`, which a mask with gaps overrides. A :class:`Tree`

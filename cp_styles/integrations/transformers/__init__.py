@@ -1,5 +1,8 @@
 """Models of Hugging Face's transformers under :class:`~cp_styles.styles.ModuleContextParallel`.
 
+It imports _lib, checks, collectives, comm, engine, functions, intercept, layouts, masks, mixers, strategies, styles and
+verify. Begin with `registration.py`.
+
 transformers calls registered functions for the attention of its models and for their masks: :func:`register_attention`
 registers the functions of this folder. The mask function is called with this rank's lengths, for each kind of layer. It
 does not evaluate the mask, but recognizes its parts (causal, a window, chunks, documents, padding), and returns a

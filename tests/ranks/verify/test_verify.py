@@ -919,7 +919,7 @@ def test_dropout_that_draws_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatc
                 super().__init__(model)
                 self.drawn_from = dist.get_rank()
 
-        processes.setattr("cp_styles.verify.ModelState", Seeded)
+        processes.setattr("cp_styles.verify.verification.ModelState", Seeded)
         assert words not in run(model)[0].line
     drawn = []
     for seed in (0, 0, 1):
