@@ -130,9 +130,8 @@ def test_the_second_step_makes_nothing_again(call: Callable[[torch.Tensor], torc
 
 
 def test_decoding_copies_positions_once(monkeypatch):
-    monkeypatch.setattr(
-        "cp_styles.functions.decode.check_plain_mask", lambda tensor: None
-    )  # tensors here are a subclass
+    # Tensors here are a subclass.
+    monkeypatch.setattr("cp_styles.functions.decode.check_plain_mask", lambda tensor: None)
     whole, seen = randn(0, 1, 2, LENGTH + 4, 8), torch.ones(1, 1, 1, LENGTH + 4, dtype=torch.bool)
     seen[..., 5] = False
 
