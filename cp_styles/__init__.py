@@ -3,9 +3,9 @@
 import sys
 from typing import Any
 
-from cp_styles.backbone import BackboneContextParallel
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
-from cp_styles.batch_sharder import BatchSharder, MeanOfMeansWarning
+from cp_styles.batch.packs import pack_samples, whole_documents
+from cp_styles.batch.sharder import BatchSharder, MeanOfMeansWarning
 from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.checks.proof import UnprovedPathWarning, UnverifiedModelWarning
 from cp_styles.comm.checks import Checks
@@ -17,11 +17,11 @@ from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.latent import context_latent_attention
 from cp_styles.functions.max_scores import context_max_scores
 from cp_styles.functions.varlen import context_varlen_attention
+from cp_styles.integrations import layers as _layers  # noqa: F401 - fills LAYER_CHANGES of styles/module.py
 from cp_styles.intercept.flex_attention import flex_attention
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, Tree
-from cp_styles.mask.block_mask import FlexMask
-from cp_styles.packs import pack_samples, whole_documents
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.masks import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow, Tree
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import imbalance
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import (
@@ -35,6 +35,7 @@ from cp_styles.styles import (
     SequenceParallel,
     parallelize_module,
 )
+from cp_styles.styles.backbone import BackboneContextParallel
 
 __all__ = [
     "AllGather",

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     clear_caches_of_thread,
     group_of_op,
     in_process_store,
@@ -34,7 +34,7 @@ from cp_styles._compat import (
     thread_local_world,
     without_groups,
 )
-from cp_styles.live_storages import LiveStorages
+from cp_styles._lib.live_storages import LiveStorages
 
 T = TypeVar("T")
 

@@ -34,9 +34,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Checks, SequenceScope, save_attention, sum_gradients
-from cp_styles._compat import cpu_backend_of
+from cp_styles._lib.compat import cpu_backend_of
 from cp_styles.comm.point_to_point import TransferError, end_connections
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers.selection import selected_keys
 from cp_styles.testing import RankTimeout
 from tests import gpu_record

@@ -77,7 +77,7 @@ from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.merge import OnlineSoftmax, RowSum
 from cp_styles.kernels.packing import Pack
 from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH
-from cp_styles.layout import SequenceLayout, head_tail
+from cp_styles.layouts import SequenceLayout, head_tail
 from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, ON_GPU, REFERENCE, ByTile, cuda_ops_on_cpu
 from tests.device import messages_over_the_host
 from tests.gpu_record import (

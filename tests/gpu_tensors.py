@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_styles._compat import group_of_op, resolve_group, run_kernel
+from cp_styles._lib.compat import group_of_op, resolve_group, run_kernel
 from cp_styles.comm import point_to_point
 from cp_styles.comm.point_to_point import Message
 from tests.cuda_ops import Seen, cuda_ops_on_cpu

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
 
 
 @st.composite

@@ -56,12 +56,12 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.bounded_cache import Remembered
+from cp_styles._lib.bounded_cache import Remembered
 from cp_styles.collectives import all_to_all, gather
-from cp_styles.decoding import KVCache, context_decode
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.functions.decode import KVCache, context_decode
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.masks import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.torch_api import context_parallel
 from tests.doors import door

@@ -28,7 +28,7 @@ from torch.nn.functional import normalize, softplus
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Documents, ModuleContextParallel, SequenceScope, parallelize_module
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from tests import cases
 from tests.device import DEVICE, here, there

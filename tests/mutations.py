@@ -671,10 +671,10 @@ selection: one rank gathers the keys of an indexer | clients/test_own_code.py -k
     Cut.whole | self.peers.size == len(self.documents) == 1
     becomes | False
 transformers: one rank computes biases and latents anew | clients/test_own_code.py -k "biases or latents"
-    _attend | binding.group.size() == 1
+    attention_function | binding.group.size() == 1
     becomes | False
 transformers: one rank must know the table of biases | clients/test_own_code.py -k a_hook
-    _attend | or sinks is not None or own.requires_grad or bool((own != 0).any())
+    attention_function | or sinks is not None or own.requires_grad or bool((own != 0).any())
     becomes nothing
 CUDA: a dead row's logsumexp is a number | unit/test_cuda_kernels.py
     _BoundBackward.queries | .masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
@@ -710,7 +710,7 @@ rollouts: samples with fewer tokens than the ranks | ranks/doors/test_rollouts.p
     with_tokens_for_all | missing <= 0
     becomes | True
 on one rank: the model's attention stays ours | clients/test_on_this_rank.py -k own
-    on_this_rank | attention.get(name) is _attend
+    on_this_rank | attention.get(name) is attention_function
     becomes | False
 on one rank: the style stays off | clients/test_on_this_rank.py -k back
     _replace_group | vars(role).update(before)
@@ -794,7 +794,7 @@ tree: a dry run has one mask for all bands | ranks/explain/test_explain_is_what_
     _UnfilledMask.bands | * len(self.inner.bands)
     becomes nothing
 transformers: a mask that is dropped is not missed | clients/test_transformers.py -k dropped
-    _attend | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
+    attention_function | attention_mask is None and is_causal and calls.forward_state.layer_mask is not None
     becomes | False
 transformers: a mask that a model cuts in full is refused | clients/test_gemma4.py -k 'cuts_its or test_text'
     _keeps_all | part.indices(size) == (0, size, 1)

@@ -29,7 +29,7 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.decoding import KVCache, context_decode
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.mixers import context_dropout, context_rand, context_randn, context_select, selected_weights
 from tests.device import DEVICE, ON_GPU, here, run_ranks, there
 from tests.oracle import dense_attention, error, randn

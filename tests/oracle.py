@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_styles.mask import (
+from cp_styles.masks import (
     Causal,
     Chunked,
     Dense,
@@ -29,7 +29,7 @@ from cp_styles.mask import (
     Tree,
     WithBlocks,
 )
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.masks.block_mask import FlexMask
 
 Sees = Callable[[int, int], bool]
 """Whether the query at the first position attends to the key at the second."""

@@ -54,8 +54,8 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.batch import document_positions
-from cp_styles.decoding import KVCache, context_decode
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.functions.decode import KVCache, context_decode
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.cases import of_the_package

@@ -63,7 +63,7 @@ from cp_styles.explain import Explanation, explain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import ByTile, kernel_for_tiles
 from cp_styles.kernels.merge import FUSED_MERGE, TORCH_MERGE, Merge
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.strategies import Strategy
 from tests.cuda_ops import DEFAULT, cuda_ops_on_cpu
 from tests.gpu_record import (

@@ -12,8 +12,8 @@ import torch
 from cp_styles import whole_documents
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Mask
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.masks import Causal, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from tests.cuda_ops import DEFAULT
 

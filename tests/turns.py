@@ -54,9 +54,9 @@ from cp_styles import (
     head_tail,
     parallelize_module,
 )
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, seq_to_heads
-from cp_styles.decoding import KVCache, context_decode
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import run_kernel
+from cp_styles._lib.compat import run_kernel
 from cp_styles.kernels import VarlenKernel
 
 # What stands for CUDA_FLASH: tiles alone go to torch's CPU kernel, packs to aten's varlen ops, which torch has on CUDA

@@ -62,10 +62,10 @@ from cp_styles import (
 )
 from cp_styles.batch import predicted_tokens
 from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
-from cp_styles.joint_layout import JointLayout
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.kernels.base import Kernel, OtherBackward
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.mask import EndedWindows
+from cp_styles.masks import EndedWindows
 from cp_styles.mixers import (
     context_causal_conv1d,
     context_dropout,

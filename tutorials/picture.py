@@ -15,8 +15,8 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Polygon, Rectangle
 
-from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.mask import Causal, Mask
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail
+from cp_styles.masks import Causal, Mask
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover
 

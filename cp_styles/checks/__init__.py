@@ -1,5 +1,7 @@
 """Checks around the attention: a file and an entry of a list here for each.
 
+It imports _lib, collectives, comm, engine, functions, intercept, layouts and mixers. Begin with `layers.py`.
+
 Nothing in comm, engine, functions, intercept or strategies imports this package. Styles and blocks import this file
 alone, and no check by name. The proof of a model is an exception: bindings notify it of the model's training.
 """

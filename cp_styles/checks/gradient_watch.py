@@ -24,13 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_styles._compat import graph_task_id, running_modules
-from cp_styles.checksum import version_of
-from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
-from cp_styles.engine.observers import CheckedCall, RankCheck
-from cp_styles.replicas import (
+from cp_styles._lib.checksum import version_of
+from cp_styles._lib.compat import graph_task_id, running_modules
+from cp_styles._lib.troubleshooting import see
+from cp_styles.collectives.replicas import (
     Difference,
     Replica,
     UnreducedGradientsError,
@@ -40,7 +37,10 @@ from cp_styles.replicas import (
     replicas_of,
     shared_replicas,
 )
-from cp_styles.troubleshooting import see
+from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import state_of
+from cp_styles.engine.observers import CheckedCall, RankCheck
 
 _MOST_NAMED = 4  # parameters that an error names
 _REQUIRES_GRAD = attrgetter("requires_grad")

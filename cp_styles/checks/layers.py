@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from cp_styles._compat import never_compile_alone
-from cp_styles.decoding import find_layer_caches
+from cp_styles._lib.compat import never_compile_alone
+from cp_styles._lib.troubleshooting import see
+from cp_styles.functions.decode import find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.mixers.halo import reach_of
-from cp_styles.troubleshooting import see
 
 _POOLS = nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d
 _MIXING = (nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm, *_POOLS)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles.decoding import find_cache, find_layer_caches
+from cp_styles._lib.introspect import forward_parameters, input_names
+from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.decode import find_cache, find_layer_caches
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import forward_parameters, input_names
-from cp_styles.layout import SequenceLayout
-from cp_styles.troubleshooting import see
+from cp_styles.layouts import SequenceLayout
 
 POSITIONS = "position_ids"
 _WORDS = ("pos", "freqs", "rotary", "cos")  # in the names of arguments that are made of positions

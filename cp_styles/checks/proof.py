@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import calling_frames, graph_task_id, tensors_in
-from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import version_of
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import version_of
+from cp_styles._lib.compat import calling_frames, graph_task_id, tensors_in
+from cp_styles._lib.introspect import input_names
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import world_group
 from cp_styles.engine.observers import CheckedCall, Place
-from cp_styles.introspect import input_names
-from cp_styles.troubleshooting import see
 
 
 class UnverifiedModelWarning(UserWarning):
@@ -80,7 +80,7 @@ class Proof:
         losses: the number of losses that were made of it.
         reducer: the DDP module that ran the last forward, if there was one.
         by_hand: of the latest loss, if the program must average its gradients further:
-            :class:`~cp_styles.batch.MeanByHand`.
+            :class:`~cp_styles.batch.averages.MeanByHand`.
         reduces: whether the backward of this forward reduces gradients: false for a forward in ``no_sync``.
         proved_in: the situations of the steps that were compared; None for ``verified=True``.
         forwards: the number of forwards for a backward, since the last one.

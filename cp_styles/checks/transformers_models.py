@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import calling_frames
-from cp_styles.decoding import (
+from cp_styles._lib.compat import calling_frames
+from cp_styles._lib.introspect import forward_parameters, input_names, list_wrapped
+from cp_styles._lib.troubleshooting import see
+from cp_styles.functions.decode import (
     CACHE_ARGUMENTS,
     GENERATE_ALONE,
     LayerCaches,
@@ -21,8 +23,6 @@ from cp_styles.decoding import (
     find_layer_caches,
 )
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import forward_parameters, input_names, list_wrapped
-from cp_styles.troubleshooting import see
 
 _TOKENS = "input_ids", "inputs_embeds", "hidden_states"
 

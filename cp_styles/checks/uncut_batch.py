@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from cp_styles.checksum import device_checksum, on_host
+from cp_styles._lib.checksum import device_checksum, on_host
+from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.observers import CheckedCall, RankCheck
-from cp_styles.troubleshooting import see
 
 _MOST_ROWS = 256  # rows of a tensor that are compared, spread over it
 

@@ -1,5 +1,7 @@
 """Sequence-parallel collectives for plain local tensors. They are differentiable, with exact adjoints.
 
+It imports _lib, comm and layouts. Begin with `split_gather.py`.
+
 ::
 
     all_to_all(x, scatter_dim, gather_dim, mesh)    S(gather) -> S(scatter)     any two dims, any sizes
@@ -18,7 +20,7 @@ Arguments of all functions:
     mesh: a 1-D DeviceMesh, (mesh, axis name), a ProcessGroup, or None. With None, or in a group of one rank, each
         function is the identity.
     layout: how a dim is cut. None: contiguous parts that are as equal as possible; the first ranks get the remainder.
-        Otherwise the sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout` (head_tail, striped,
+        Otherwise the sizes, :class:`Padded`, or a :class:`~cp_styles.layouts.SequenceLayout` (head_tail, striped,
         :func:`nested_layout` for ring x Ulysses, per_document_head_tail for packed documents). A function that gathers
         takes None for the sizes that the ranks have; without agreement, and under torch.compile, every rank must then
         have the size of this rank.
@@ -42,7 +44,7 @@ from cp_styles.collectives.peers import Group
 from cp_styles.collectives.rows import Layout, Padded
 from cp_styles.collectives.split_gather import GradScale, gather, reduce_scatter, split
 from cp_styles.collectives.sync import sync_inputs
-from cp_styles.layout import nested_layout
+from cp_styles.layouts import nested_layout
 
 __all__ = [
     "GradScale",

@@ -12,7 +12,7 @@ from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import CallSignature, Group, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import check_sizes, contiguous_rows
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.layout import even_sizes, ranges_of
+from cp_styles.layouts.ranges import even_sizes, ranges_of
 
 
 def all_to_all(

@@ -8,9 +8,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import is_traced, resolve_group
-from cp_styles.batch import ReplicatedGathers, Summed, note_loss, note_summed
+from cp_styles._lib.compat import is_traced, resolve_group
 from cp_styles.collectives.exchange import Exchange, StartedExchange, Tensors
+from cp_styles.collectives.notes import ReplicatedGathers, Summed, note_loss, note_summed
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import Meeting, StatusRow, pack_call_number, start_status

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import is_traced, resolve_group, start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._lib.compat import is_traced, resolve_group, start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows, row_orders
 from cp_styles.comm.point_to_point import (
@@ -41,8 +42,7 @@ from cp_styles.comm.point_to_point import (
     post_all_to_all,
     transfer_error,
 )
-from cp_styles.device_copies import DeviceTables
-from cp_styles.layout import Chunk
+from cp_styles.layouts.ranges import Chunk
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Sizes: TypeAlias = tuple[int, ...]

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from cp_styles._lib.device_copies import numbers_on
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.device_copies import numbers_on
-from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.ranges import Chunk, even_sizes, ranges_of
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import is_traced, resolve_group
+from cp_styles._lib.compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, short
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 
 Group: TypeAlias = MeshOrGroup | None
 """A 1-D mesh, (mesh, name of an axis), a process group, or None for no communication."""

@@ -10,13 +10,15 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import is_traced, resolve_group
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import is_traced, resolve_group
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives.peers import Peers
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role
-from cp_styles.device_copies import DeviceTables
-from cp_styles.layout import SequenceLayout, Stripes, even_sizes, join_ranges, ranges_of, refuse_other_cut
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import Stripes, refuse_other_cut
+from cp_styles.layouts.ranges import even_sizes, join_ranges, ranges_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Padded:
 
 
 Layout: TypeAlias = SequenceLayout | Padded | Sequence[int] | None
-"""How a dim is cut: a :class:`~cp_styles.layout.SequenceLayout`, :class:`Padded`, the sizes of contiguous parts (one
+"""How a dim is cut: a :class:`~cp_styles.layouts.SequenceLayout`, :class:`Padded`, the sizes of contiguous parts (one
 for each rank), or None for contiguous parts that are as equal as possible (the first ranks get the remainder)."""
 
 

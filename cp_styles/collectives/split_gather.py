@@ -6,6 +6,7 @@ from enum import Enum
 
 import torch
 
+from cp_styles._lib.dtypes import holds
 from cp_styles.collectives.autograd import (
     LinearMap,
     Replicated,
@@ -18,7 +19,6 @@ from cp_styles.collectives.autograd import (
 from cp_styles.collectives.peers import CallSignature, Group, Peers, check_dim, compare_calls, get_peers, make_signature
 from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, make_rows, make_rows_for
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.layout import holds
 
 
 class GradScale(Enum):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import resolve_group
+from cp_styles._lib.compat import resolve_group
 from cp_styles.collectives.peers import CallSignature, Group, Peers, compare_calls, get_peers
 from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.point_to_point import collective

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, named_range, resolve_group, stops_recomputation, without_dispatch_modes
-from cp_styles.checksum import fingerprint
+from cp_styles._lib.checksum import fingerprint
+from cp_styles._lib.compat import graph_task_id, named_range, resolve_group, stops_recomputation, without_dispatch_modes
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.point_to_point import (
     WIDTH,
@@ -27,7 +28,6 @@ from cp_styles.comm.point_to_point import (
     start_numbers,
 )
 from cp_styles.comm.turn import Turn
-from cp_styles.troubleshooting import see
 
 
 class Meeting(enum.IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.bounded_cache import LatestEntries
 
 
 class Forwards:
@@ -22,4 +22,4 @@ class Forwards:
         # Proofs of the models whose attention has run, for a backward, since the last loss or backward.
         self.training: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.trained: WeakSet[Any] = WeakSet()  # the same, since the last sum of a sharder
-        self.loss_groups: set[str] = set()  # names of groups over which losses of the sequence are: see batch.py
+        self.loss_groups: set[str] = set()  # names of groups with losses of the sequence: see batch/forwards.py

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.bounded_cache import LatestEntries
 from cp_styles.comm.turn import Turn
 
 T = TypeVar("T")

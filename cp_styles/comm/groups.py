@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
+from cp_styles._lib.compat import is_traced, ranks_along, without_dispatch_modes
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import GroupState, state_of
-from cp_styles.troubleshooting import see
 
 MeshOrGroup: TypeAlias = DeviceMesh | tuple[DeviceMesh, str] | dist.ProcessGroup
 """The ranks that share a sequence: a 1-D mesh, ``mesh["cp"]``; a mesh and the name of an axis; or a process group."""

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     ASYNC_ALL_TO_ALL,
     connect_gloo,
     cpu_backend_of,
@@ -30,8 +30,8 @@ from cp_styles._compat import (
     without_dispatch_modes,
     without_torch_func,
 )
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import GroupState, Operations, register_part, state_of
-from cp_styles.troubleshooting import see
 
 
 class TransferError(RuntimeError):

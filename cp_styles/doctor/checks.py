@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
-from cp_styles.batch_sharder import BatchSharder
+from cp_styles._lib.compat import start_all_gather, start_all_to_all, wait_tensor
+from cp_styles.batch.sharder import BatchSharder
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import WIDTH, Mailbox, exchange, gather_numbers
 from cp_styles.doctor.ranks import Line, World, Wrong
@@ -33,8 +33,8 @@ from cp_styles.explain.command import format_strategy
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.text import format_bytes, format_ranges, format_seconds
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import head_tail
-from cp_styles.mask import Causal, Dense, SlidingWindow
+from cp_styles.layouts import head_tail
+from cp_styles.masks import Causal, Dense, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import ModuleContextParallel, parallelize_module
 from cp_styles.verify import verify

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import in_process_store
+from cp_styles._lib.compat import in_process_store
 from cp_styles.doctor.checks import checks_of
 from cp_styles.doctor.ranks import Line, RanksFailed, World
 from cp_styles.explain.text import format_seconds

@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import call_when_destroyed, uncompiled
-from cp_styles.bounded_cache import LatestEntries, is_value
-from cp_styles.checksum import fingerprint
+from cp_styles._lib.bounded_cache import LatestEntries, is_value
+from cp_styles._lib.checksum import fingerprint
+from cp_styles._lib.compat import call_when_destroyed, uncompiled
+from cp_styles._lib.troubleshooting import see
+from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
@@ -28,19 +30,11 @@ from cp_styles.engine.observers import ModelObserver, RankChecks
 from cp_styles.engine.scope import ScopeHistory, SequenceScope, all_open_entries, open_entries
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
-from cp_styles.layout import (
-    Balancer,
-    SequenceLayout,
-    describe_cut,
-    head_tail,
-    layout_made_by,
-    layout_of_one,
-    refuse_other_cut,
-)
-from cp_styles.mask import Causal, Dense, Mask
-from cp_styles.replicas import LocalItems
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import describe_cut, layout_made_by, layout_of_one
+from cp_styles.layouts.layout import refuse_other_cut
+from cp_styles.masks import Causal, Dense, Mask
 from cp_styles.strategies import Attention, Ring, Strategy, strategy_on
-from cp_styles.troubleshooting import see
 
 Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 """The layouts of queries and of keys."""

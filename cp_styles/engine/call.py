@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from cp_styles._compat import graph_task_id, running_modules
-from cp_styles.checksum import fingerprint
+from cp_styles._lib.checksum import fingerprint
+from cp_styles._lib.compat import graph_task_id, running_modules
+from cp_styles._lib.contents import raise_what_was_found, running_comparisons
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.agreement import (
     Caller,
     Meeting,
@@ -27,13 +29,13 @@ from cp_styles.comm.agreement import (
     start_status,
 )
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.contents import raise_what_was_found, running_comparisons
 from cp_styles.engine.binding import Binding, Resolved
 from cp_styles.engine.observers import CheckedCall
-from cp_styles.layout import Balancer, SequenceLayout, find_cuts, may_vary
-from cp_styles.mask import Causal, Dense
-from cp_styles.mask.dense import digest
-from cp_styles.troubleshooting import see
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.balancers import may_vary
+from cp_styles.layouts.layout import find_cuts
+from cp_styles.masks import Causal, Dense
+from cp_styles.masks.dense import digest
 
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
 AnyLayouts = TypeVar("AnyLayouts", bound=tuple[SequenceLayout, ...])

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_styles._compat import dispatch_modes
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.compat import dispatch_modes
 
 # The operators whose results are kept.
 _KEPT = frozenset(("cp_styles::attention", "cp_styles::gather_numbers"))

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_styles._compat import OpaqueValue, constant_under_compile, register_opaque_value
+from cp_styles._lib.compat import OpaqueValue, constant_under_compile, register_opaque_value
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Dense, Mask
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Dense, Mask
 from cp_styles.strategies import Strategy
-from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cp_styles._compat import (
+from cp_styles._lib.checksum import digest
+from cp_styles._lib.compat import (
     any_autocast,
     dispatch_modes_entered,
     forward_mode_level,
@@ -26,7 +27,8 @@ from cp_styles._compat import (
     new_size,
     torch_func_transform,
 )
-from cp_styles.checksum import digest
+from cp_styles._lib.troubleshooting import see
+from cp_styles._lib.unsupported_derivatives import first_derivatives_only, refuse_transforms
 from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.checks import Checks
 from cp_styles.comm.group_state import state_of
@@ -40,11 +42,9 @@ from cp_styles.engine.observers import attention_listener
 from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.kernels.autocast import attention_dtypes, cast_for_attention
 from cp_styles.kernels.base import LseGradient
-from cp_styles.layout import may_vary
-from cp_styles.mask import Dense, Full
+from cp_styles.layouts.balancers import may_vary
+from cp_styles.masks import Dense, Full
 from cp_styles.strategies import Attention
-from cp_styles.troubleshooting import see
-from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 _CONFIG = f"{AttentionConfig.__module__}.{AttentionConfig.__qualname__}"

@@ -11,11 +11,12 @@ from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from cp_styles._compat import graph_task_id
+from cp_styles._lib.compat import graph_task_id
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.groups import world
-from cp_styles.layout import Balancer, SequenceLayout, layout_made_by
-from cp_styles.mask import Full, Mask
-from cp_styles.troubleshooting import see
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.masks import Full, Mask
 
 AnyOpening = TypeVar("AnyOpening", bound="Opening")
 

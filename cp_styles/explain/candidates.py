@@ -7,13 +7,14 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+from cp_styles.batch.packs import whole_documents
 from cp_styles.explain.dry_run import kernel_of
 from cp_styles.explain.events import Shapes
 from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.report import Explanation, busiest_rank, explained
-from cp_styles.layout import Balancer, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
-from cp_styles.mask import Causal, Full, Mask
-from cp_styles.packs import whole_documents
+from cp_styles.layouts import Balancer, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.masks import Causal, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
 

@@ -40,8 +40,8 @@ from cp_styles.explain.hardware import GIB, MACHINES, Hardware
 from cp_styles.explain.model_step import StepModel, read_config
 from cp_styles.explain.report import explained
 from cp_styles.explain.text import format_bytes, format_seconds, wrap_entries
-from cp_styles.layout import by_work, striped
-from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
+from cp_styles.layouts import by_work, striped
+from cp_styles.masks import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.verify.report import format_table
 

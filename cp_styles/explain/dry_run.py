@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles._lib.live_storages import LiveStorages
 from cp_styles.explain.events import (
     Event,
     KernelCall,
@@ -37,9 +38,8 @@ from cp_styles.kernels.latent import LatentKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import FewShapesKernel, names_of
 from cp_styles.kernels.selected import SelectedKernel
-from cp_styles.layout import SequenceLayout
-from cp_styles.live_storages import LiveStorages
-from cp_styles.mask import Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Mask
 from cp_styles.strategies import Attention, Strategy, strategy_on
 
 

@@ -18,7 +18,8 @@ from cp_styles.explain.hardware import Hardware
 from cp_styles.explain.model_step import AttentionBytes, Step, StepModel
 from cp_styles.explain.report import Explanation, busiest_rank, explained
 from cp_styles.explain.step_trace import StepOptions
-from cp_styles.layout import Balancer, contiguous, head_tail, layout_made_by
+from cp_styles.layouts import Balancer, contiguous, head_tail
+from cp_styles.layouts.balancers import layout_made_by
 from cp_styles.strategies import Ring, Strategy
 
 RESERVE = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import graph_task_id
+from cp_styles._lib.compat import graph_task_id
 
 
 def padded_numel(x: torch.Tensor, gpus: int) -> int:

@@ -22,7 +22,7 @@ from torch import nn
 
 from cp_styles.explain.fsdp_buffers import FsdpBuffers, padded_numel
 from cp_styles.explain.step_trace import AttentionKind, LossFromChunks, StepOptions, StepTrace, register_without_data
-from cp_styles.mixers.by_name import run_known_mixers
+from cp_styles.integrations.layers import run_known_mixers
 
 _LENGTHS = 4096, 8192  # of the two steps: whole chunks of chunked_token_losses
 # Fields that the configuration of any type may have, and that say nothing about sizes.

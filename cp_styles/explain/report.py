@@ -17,8 +17,9 @@ from cp_styles.explain.events import RankRun, Shapes
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
 from cp_styles.explain.text import format_explanation
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
-from cp_styles.mask import Causal, Mask
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.masks import Causal, Mask
 from cp_styles.plan import attended_pairs, imbalance
 from cp_styles.strategies import Ring, Strategy, Ulysses
 from cp_styles.strategies.ulysses import join_neighbours

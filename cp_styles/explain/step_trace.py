@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_styles._compat import graph_task_id, tensors_in, tree_map, without_dispatch_modes
-from cp_styles.batch import chunked_token_losses
+from cp_styles._lib.compat import graph_task_id, tensors_in, tree_map, without_dispatch_modes
+from cp_styles._lib.live_storages import LiveStorages
+from cp_styles.batch.losses import chunked_token_losses
 from cp_styles.explain.events import Shapes
 from cp_styles.integrations.transformers import register_attention
-from cp_styles.live_storages import LiveStorages
-from cp_styles.mask import Causal, Full, Mask
+from cp_styles.masks import Causal, Full, Mask
 
 _NAME = "cp_styles_without_data"  # of the attention, in transformers
 _CHANGES = "softcap", "position_bias", "indices", "block_indices", "sinks", "cache"  # a dry run has none of them

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import is_traced
+from cp_styles._lib.compat import is_traced
 from cp_styles.comm.agreement import telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, tell_of_call
-from cp_styles.joint_layout import JointLayout, attend_jointly, refuse_graphs
+from cp_styles.functions.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 
 # Created once, because torch.compile cannot create objects of these classes while it traces.
@@ -53,12 +53,13 @@ def context_attention(
         v_BGME: local value.
         mesh: the ranks that share the sequence: a 1-D mesh, (mesh, axis name), or a process group.
         mask: which keys each query attends to, in global positions. Default: all.
-        layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.joint_layout.JointLayout`, with which
-            some tokens are whole on every rank. Default: the layout of the :class:`~cp_styles.SequenceScope` around the
-            call, whose mask then applies too; without a scope ``head_tail``.
+        layout: the layout, or the balancer that makes it; or a
+            :class:`~cp_styles.functions.joint_layout.JointLayout`, with which some tokens are whole on every rank.
+            Default: the layout of the :class:`~cp_styles.SequenceScope` around the call, whose mask then applies too;
+            without a scope ``head_tail``.
         kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. ``mask`` is
-            then over the numbers of keys: see :class:`~cp_styles.mask.Shifted` and
-            :class:`~cp_styles.mask.EndedWindows`. Default: ``layout`` cuts both.
+            then over the numbers of keys: see :class:`~cp_styles.masks.Shifted` and
+            :class:`~cp_styles.masks.EndedWindows`. Default: ``layout`` cuts both.
         strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
             explicit mask go to another kernel: see :func:`~cp_styles.kernels.choice_by_tile.kernel_for_tiles`.

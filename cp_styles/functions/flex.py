@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import never_compiled, without_dispatch_modes
-from cp_styles.checksum import version_of
+from cp_styles._lib.checksum import version_of
+from cp_styles._lib.compat import never_compiled, without_dispatch_modes
+from cp_styles._lib.introspect import captured_tensors
+from cp_styles._lib.unsupported_derivatives import refuse_transforms
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, flatten
 from cp_styles.functions.max_scores import max_scores
-from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Full, Mask
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.strategies import Ring, Strategy
-from cp_styles.unsupported_derivatives import refuse_transforms
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import is_traced
+from cp_styles._lib.compat import is_traced
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
 from cp_styles.engine.binding import binding_of_call
@@ -15,8 +15,8 @@ from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import cast_for_attention
 from cp_styles.kernels.latent import LatentKernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 
 # Created once, because torch.compile cannot create objects of these classes while it traces.

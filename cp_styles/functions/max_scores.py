@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from cp_styles._compat import never_compiled, without_dispatch_modes
+from cp_styles._lib.compat import never_compiled, without_dispatch_modes
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.custom_ops import attend, check_local
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.max_scores import MaxScores
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 
 

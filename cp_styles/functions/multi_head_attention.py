@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from cp_styles.mask.dense import check_plain_mask
+from cp_styles.masks.dense import check_plain_mask
 
 
 def multi_head_attention(

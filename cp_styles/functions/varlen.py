@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import never_compiled, without_dispatch_modes
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.compat import never_compiled, without_dispatch_modes
+from cp_styles._lib.contents import Contents
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.contents import Contents
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, check_plain
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Documents, Full, Mask, SlidingWindow
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy
 
 # The operator that torch.nn.attention.varlen.varlen_attn, a Python function, calls; and all operators of its kind.
@@ -57,7 +57,7 @@ def context_varlen_attention(
         cu_seqlens: cumulative lengths of the documents of the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers,
             the same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for them. A tensor
             may be filled again for each call. On a GPU a change that its version does not show is an error at a later
-            call: see :mod:`cp_styles.contents`.
+            call: see :mod:`cp_styles._lib.contents`.
         window_size: number of positions before and after its own that a query attends to; -1 is no bound. (-1, 0) is
             causal.
         scale: factor of the logits; default 1/sqrt(D).
@@ -156,7 +156,7 @@ def _make_mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size:
 
 def _read_documents(cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
     """The documents of ``cu_seqlens``. Every layer gets the same tensor, and reading it from a GPU makes the host wait.
-    So a tensor is read again only if it holds other numbers, see :class:`~cp_styles.contents.Contents`."""
+    So a tensor is read again only if it holds other numbers, see :class:`~cp_styles._lib.contents.Contents`."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens)
     facts = facts_about(cu_seqlens)

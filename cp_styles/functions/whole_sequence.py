@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import never_compiled
+from cp_styles._lib.compat import never_compiled
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.decoding import find_layer_caches
+from cp_styles.functions.decode import find_layer_caches
 
 MAXIMUM = {torch.max, torch.Tensor.max}
 

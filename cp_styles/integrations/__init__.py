@@ -1,1 +1,6 @@
-"""Doors for models of other libraries. Nothing here is imported with the package, and no library by importing this."""
+"""Other projects: models of transformers, trainers, rollouts, and layers that are known by names of their functions.
+A library is imported when it is used.
+
+It imports _lib, batch, checks, collectives, comm, engine, functions, intercept, layouts, masks, mixers, strategies,
+styles and verify. Begin with `transformers/registration.py`.
+"""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cp_styles.backbone import backbone_of
-from cp_styles.batch_sharder import BatchSharder
+from cp_styles.batch.sharder import BatchSharder
 from cp_styles.checks.positions import counts_mask
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import TEXT_BYTES, Meeting, StatusRow, agree_on_facts, gather_texts
 from cp_styles.comm.groups import group_now
 from cp_styles.integrations.transformers import on_this_rank, position_ids_of
+from cp_styles.styles.backbone import backbone_of
 from cp_styles.styles.module import binding_of
 
 _METHODS = "_generate_and_score_completions", "_get_per_token_logps_and_entropies"

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles.backbone import backbone_of
-from cp_styles.batch import IGNORE_INDEX
-from cp_styles.batch_sharder import BatchSharder
+from cp_styles._lib.troubleshooting import see
+from cp_styles.batch.labels import IGNORE_INDEX
+from cp_styles.batch.sharder import BatchSharder
 from cp_styles.checks.positions import find_padding_position
 from cp_styles.checks.proof import Proof
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.rollouts import SharedRollouts
 from cp_styles.integrations.transformers import position_ids_of
+from cp_styles.styles.backbone import backbone_of
 from cp_styles.styles.module import binding_of
-from cp_styles.troubleshooting import see
 from cp_styles.verify import VerificationError, verify
 
 

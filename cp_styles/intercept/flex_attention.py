@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from cp_styles._compat import FLEX_FUNCTION
+from cp_styles._lib.compat import FLEX_FUNCTION
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels.flex import ScoreMod
 

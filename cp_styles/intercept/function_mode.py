@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     ASKS_FOR_NESTED_TENSORS,
     FLEX_OPERATOR,
     fast_path_attention,
@@ -32,23 +32,23 @@ from cp_styles._compat import (
     uncompiled,
     without_function_modes,
 )
-from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
+from cp_styles._lib.introspect import input_names
+from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, modes_entered, tell_of_call
+from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
+from cp_styles.functions.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.functions.latent import LatentCall
 from cp_styles.functions.multi_head_attention import multi_head_attention
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.functions.whole_sequence import MAXIMUM, largest_position
-from cp_styles.introspect import input_names
-from cp_styles.joint_layout import JointLayout, attend_jointly, refuse_graphs
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import apply_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import find_cuts
-from cp_styles.mask import Dense, Mask
-from cp_styles.mask.dense import causal_bias
-from cp_styles.troubleshooting import see
+from cp_styles.layouts.layout import find_cuts
+from cp_styles.masks import Dense, Mask
+from cp_styles.masks.dense import causal_bias
 
 _NOT_IN_GRAPHS = (
     "under context parallelism flex_attention, varlen_attn and a model's largest position run outside of "
@@ -290,7 +290,7 @@ class AttentionCalls(TorchFunctionMode):
         score_mod: ScoreMod | None = None,
         latents: LatentCall | None = None,
     ) -> torch.Tensor:
-        """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
+        """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.masks.Mask`, for integrations of other libraries.
 
         ``binding`` is the result of :meth:`begin_call`.
         ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. A call with ``score_mod`` runs
@@ -333,7 +333,7 @@ class AttentionCalls(TorchFunctionMode):
             self.forward_state.functions = True
 
     def decode_with(self, binding: Binding, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
-        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
+        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.functions.decode.decode`.
 
         ``binding`` is the result of :meth:`begin_call`. The mask of ``call`` holds in addition to the module's and the
         scope's. Kernel and checks are the module's.
@@ -343,7 +343,7 @@ class AttentionCalls(TorchFunctionMode):
         return decode(binding.name, q_BHLD, cache, call)
 
     def run_mixer(self, run: Callable[[], Any]) -> Any:
-        """Call ``run()``, a token mixer over the whole sequence: see [Note: mixers by name] in mixers/by_name.py."""
+        """Call ``run()``, a token mixer over the whole sequence: [Note: mixers by name] in integrations/layers.py."""
         self.begin_call()
         return run()
 

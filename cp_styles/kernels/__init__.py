@@ -1,4 +1,7 @@
-"""Kernels: the attention of one tile on one device, forward and backward."""
+"""Kernels: the attention of one tile on one device, forward and backward.
+
+It imports _lib. Begin with `base.py`.
+"""
 
 from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.flex import FlexKernel

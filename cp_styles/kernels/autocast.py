@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from cp_styles._compat import any_autocast, is_traced
+from cp_styles._lib.compat import any_autocast, is_traced
 
 _DTYPE = attrgetter("dtype")
 

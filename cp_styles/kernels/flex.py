@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_styles._compat import with_derivatives, without_function_modes
-from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import digest, fingerprint, version_of
-from cp_styles.introspect import ReplacementMode, describe_code
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import digest, fingerprint, version_of
+from cp_styles._lib.compat import with_derivatives, without_function_modes
+from cp_styles._lib.introspect import ReplacementMode, describe_code
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype

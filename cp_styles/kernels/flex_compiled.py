@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from cp_styles._compat import RecompileLimitHit
+from cp_styles._lib.compat import RecompileLimitHit
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.flex import FlexKernel, context_of_user_code
 from cp_styles.kernels.merge import EMPTY_LSE

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from cp_styles.device_copies import tensor_on
+from cp_styles._lib.device_copies import tensor_on
 
 # A tile with more query rows than LONG_TILE is not packed: with 32 heads it has as many blocks of 128 queries as a GPU
 # has multiprocessors. cuDNN takes no packs, and is 1.7 times as fast as flash. A tile with up to FEW_ROWS query rows of

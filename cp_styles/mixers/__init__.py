@@ -1,5 +1,8 @@
 """Token mixers other than attention, over a sharded sequence: recurrences, state-space models, convolutions.
 
+It imports _lib, collectives, comm, engine, functions, intercept, kernels, layouts, masks and plan. Begin with
+`roll.py`.
+
 Each function calls the user's own kernel with the rows or states that it needs from other ranks. The messages are
 derived from (layout, documents), for any layout:
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cp_styles.bounded_cache import facts_about, remembered
+from cp_styles._lib.bounded_cache import facts_about, remembered
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives import gather
-from cp_styles.device_copies import DeviceTables
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import EndedWindows, Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import EndedWindows, Mask
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import Cut, CutSequence, RowExchange, row_exchange
 from cp_styles.mixers.selection import select_by_layer, selected_keys

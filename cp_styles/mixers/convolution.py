@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import start_all_to_all, uncompiled
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import start_all_to_all, uncompiled
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors, wait_received
 from cp_styles.collectives.peers import Peers, check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import (
     CallFacts,
     CutSequence,

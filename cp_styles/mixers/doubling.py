@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from cp_styles.bounded_cache import remembered
-from cp_styles.layout import SequenceLayout
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers.fragments import Fragment, RowExchange, row_exchange, split_fragments
 
 Needs: TypeAlias = list[list[tuple[int, int, int, int]]]

@@ -12,35 +12,28 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import function_modes
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import function_modes
+from cp_styles._lib.device_copies import DeviceTables
+from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get_peers
+from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation
-from cp_styles.device_copies import DeviceTables
 from cp_styles.engine.call import agree_on_layouts
 from cp_styles.engine.observers import CheckedCall, RankChecks, mixer_listener
 from cp_styles.engine.scope import ScopeHistory
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import (
-    Balancer,
-    Chunk,
-    SequenceLayout,
-    describe_cut,
-    find_cuts,
-    head_tail,
-    layout_made_by,
-    layout_of_one,
-    refuse_other_cut,
-)
-from cp_styles.mask import Documents, Mask, PerRow
-from cp_styles.mask.tree import find_tree
-from cp_styles.replicas import LocalItems
-from cp_styles.troubleshooting import see
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import describe_cut, layout_made_by, layout_of_one
+from cp_styles.layouts.layout import find_cuts, refuse_other_cut
+from cp_styles.layouts.ranges import Chunk
+from cp_styles.masks import Documents, Mask, PerRow
+from cp_styles.masks.tree import find_tree
 
 Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
 """The lengths of the documents of the whole sequence. None: the documents of the SequenceScope around the call, or

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from cp_styles._compat import tensors_in, tree_leaves, tree_map, tree_map_only, uncompiled
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import tensors_in, tree_leaves, tree_map, tree_map_only, uncompiled
+from cp_styles._lib.introspect import input_names
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.agreement import telling
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import MeshOrGroup, axis_and_group
-from cp_styles.decoding import CACHE_ARGUMENTS, find_cache
+from cp_styles.functions.decode import CACHE_ARGUMENTS, find_cache
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.introspect import input_names
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import (
     CallFacts,
@@ -37,7 +38,6 @@ from cp_styles.mixers.fragments import (
     row_exchange,
     split_fragments,
 )
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 
 _HALOS = "_context_halos"
 _REASON = "a module with a halo runs outside of torch.compile's graphs: compile without fullgraph=True"

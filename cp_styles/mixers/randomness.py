@@ -15,14 +15,14 @@ from math import prod
 import torch
 from torch import nn
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
+from cp_styles._lib.introspect import matches
+from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.introspect import matches
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import CallFacts, CutSequence
-from cp_styles.troubleshooting import see
 
 # Numbers that are made at a time. Each takes some temporary integers of 8 bytes.
 _NUMBERS = 2**22

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
 from cp_styles.collectives.autograd import keep_in_graph
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.layout import Balancer, Chunk, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.ranges import Chunk
 from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.doubling import plan_exchanges

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from cp_styles._compat import start_all_to_all, uncompiled
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.compat import start_all_to_all, uncompiled
+from cp_styles._lib.contents import Contents
 from cp_styles.collectives.autograd import differentiable, gather_exchange
 from cp_styles.collectives.exchange import wait_received
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.contents import Contents
 from cp_styles.engine.scope import open_scope
 from cp_styles.kernels.merge import accumulation_dtype
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Full, Mask
 from cp_styles.mixers.fragments import CallFacts, CutSequence
 from cp_styles.plan.selected import Selected, Selection, holders_of_blocks
 

@@ -6,14 +6,14 @@ from itertools import accumulate
 
 import torch
 
-from cp_styles._compat import uncompiled
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import uncompiled
+from cp_styles._lib.device_copies import DeviceTables
 from cp_styles.collectives.peers import check_dim
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.groups import MeshOrGroup
-from cp_styles.device_copies import DeviceTables
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import PerRow
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import PerRow
 from cp_styles.mixers.convolution import exchange_rows
 from cp_styles.mixers.fragments import CallFacts, CutSequence, RowExchange, document_lengths, row_exchange
 

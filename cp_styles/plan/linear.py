@@ -1,6 +1,6 @@
 """Band masks in the coordinates of ranks: which rank holds a position, and which rows attend to which rows.
 
-All ranges are one record, :class:`~cp_styles.mask.linear_pieces.Pieces`, in tables that a plan looks up and cuts in a
+All ranges are one record, :class:`~cp_styles.masks.linear_pieces.Pieces`, in tables that a plan looks up and cuts in a
 few operations.
 """
 
@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.bounded_cache import remembered
-from cp_styles.layout import SequenceLayout, Stripes
-from cp_styles.mask.linear_pieces import Pieces
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import Stripes
+from cp_styles.masks.linear_pieces import Pieces
 
 RowRanges: TypeAlias = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""

@@ -1,18 +1,18 @@
 """The plan of a rank: its tiles, and the rows that it receives and sends. Derived from layouts and mask.
 
-A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
+A band mask (see :mod:`cp_styles.masks`) gives each query position an interval of key positions. Over a few long pieces,
 each end of the interval is constant or grows by one with each position: see ``cut_into_pieces`` in linear_pieces.py.
 The same holds for the interval of a source's local rows to which a local query row attends: it changes its slope only
 where an end of the interval reaches another chunk. A rank cuts its own pieces at these chunks, in a few tensor
 operations, and each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks it computes
 the own rows that they need, which it sends. No rank makes the plan of another rank.
 
-In :class:`~cp_styles.layout.Stripes` of one position, pieces are not cut at chunks (:mod:`cp_styles.plan.linear`): from
-a row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
-source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
-have equal tiles, which are planned once.
+In :class:`~cp_styles.layouts.layout.Stripes` of one position, pieces are not cut at chunks
+(:mod:`cp_styles.plan.linear`): from a row to the next, an end of the interval moves by one of the source's rows, or not
+at all. So causal attention to a source is one tile, a diagonal that is shifted by a row for sources above the rank. In
+stripes of any size, many sources have equal tiles, which are planned once.
 
-A mask with gaps is asked which rows of a source the queries of a rank need: see :meth:`~cp_styles.mask.Mask.needed`.
+A mask with gaps is asked which rows of a source the queries of a rank need: see :meth:`~cp_styles.masks.Mask.needed`.
 Forward and backward use the same tiles. The functions are pure: no process group, no device.
 """
 
@@ -24,10 +24,11 @@ from itertools import pairwise
 
 import torch
 
-from cp_styles.bounded_cache import remembered
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
-from cp_styles.mask.linear_pieces import Pieces, cut_into_pieces, has_own_work, refuse_shorter
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.troubleshooting import see
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Mask
+from cp_styles.masks.linear_pieces import Pieces, cut_into_pieces, has_own_work, refuse_shorter
 from cp_styles.plan.linear import (
     RowRanges,
     convert_to_rows,
@@ -39,7 +40,6 @@ from cp_styles.plan.linear import (
 )
 from cp_styles.plan.rows import find_ranges, needed_tiles, refuse_contradictions
 from cp_styles.plan.tiles import Tile, make_tiles
-from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True)

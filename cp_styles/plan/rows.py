@@ -11,8 +11,8 @@ from itertools import pairwise, product
 
 import torch
 
-from cp_styles.mask import Mask
-from cp_styles.mask.algebra import make_cells
+from cp_styles.masks import Mask
+from cp_styles.masks.algebra import make_cells
 from cp_styles.plan.linear import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 

@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from cp_styles.bounded_cache import remembered
-from cp_styles.checksum import version_of
-from cp_styles.contents import Contents
-from cp_styles.device_copies import DeviceTables
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.checksum import version_of
+from cp_styles._lib.contents import Contents
+from cp_styles._lib.device_copies import DeviceTables
+from cp_styles._lib.troubleshooting import see
 from cp_styles.kernels.selected import GatheredRows, Picks, units_of
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Full, Mask
 from cp_styles.plan.linear import make_holders
-from cp_styles.troubleshooting import see
 
 # Queries of one range have as many keys as the first of them, which has the most. Others have at least this share.
 _LEAST_FILLED = 3 / 4

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles.mask.linear_pieces import Pieces
+from cp_styles.masks.linear_pieces import Pieces
 
 # Query rows of a block with an explicit mask. Few rows, so that few masked pairs are computed, but enough rows that a
 # kernel call is not mostly overhead.

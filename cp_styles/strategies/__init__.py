@@ -1,4 +1,7 @@
-"""Strategies: how queries, keys and values of a sharded sequence meet."""
+"""Strategies: how queries, keys and values of a sharded sequence meet.
+
+It imports _lib, collectives, comm, kernels, layouts, masks and plan. Begin with `base.py`.
+"""
 
 from cp_styles.strategies.base import Attention, Strategy
 from cp_styles.strategies.moving_kv import AllGather, Ring

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from cp_styles.comm.point_to_point import split_group
 from cp_styles.kernels import Kernel
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Mask
 
 Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
 """From a group and the size of its subgroups to the subgroups of this rank: see [Note: two levels] in ulysses.py."""

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles._compat import named_range
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.bounded_cache import LatestEntries
+from cp_styles._lib.compat import named_range
+from cp_styles._lib.contents import REMEDY, raise_later
+from cp_styles._lib.device_copies import captures_graph, tensor_on
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
-from cp_styles.contents import REMEDY, raise_later
-from cp_styles.device_copies import captures_graph, tensor_on
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.base import Bound, TensorSpec, TilePositions, bind_tile
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
@@ -33,7 +34,7 @@ from cp_styles.kernels.choice_by_tile import kernel_for_selected
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.kernels.packing import is_dense, part_of
 from cp_styles.kernels.selected import Picks
-from cp_styles.mask import Mask
+from cp_styles.masks import Mask
 from cp_styles.plan.selected import gathers_keys
 from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
@@ -48,7 +49,6 @@ from cp_styles.strategies.schedule import (
     Step,
     make_schedule,
 )
-from cp_styles.troubleshooting import see
 
 # With more ranges of rows, copies of rows and sums of gradients use an index of the rows.
 _MAX_RANGES = 4

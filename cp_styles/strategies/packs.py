@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from cp_styles.device_copies import tensor_on
+from cp_styles._lib.device_copies import tensor_on
 from cp_styles.kernels import packing
-from cp_styles.layout import join_ranges
+from cp_styles.layouts.ranges import join_ranges
 from cp_styles.plan.plan import RowRanges
 from cp_styles.plan.tiles import Cover, Tile
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_styles.mask import Mask
+from cp_styles.masks import Mask
 from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy
 
 

@@ -15,10 +15,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
 from cp_styles.kernels.packing import part_of
-from cp_styles.layout import SequenceLayout, rows_in
-from cp_styles.mask import Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.ranges import rows_in
+from cp_styles.masks import Mask
 from cp_styles.plan import make_plan
 from cp_styles.plan.plan import RowRanges
 from cp_styles.plan.tiles import Cover, Tile

@@ -12,14 +12,16 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import named_range
-from cp_styles.bounded_cache import remembered
+from cp_styles._lib.bounded_cache import remembered
+from cp_styles._lib.compat import named_range
+from cp_styles._lib.device_copies import tensor_on
 from cp_styles.collectives.exchange import Blocks, Exchange
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
-from cp_styles.device_copies import tensor_on
-from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
+from cp_styles.layouts import SequenceLayout, striped
+from cp_styles.layouts.layout import Stripes
+from cp_styles.layouts.ranges import Chunk
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.moving_kv import Ring
 

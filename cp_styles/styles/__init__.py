@@ -1,4 +1,9 @@
-"""ParallelStyles for parallelize_module. On a composed mesh each style takes its own axis."""
+"""ParallelStyles for parallelize_module: attention modules, whole models, blocks with a head, tensor parallelism. On a
+composed mesh each style takes its own axis.
+
+It imports _lib, batch, checks, collectives, comm, engine, functions, intercept, kernels, layouts, masks, mixers and
+strategies. Begin with `module.py`.
+"""
 
 from cp_styles.styles.attention import AttentionContextParallel
 from cp_styles.styles.module import ModuleContextParallel

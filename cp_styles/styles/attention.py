@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     function_modes,
     graph_task_id,
     graph_tracer,
@@ -31,15 +31,18 @@ from cp_styles._compat import (
     never_compile_alone,
     tree_map_only,
 )
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_of, tell_of_call
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, find_cuts
-from cp_styles.mask import Mask
-from cp_styles.mask.dense import causal_bias
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.layouts.layout import find_cuts
+from cp_styles.masks import Mask
+from cp_styles.masks.dense import causal_bias
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.boundary import InputForm, SequenceBoundary
@@ -53,8 +56,6 @@ from cp_styles.styles.dtensors import (
     spec_of,
 )
 from cp_styles.styles.mesh_axes import chunk_sizes
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
-from cp_styles.troubleshooting import see
 
 # The kinds of parameters of a wrapper's forward(*args, **kwargs).
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -77,7 +78,7 @@ class AttentionContextParallel(ContextParallelStyle):
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``.
         kv_layout: the layout of keys of another sequence than the queries, or the balancer that makes it. ``mask`` is
-            then over the numbers of keys: see :class:`~cp_styles.mask.Shifted`. Default: ``layout`` cuts both.
+            then over the numbers of keys: see :class:`~cp_styles.masks.Shifted`. Default: ``layout`` cuts both.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import module_of_plan
+from cp_styles._lib.compat import module_of_plan
 from cp_styles.checks import proof_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.forwards import Forwards
@@ -16,8 +16,8 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.masks import Full, Mask
 from cp_styles.strategies import Ring, Strategy
 from cp_styles.styles.on_mesh_axis import take_axis
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_styles._compat import constant_under_compile
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.bounded_cache import LatestEntries
+from cp_styles._lib.compat import constant_under_compile
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role, group_now
 from cp_styles.engine.config import LiveObject
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.styles.dtensors import (
     declared_size,
     local_tensors,
@@ -27,7 +28,6 @@ from cp_styles.styles.dtensors import (
     spec_of,
 )
 from cp_styles.styles.mesh_axes import Placements, axis_in, find_local_heads, refuse_placements, select_key_heads
-from cp_styles.troubleshooting import see
 
 
 class InputForm(NamedTuple):

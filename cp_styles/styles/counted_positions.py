@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import uncompiled
+from cp_styles._lib.compat import uncompiled
+from cp_styles._lib.introspect import input_names, is_model
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.introspect import input_names, is_model
-from cp_styles.layout import SequenceLayout, find_cut
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import find_cut
 
 _POSITIONS = "position_ids"
 _NOT_IN_GRAPHS = (

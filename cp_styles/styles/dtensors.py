@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles._compat import (
+from cp_styles._lib.bounded_cache import LatestEntries
+from cp_styles._lib.compat import (
     IS_ANY_TRUE,
     default_dispatch,
     dtensor_spec,
@@ -21,13 +22,12 @@ from cp_styles._compat import (
     sdpa_handlers,
     without_communication,
 )
-from cp_styles.bounded_cache import LatestEntries
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.kernels.sdpa import SDPA_KERNELS
-from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.layouts import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import Placements, chunk_sizes
-from cp_styles.troubleshooting import see
 
 _PREFIX = "cp_styles:"
 NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles.device_copies import numbers_on
-from cp_styles.troubleshooting import see
+from cp_styles._lib.device_copies import numbers_on
+from cp_styles._lib.troubleshooting import see
 
 Placements = tuple[Placement, ...]
 

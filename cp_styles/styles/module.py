@@ -15,23 +15,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
+from cp_styles._lib.compat import graph_task_id, hooks_in_order, never_compile_alone, scripted_attention
+from cp_styles._lib.introspect import is_model, matches
+from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles.checks import check_layers, observers_of
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import is_model, matches
-from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Mask
-from cp_styles.mixers.by_name import run_known_mixers
+from cp_styles.layouts import Balancer, SequenceLayout
+from cp_styles.masks import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.counted_positions import hand_over_positions
-from cp_styles.subclassing import UnpicklableMixin, insert_mixin
 
 _STATE = "_context_parallel_calls"
+# Each changes the class of a module whose layer it knows. Filled at import by integrations/layers.py: styles know the
+# layers of no library. ``import cp_styles`` imports that file, and a style cannot be imported without the package.
+LAYER_CHANGES: list[Callable[[nn.Module], None]] = []
 
 
 class ModuleContextParallel(ContextParallelStyle):
@@ -51,7 +53,8 @@ class ModuleContextParallel(ContextParallelStyle):
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``. A
-            :class:`~cp_styles.joint_layout.JointLayout` if some tokens, such as a text, are whole on every rank.
+            :class:`~cp_styles.functions.joint_layout.JointLayout` if some tokens, such as a text, are whole on every
+            rank.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
@@ -169,7 +172,8 @@ class ModuleContextParallel(ContextParallelStyle):
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and a model has many. Models share activations of transformers.
         if at_top or children or not type(child).__module__.startswith(("torch.", "transformers.activations")):
-            run_known_mixers(child)
+            for change in LAYER_CHANGES:
+                change(child)
             hand_over_positions(child, calls)
             setattr(child, _STATE, state)
             insert_mixin(child, _InterceptedForward, _make_intercepted_members)

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from cp_styles._compat import hooks_in_order, is_traced, tree_map_only
+from cp_styles._lib.compat import hooks_in_order, is_traced, tree_map_only
+from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.agreement import tell_peers
 from cp_styles.styles.dtensors import placed
 from cp_styles.styles.mesh_axes import Placements, axis_in, chunk
-from cp_styles.troubleshooting import see
 
 
 def take_axis(device_mesh: DeviceMesh, axis: str, who: str) -> DeviceMesh:

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles.introspect import matches
-from cp_styles.troubleshooting import see
+from cp_styles._lib.introspect import matches
+from cp_styles._lib.troubleshooting import see
 
 
 def parallelize_module(

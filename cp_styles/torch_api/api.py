@@ -27,7 +27,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_styles.collectives import gather
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts.balancers import layout_made_by
 from cp_styles.strategies import AllGather, Ring, Strategy
 from cp_styles.torch_api.buffers import check_plain, normalize_dim
 from cp_styles.torch_api.context_block import (

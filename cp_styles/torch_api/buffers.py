@@ -22,9 +22,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import saved_tensors_hooks_on_top, uncompiled
-from cp_styles.layout import SequenceLayout, find_cut, mark_cut
-from cp_styles.troubleshooting import see
+from cp_styles._lib.compat import saved_tensors_hooks_on_top, uncompiled
+from cp_styles._lib.troubleshooting import see
+from cp_styles.layouts import SequenceLayout
+from cp_styles.layouts.layout import find_cut, mark_cut
 
 
 class CutBuffer:

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import (
+from cp_styles._lib.compat import (
     never_compile_alone,
     running_modules,
     torch_balances_load,
     uncompiled,
     without_dispatch_modes,
 )
+from cp_styles._lib.introspect import input_names, is_model
+from cp_styles._lib.troubleshooting import see
 from cp_styles.checks import Proof, observers_of, proof_of
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, tell_peers
 from cp_styles.comm.checks import CHECKS, Checks
@@ -34,13 +36,13 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState, binding_of_call
 from cp_styles.engine.scope import Opening, innermost
 from cp_styles.intercept.function_mode import AttentionCalls, ForwardObserver
-from cp_styles.introspect import input_names, is_model
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, find_cut, head_tail, layout_made_by
-from cp_styles.mask import Full, Mask
+from cp_styles.layouts import Balancer, SequenceLayout, contiguous, head_tail
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.layouts.layout import find_cut
+from cp_styles.masks import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, normalize_dim
-from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
     uncompiled,

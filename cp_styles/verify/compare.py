@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.verify.record import ATTENTION, Call, Key, Recording
 
 Gather = Callable[[Any], list[Any]]

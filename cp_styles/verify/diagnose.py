@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import WHOLE_CALL, tensors_in, tree_leaves, tree_map
-from cp_styles.backbone import backbone_of
+from cp_styles._lib.compat import WHOLE_CALL, tensors_in, tree_leaves, tree_map
+from cp_styles._lib.troubleshooting import see
 from cp_styles.engine.observers import attention_listener
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mixers.halo import reach_of
-from cp_styles.troubleshooting import see
+from cp_styles.styles.backbone import backbone_of
 from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, add_squares, factor, squares
 from cp_styles.verify.record import ATTENTION, Call, Key, UnhandledAttention, plain_name
 

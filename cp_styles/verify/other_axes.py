@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles.batch import StepNotes
+from cp_styles.collectives.notes import StepNotes
+from cp_styles.collectives.replicas import project
 from cp_styles.comm.groups import mesh_of, shares_ranks
-from cp_styles.replicas import project
 from cp_styles.verify.diagnose import join_first
 from cp_styles.verify.record import plain_name
 from cp_styles.verify.step import WEIGHTS, StepRun, checksums, gather_over

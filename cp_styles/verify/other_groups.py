@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import calling_frames, group_of_op
-from cp_styles.troubleshooting import see
+from cp_styles._lib.compat import calling_frames, group_of_op
+from cp_styles._lib.troubleshooting import see
 
 
 class OtherGroups(TorchDispatchMode):

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Documents, Mask
-from cp_styles.mask.algebra import UNBOUNDED
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Documents, Mask
+from cp_styles.masks.algebra import UNBOUNDED
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
+from cp_styles._lib.compat import graph_task_id, is_in_torch_func, tensors_in, tree_map
 from cp_styles.collectives.autograd import walk_graph
 from cp_styles.engine.observers import attention_listener
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from cp_styles._compat import tensors_in
-from cp_styles.troubleshooting import see
+from cp_styles._lib.compat import tensors_in
+from cp_styles._lib.troubleshooting import see
 
 _ROWS = 24
 # Rounding of this size comes from gradients that nearly vanish, or from choices, of experts or keys.

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import is_in_torch_func, tree_map
-from cp_styles.bounded_cache import facts_about
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.compat import is_in_torch_func, tree_map
 from cp_styles.functions.latent import NotedLatent
 from cp_styles.verify.record import Key, Outputs
 

@@ -23,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles._compat import (
+from cp_styles._lib.bounded_cache import facts_about
+from cp_styles._lib.checksum import checksum, fingerprint
+from cp_styles._lib.compat import (
     WHOLE_CALL,
     OptimizedModule,
     make_part_of_group,
@@ -32,14 +34,12 @@ from cp_styles._compat import (
     tree_leaves,
     without_groups,
 )
-from cp_styles.bounded_cache import facts_about
-from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role, shares_ranks, world_group
 from cp_styles.comm.point_to_point import TransferError, abort_group, collective
 from cp_styles.engine.observers import attention_listener, mixer_listener
-from cp_styles.joint_layout import JointLayout
-from cp_styles.layout import SequenceLayout
+from cp_styles.functions.joint_layout import JointLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.testing import clear_frames
 from cp_styles.verify.compare import Gather
 from cp_styles.verify.planted import PlantedCut

@@ -41,7 +41,7 @@ from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import Merge
 from cp_styles.kernels.sdpa import CUDA_CUDNN_PREFERRED, CUDA_EFFICIENT, CUDA_FLASH
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.strategies import Strategy, moving_kv
 
 sys.path.append(str(Path(__file__).parents[2]))

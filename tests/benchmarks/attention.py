@@ -61,7 +61,7 @@ from cp_styles import (
 from cp_styles.comm import point_to_point
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cp_styles import Causal, context_attention, contiguous, head_tail
-from cp_styles.decoding import KVCache, context_decode
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.testing import CommunicationTrace
 
 HEADS, KV_HEADS, DIM = 8, 2, 64

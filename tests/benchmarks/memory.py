@@ -24,7 +24,7 @@ from peers import peers
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, contiguous, head_tail, save_attention
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.strategies import Strategy
 from cp_styles.testing import MemoryTrace, run_ranks
 

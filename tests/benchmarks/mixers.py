@@ -25,9 +25,9 @@ from torch.nn.functional import normalize, softplus
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from cp_styles import contiguous, head_tail
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.collectives import heads_to_seq, seq_to_heads
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers import context_recurrence
 from cp_styles.mixers.roll import roll_exchange
 from cp_styles.testing import CommunicationTrace, run_ranks

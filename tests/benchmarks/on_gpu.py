@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.explain import H100, H200, Explanation, Hardware
 from cp_styles.explain.events import KernelCall
 from cp_styles.explain.hardware import seconds_of

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cp_styles import contiguous, head_tail
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

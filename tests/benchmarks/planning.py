@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.bounded_cache import another_cache
-from cp_styles.mask import Mask
+from cp_styles._lib.bounded_cache import another_cache
+from cp_styles.masks import Mask
 from cp_styles.plan import imbalance, make_plan
 
 _RUNS = 7

@@ -21,7 +21,7 @@ from cp_styles.explain import A100, H100, Hardware
 from cp_styles.explain.dry_run import kernel_of
 from cp_styles.explain.events import KernelCall, Shapes
 from cp_styles.explain.report import explained
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.strategies import Strategy
 
 K = 1024

@@ -19,9 +19,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 
 from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
-from cp_styles.decoding import cache_argument
+from cp_styles.functions.decode import cache_argument
 from cp_styles.integrations.transformers import prefill, register_attention
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from tests.device import DEVICE, here, run_ranks, there
 from tests.oracle import dense_attention
 

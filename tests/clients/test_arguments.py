@@ -19,16 +19,16 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import ModuleContextParallel, head_tail, parallelize_module
-from cp_styles.integrations import transformers as integration
+from cp_styles.integrations.transformers.attention import attention_function
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import LENGTH, NAME, causal_lm, config_of, positions_of, tiny, tokens_of
 
 
 def known() -> set[str]:
     """The parameters of the attention that its body reads."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(integration._attend)))
+    body = ast.parse(textwrap.dedent(inspect.getsource(attention_function)))
     read = {name.id for name in ast.walk(body) if isinstance(name, ast.Name)}
-    return read & set(inspect.signature(integration._attend).parameters)
+    return read & set(inspect.signature(attention_function).parameters)
 
 
 # They tell what the attention is told by its mask already, or ask for weights, which no fused attention returns.

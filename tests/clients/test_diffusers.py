@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import ModuleContextParallel, head_tail, parallelize_module, sum_gradients
-from cp_styles.joint_layout import JointLayout
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import StayDouble, gradients, largest_error, tiny
 from tests.oracle import randn

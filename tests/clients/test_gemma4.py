@@ -14,8 +14,9 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, head_tail, parallelize_module, sum_gradients
-from cp_styles.integrations.transformers import _WholeMask, cut_inputs_of
-from cp_styles.mask import Causal
+from cp_styles.integrations.transformers import cut_inputs_of
+from cp_styles.integrations.transformers.masks import WholeMask
+from cp_styles.masks import Causal
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import verify
 from tests.clients import hugging_face as hf
@@ -189,7 +190,7 @@ SOME = slice(None), slice(None)
     ],
 )
 def test_a_model_that_cuts_its_mask(index: Any, keeps: bool):
-    mask = _WholeMask(Causal(), None, hf.BATCH, hf.LENGTH)
+    mask = WholeMask(Causal(), None, hf.BATCH, hf.LENGTH)
     if keeps:
         assert mask[index] is mask
     else:

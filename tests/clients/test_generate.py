@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import ModuleContextParallel, contiguous, head_tail
 from cp_styles.integrations.transformers import encode, prefill
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     CACHE,

@@ -28,7 +28,7 @@ from cp_styles import (
     parallelize_module,
     striped,
 )
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.mixers import compressed
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.clients.hugging_face import (

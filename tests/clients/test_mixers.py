@@ -35,8 +35,8 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
+from cp_styles.integrations import layers
 from cp_styles.integrations.transformers import prefill
-from cp_styles.mixers import by_name
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     BATCH,
@@ -382,7 +382,7 @@ def test_all_kernels_of_the_library_are_known():
     names = {name for path in models.glob("*/modeling_*.py") for name in pattern.findall(path.read_text())}
     assert {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"} <= names
     steps = {name for name in names if name.endswith("_update")}  # of one token, after a prompt: whole on every rank
-    assert not names - steps - by_name._HANDLERS.keys()
+    assert not names - steps - layers._HANDLERS.keys()
 
 
 def test_nothing_of_the_library_changes():

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import BatchSharder, Documents, ModuleContextParallel, SequenceScope, head_tail
-from cp_styles._compat import tree_map
-from cp_styles.integrations import transformers as integration
-from cp_styles.integrations.transformers import position_ids_of, send_latents
-from cp_styles.mixers import by_name
+from cp_styles._lib.compat import tree_map
+from cp_styles.integrations import layers
+from cp_styles.integrations.transformers import attention, position_ids_of, send_latents
 from cp_styles.testing import run_ranks
 from cp_styles.verify import verify
 from tests.clients.hugging_face import NAME, StayDouble, expected, labels_of, largest_error, on_ranks, tiny, tokens_of
@@ -71,17 +70,17 @@ def larger_weight(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 # What runs in place of a model's code, by where it is found; and a mistake in it that is one with any number of ranks.
 REPLACEMENTS: dict[str, tuple[str, Any, str, Change]] = {
-    "a layer without a kernel": ("minimax", by_name, "lightning_attention", slower),
-    "a layer and its convolution": ("recurrent_gemma", by_name, "run_convolution", scaled),
-    "a scan": ("recurrent_gemma", by_name, "run_recurrence", scaled),
-    "a backend": ("xlstm", by_name, "run_recurrence", scaled),
-    "a token shift": ("rwkv", by_name, "run_convolution", scaled),
-    "a kernel by channels": ("jamba", by_name, "run_recurrence", scaled),
-    "a kernel": ("qwen3_next", by_name, "run_recurrence", scaled),
-    "a convolution": ("lfm3", by_name, "run_convolution", scaled),
-    "an indexer": ("deepseek_v32", by_name._IndexerKeys, "update_indexer", reversed_keys),
-    "biases by distance": ("t5", integration, "_add_biases", louder),
-    "latents": ("deepseek_v3", integration, "take_latents", larger_weight),
+    "a layer without a kernel": ("minimax", layers, "lightning_attention", slower),
+    "a layer and its convolution": ("recurrent_gemma", layers, "run_convolution", scaled),
+    "a scan": ("recurrent_gemma", layers, "run_recurrence", scaled),
+    "a backend": ("xlstm", layers, "run_recurrence", scaled),
+    "a token shift": ("rwkv", layers, "run_convolution", scaled),
+    "a kernel by channels": ("jamba", layers, "run_recurrence", scaled),
+    "a kernel": ("qwen3_next", layers, "run_recurrence", scaled),
+    "a convolution": ("lfm3", layers, "run_convolution", scaled),
+    "an indexer": ("deepseek_v32", layers._IndexerKeys, "update_indexer", reversed_keys),
+    "biases by distance": ("t5", attention, "_add_biases", louder),
+    "latents": ("deepseek_v3", attention, "take_latents", larger_weight),
 }
 BY_DAY = "a layer without a kernel", "a kernel", "a token shift", "an indexer", "latents"
 

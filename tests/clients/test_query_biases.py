@@ -24,7 +24,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.layout import Balancer
+from cp_styles.layouts import Balancer
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     LENGTH,

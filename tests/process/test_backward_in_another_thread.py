@@ -28,7 +28,7 @@ from cp_styles import (
     save_attention,
 )
 from cp_styles.collectives import heads_to_seq, seq_to_heads
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from tests.doors import door
 from tests.oracle import dense_attention
 from tests.process.several import Program, in_a_world

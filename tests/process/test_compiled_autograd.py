@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo import compiled_autograd
 
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.compiling import DOORS, LENGTHS, PROBLEMS, RANKS, door

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.styles import AttentionContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import testing
 from cp_styles.functions.attention import context_attention
-from cp_styles.mask import Causal, Full
+from cp_styles.masks import Causal, Full
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.ranks import attention_case
 from tests.ranks.attention_case import Core, Problem

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from tests.oracle import error, randn
 
 Found = Sequence[torch.Tensor]

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import Balancer, contiguous, head_tail
-from cp_styles.mask import Causal
+from cp_styles.layouts import Balancer, contiguous, head_tail
+from cp_styles.masks import Causal
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import AttentionContextParallel
 from cp_styles.testing import run_ranks

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles import AllGather, Ring, Ulysses
-from cp_styles._compat import in_process_store
+from cp_styles._lib.compat import in_process_store
 from cp_styles.comm.point_to_point import exchange
 from cp_styles.doctor import checks, command
 from cp_styles.doctor.ranks import Line, RanksFailed, World

@@ -18,7 +18,7 @@ from cp_styles import testing
 from cp_styles.batch import sum_gradients
 from cp_styles.checks.gradient_watch import UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous
+from cp_styles.layouts import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.torch_api import context_parallel
 from tests.oracle import randn

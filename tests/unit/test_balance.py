@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.masks import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 
 RANKS, LENGTH = 64, 131072

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import FlexMask, by_work, contiguous, head_tail, per_document_head_tail
-from cp_styles.layout import layout_made_by
+from cp_styles.layouts.balancers import layout_made_by
 
 theirs = pytest.importorskip("torch.distributed.tensor.experimental._attention")
 

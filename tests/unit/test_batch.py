@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_styles.batch import IGNORE_INDEX, chunked_token_losses, document_positions, next_token_labels, shard_batch
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layouts import contiguous, head_tail
 from cp_styles.testing import MemoryTrace
 from tests.oracle import error, randn
 

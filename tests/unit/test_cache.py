@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cp_styles import Causal, Dense, Documents, by_work, head_tail
-from cp_styles.bounded_cache import LatestEntries, Remembered, another_cache, remembered
-from cp_styles.layout import _cached_layout, layout_made_by
-from cp_styles.mask.linear_pieces import _make_pieces
+from cp_styles._lib.bounded_cache import LatestEntries, Remembered, another_cache, remembered
+from cp_styles.layouts.balancers import _cached_layout, layout_made_by
+from cp_styles.masks.linear_pieces import _make_pieces
 from cp_styles.plan import make_plan
 from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import _make_plan

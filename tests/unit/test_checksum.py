@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.checksum import _PIECE, checksum
+from cp_styles._lib.checksum import _PIECE, checksum
 
 
 def splitmix(words: list[int]) -> int:

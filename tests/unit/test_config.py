@@ -15,8 +15,8 @@ import torch
 from cp_styles.engine.config import AttentionConfig, rebuild, take_apart
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
-from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, striped
+from cp_styles.masks import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 
 ROOT = Path(__file__).parents[2]

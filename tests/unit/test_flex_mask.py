@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask
 
-from cp_styles.layout import by_work, contiguous, head_tail
-from cp_styles.mask import Causal, Documents, Mask, PerRow, SlidingWindow
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import by_work, contiguous, head_tail
+from cp_styles.masks import Causal, Documents, Mask, PerRow, SlidingWindow
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover
 from tests.layouts import layouts

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
-from cp_styles.mask import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
-from cp_styles.mask.algebra import UNBOUNDED
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.masks.algebra import UNBOUNDED
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import make_plan
 from tests.layouts import layouts
 from tests.oracle import Dilated

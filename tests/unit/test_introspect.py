@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from cp_styles.introspect import describe_code
+from cp_styles._lib.introspect import describe_code
 
 
 class Slopes:

@@ -10,16 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_styles.engine.config import rebuild, take_apart
-from cp_styles.layout import (
-    SequenceLayout,
-    Stripes,
-    contiguous,
-    head_tail,
-    layout_made_by,
-    per_document_head_tail,
-    striped,
-)
-from cp_styles.mask import Causal, Documents
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layouts.balancers import layout_made_by
+from cp_styles.layouts.layout import Stripes
+from cp_styles.masks import Causal, Documents
 from cp_styles.plan import imbalance
 from cp_styles.strategies.ulysses import _renumber_neighbours, join_neighbours
 from tests.layouts import layouts

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
-from cp_styles.mask.linear_pieces import cut_into_pieces, work_from
+from cp_styles.masks import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.masks.linear_pieces import cut_into_pieces, work_from
 from tests.oracle import Dilated, MaskCase, allowed, mask_cases, randn
 
 POSITIONS = torch.arange(17)

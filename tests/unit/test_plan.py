@@ -12,19 +12,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_styles import bounded_cache
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib import bounded_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.explain import explain
-from cp_styles.layout import (
-    SequenceLayout,
-    Stripes,
-    by_work,
-    contiguous,
-    head_tail,
-    per_document_head_tail,
-    striped,
-)
-from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layouts.layout import Stripes
+from cp_styles.masks import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.plan import Plan, attended_pairs, imbalance, make_plan
 from cp_styles.plan.linear import get_chunks
 from cp_styles.plan.plan import RowRanges, SourcePart

@@ -222,6 +222,17 @@ def test_old_names_are_gone_and_the_page_has_them():
     assert set(cp_styles.__all__) <= names.keys()
 
 
+def test_old_modules_are_gone_and_the_page_has_the_new_ones():
+    page = (ROOT / "tutorials/migration.md").read_text().split("## From an earlier release")[1]
+    modules = dict(re.findall(r"^\| `(cp_styles[\w.]+)` \| `(cp_styles[\w.]+)` \|$", page, re.M))
+    assert {"cp_styles.mask", "cp_styles.layout", "cp_styles.decoding", "cp_styles.mixers.by_name"} <= modules.keys()
+    for old, new in modules.items():
+        path = ROOT / old.replace(".", "/")  # and not find_spec, which looks into other installations too
+        assert not path.with_suffix(".py").exists()
+        assert not (path / "__init__.py").exists()
+        importlib.import_module(new)
+
+
 @pytest.mark.nightly  # with each version of torch; a process takes four seconds to import it
 def test_the_import_prints_nothing():
     """A name that one of torch's versions calls deprecated prints a line when it is imported or called."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cp_styles.replicas import project
+from cp_styles.collectives.replicas import project
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

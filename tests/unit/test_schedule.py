@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
-from cp_styles.bounded_cache import another_cache
+from cp_styles._lib.bounded_cache import another_cache
 from cp_styles.kernels.sdpa import CUDA_FLASH
-from cp_styles.mask import Mask
+from cp_styles.masks import Mask
 from cp_styles.plan.tiles import Cover
 from cp_styles.strategies.moving_kv import _Queries
 from cp_styles.strategies.schedule import Schedule, _make_block, make_schedule

@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import Tree as ExportedTree
 from cp_styles.batch import predicted_tokens
-from cp_styles.layout import by_work, contiguous, head_tail, striped
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Mask, PerRow, PrefixLM, SlidingWindow, Tree, WithBlocks
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import by_work, contiguous, head_tail, striped
+from cp_styles.masks import Causal, Chunked, Dense, Documents, Mask, PerRow, PrefixLM, SlidingWindow, Tree, WithBlocks
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 from tests.layouts import layouts
 from tests.unit.test_plan import check_plans, pairs_of

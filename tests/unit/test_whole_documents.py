@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from cp_styles import Causal, Documents, SequenceLayout, imbalance, packs, per_document_head_tail, whole_documents
+from cp_styles import Causal, Documents, SequenceLayout, imbalance, per_document_head_tail, whole_documents
+from cp_styles.batch import packs
 
 MIXES: dict[str, Callable[[random.Random], list[int]]] = {
     "short": lambda draw: [draw.randint(50, 800) for _ in range(200)],

@@ -30,17 +30,16 @@ TUTORIALS = ROOT / "tutorials"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # The modules whose names are not all exported from cp_styles, with a page for each.
 MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan", "mixers")
-MODULES += ("batch", "decoding", "joint_layout", "strategies")
+MODULES += ("batch", "functions.decode", "functions.joint_layout", "strategies")
 MODULES += ("integrations.transformers", "integrations.trainers")
 TITLES = {
-    "batch": "Batches, loss, gradients",
-    "batch_sharder": "Training step",
+    "batch": "Batches: a training step, labels, loss, gradients",
     "comm": "Agreement of ranks",
-    "decoding": "Decoding",
     "engine": "Scopes and checks",
-    "joint_layout": "Joint layouts",
-    "layout": "Layouts",
-    "mask": "Masks",
+    "functions.decode": "Decoding",
+    "functions.joint_layout": "Joint layouts",
+    "layouts": "Layouts",
+    "masks": "Masks",
     "mixers": "Linear attention, state spaces, convolutions",
     "plan": "Plans",
     "strategies": "Strategies",

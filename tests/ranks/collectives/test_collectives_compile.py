@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_styles.collectives import Padded, all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
-from cp_styles.layout import SequenceLayout, head_tail
+from cp_styles.layouts import SequenceLayout, head_tail
 from tests.ranks.collectives.collectives_reference import randn, world
 from tests.ranks.compiling import cannot_compile_on_threads, run_ranks
 

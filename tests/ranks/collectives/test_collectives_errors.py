@@ -22,7 +22,7 @@ from cp_styles.collectives import (
 )
 from cp_styles.collectives.peers import check_dim, compare_calls, get_peers
 from cp_styles.comm.agreement import WIDTH, StatusRow
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import randn, world

@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles import Checks
-from cp_styles._compat import run_kernel
+from cp_styles._lib.compat import run_kernel
 from cp_styles.collectives import Padded, Pending, gather, heads_to_seq, nested_layout, seq_to_heads
 from cp_styles.collectives.heads import head_ranges
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.strategies import Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world

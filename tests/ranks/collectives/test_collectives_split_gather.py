@@ -20,7 +20,8 @@ from cp_styles.collectives import (
     split,
 )
 from cp_styles.collectives.rows import Rows, make_rows
-from cp_styles.layout import SequenceLayout, even_sizes, head_tail, per_document_head_tail, striped
+from cp_styles.layouts import SequenceLayout, head_tail, per_document_head_tail, striped
+from cp_styles.layouts.ranges import even_sizes
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world

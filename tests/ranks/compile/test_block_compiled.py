@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.torch_api import context_parallel, context_parallel_unshard
 from tests.covering import at_night
 from tests.ranks.attention_case import EXACT, Problem

@@ -31,8 +31,8 @@ from cp_styles.engine.config import config_in_graph
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
-from cp_styles.layout import by_work, contiguous, head_tail
-from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
+from cp_styles.layouts import by_work, contiguous, head_tail
+from cp_styles.masks import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import RankError

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import head_tail
-from cp_styles.mask import Dense
+from cp_styles.layouts import head_tail
+from cp_styles.masks import Dense
 from cp_styles.strategies import Ulysses
 from cp_styles.styles import ModuleContextParallel
 from tests.covering import at_night, in_parts

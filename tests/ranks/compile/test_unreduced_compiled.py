@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from cp_styles.batch import sum_gradients
 from cp_styles.checks.gradient_watch import UnreducedGradientsError
 from cp_styles.comm.checks import Checks
-from cp_styles.layout import contiguous
+from cp_styles.layouts import contiguous
 from cp_styles.styles import ModuleContextParallel
 from tests.covering import at_night
 from tests.oracle import randn

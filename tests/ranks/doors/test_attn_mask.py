@@ -20,7 +20,7 @@ from cp_styles import (
     context_attention,
     head_tail,
 )
-from cp_styles.decoding import KVCache, context_decode
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, expected_attention

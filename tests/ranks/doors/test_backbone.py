@@ -38,8 +38,8 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.joint_layout import JointLayout
-from cp_styles.layout import Balancer
+from cp_styles.functions.joint_layout import JointLayout
+from cp_styles.layouts import Balancer
 from cp_styles.mixers import replace_dropout
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify

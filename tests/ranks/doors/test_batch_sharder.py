@@ -24,7 +24,6 @@ from cp_styles import (
     SequenceScope,
     SlidingWindow,
     Tree,
-    batch_sharder,
     contiguous,
     flex_attention,
     head_tail,
@@ -32,6 +31,7 @@ from cp_styles import (
     parallelize_module,
 )
 from cp_styles.batch import document_positions
+from cp_styles.batch import sharder as module_of_sharder
 from cp_styles.integrations.trainers import share_batches
 from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
@@ -605,7 +605,7 @@ def test_tokens_of_small_dtypes():
 
 
 def test_a_worker_process_cannot_compare(monkeypatch):
-    monkeypatch.setattr(batch_sharder, "get_worker_info", object)
+    monkeypatch.setattr(module_of_sharder, "get_worker_info", object)
     with pytest.raises(RankError, match="in a worker process of a DataLoader"):
         cut({"input_ids": TOKENS})
 

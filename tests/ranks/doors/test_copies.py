@@ -28,7 +28,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.checks import proof_of
-from cp_styles.layout import head_tail
+from cp_styles.layouts import head_tail
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import error, filled, randn

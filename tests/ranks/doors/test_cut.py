@@ -16,7 +16,7 @@ from cp_styles import (
     head_tail,
 )
 from cp_styles.collectives import gather, seq_to_heads
-from cp_styles.decoding import KVCache
+from cp_styles.functions.decode import KVCache
 from cp_styles.mixers import context_causal_conv1d, context_roll
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, error

@@ -26,8 +26,8 @@ from cp_styles import (
     striped,
 )
 from cp_styles.comm.agreement import WIDTH
-from cp_styles.decoding import DecodeCall, KVCache, context_decode, decode
-from cp_styles.mask.algebra import KeyRange
+from cp_styles.functions.decode import DecodeCall, KVCache, context_decode, decode
+from cp_styles.masks.algebra import KeyRange
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import dense_attention, error, randn
 

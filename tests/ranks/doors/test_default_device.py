@@ -30,8 +30,8 @@ from cp_styles import (
 )
 from cp_styles.batch import document_positions
 from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
-from cp_styles.decoding import KVCache, context_decode
 from cp_styles.explain import explain
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.testing import run_ranks
 from tests.doors import EACH, LENGTH, cut_contiguously
 from tests.oracle import dense_attention, error, randn

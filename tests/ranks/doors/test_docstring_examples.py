@@ -18,15 +18,16 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
-from cp_styles import batch, decoding, joint_layout, torch_api
+from cp_styles import batch, torch_api
 from cp_styles.explain import explain
+from cp_styles.functions import decode, joint_layout
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
 from tests.ranks.attention_case import Core
 from tutorials.llama import Llama, LlamaConfig
 
 OTHERS = {"explain": explain, "run_ranks": run_ranks}
-MODULES = [cp_styles, batch, decoding, joint_layout, torch_api]
+MODULES = [cp_styles, batch, decode, joint_layout, torch_api]
 KNOWN: dict[str, Any] = {name: getattr(module, name) for module in MODULES for name in module.__all__} | OTHERS
 del KNOWN["IGNORE_INDEX"]  # a number
 TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}

@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cp_styles.batch import sum_gradients
 from cp_styles.comm.checks import Checks
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks

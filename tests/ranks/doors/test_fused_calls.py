@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
-from cp_styles._compat import in_process_store
+from cp_styles._lib.compat import in_process_store
 from cp_styles.testing import RankError, run_ranks
 from tests.doors import EACH, LENGTH, cut_contiguously
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, randn

@@ -27,7 +27,7 @@ from cp_styles import (
     striped,
 )
 from cp_styles.engine.binding import get_bindings
-from cp_styles.layout import layout_made_by
+from cp_styles.layouts.balancers import layout_made_by
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.leaks import empty_caches

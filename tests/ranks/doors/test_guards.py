@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.comm.checks import Checks
-from cp_styles.decoding import LayerCaches
 from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.decode import LayerCaches
 from cp_styles.integrations.transformers import register_attention
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Documents, SlidingWindow
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Documents, SlidingWindow
 from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence
 from cp_styles.styles import ColwiseParallel, ModuleContextParallel
 from cp_styles.styles import parallelize_module as checked

@@ -29,8 +29,8 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.layout import join_layouts
-from cp_styles.mask import Dense
+from cp_styles.layouts import join_layouts
+from cp_styles.masks import Dense
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled

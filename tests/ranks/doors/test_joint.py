@@ -24,7 +24,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.joint_layout import JointLayout
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import attention_inputs, error, expected_attention, randn

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layouts import contiguous, head_tail
 from cp_styles.strategies import AllGather
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.covering import sampled

@@ -22,8 +22,8 @@ from cp_styles import Checks, context_attention
 from cp_styles.engine.binding import get_bindings
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import head_tail
-from cp_styles.mask import Causal, Dense, Full
+from cp_styles.layouts import head_tail
+from cp_styles.masks import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import Core, Projected, on_every_rank, parallel

@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import context_attention
-from cp_styles._compat import function_modes
+from cp_styles._lib.compat import function_modes
 from cp_styles.batch import sum_gradients
-from cp_styles.decoding import KVCache, context_decode
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Full
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Full
 from cp_styles.mixers import context_roll
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks

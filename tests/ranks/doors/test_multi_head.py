@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layouts import contiguous, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn

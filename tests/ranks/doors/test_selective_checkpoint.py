@@ -20,8 +20,8 @@ from cp_styles import flex_attention
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import head_tail
-from cp_styles.mask import Documents
+from cp_styles.layouts import head_tail
+from cp_styles.masks import Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks

@@ -21,7 +21,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
-from cp_styles.decoding import KVCache
+from cp_styles.functions.decode import KVCache
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.mixers import Channels, context_causal_conv1d, context_recurrence, context_roll
 from tests.doors import FlexCore, causal_scores

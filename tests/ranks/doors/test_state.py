@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrize
 
 from cp_styles.batch import sum_gradients
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
-from cp_styles.mask import Causal
+from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, striped
+from cp_styles.masks import Causal
 from cp_styles.styles import (
     AttentionContextParallel,
     ColwiseParallel,

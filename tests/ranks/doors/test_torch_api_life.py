@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles import AllGather, Causal, Documents, Ring, contiguous, head_tail
-from cp_styles._compat import function_modes
+from cp_styles._lib.compat import function_modes
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel, context_parallel_shard, context_parallel_unshard, set_rotate_method
 from cp_styles.torch_api.context_block import rotation

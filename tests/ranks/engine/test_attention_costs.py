@@ -13,8 +13,8 @@ from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Dense, Full
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Checks
-from cp_styles.batch import ReplicatedGathers, global_loss, global_token_count, sum_gradients
+from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.collectives import GradScale, gather, split
+from cp_styles.collectives.notes import ReplicatedGathers
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.comm.group_state import state_of
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
@@ -498,7 +499,7 @@ def test_on_a_gpu_the_host_waits_for_the_first_checks():
         return [x.inner for x in (*counts, *losses, weight.grad)]
 
     for right_first in (False, True):
-        with gpus(waits=["cp_styles.batch.on_host"]) as gpu:
+        with gpus(waits=["cp_styles.batch.losses.on_host"]) as gpu:
             for four, none, two, odd, grad in run_ranks(partial(on, right_first=right_first), 2):
                 assert (four.item(), none.item(), two.item()) == (4, 0, 2.0)
                 assert odd.isnan()

@@ -23,7 +23,7 @@ from cp_styles import BatchSharder, Ring, Ulysses, context_attention, contiguous
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.base import OtherBackward
-from cp_styles.mask import Causal, Full
+from cp_styles.masks import Causal, Full
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
 from cp_styles.verify import verify

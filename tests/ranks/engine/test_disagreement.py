@@ -24,8 +24,8 @@ from cp_styles import flex_attention
 from cp_styles.collectives import all_to_all
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.layout import contiguous, head_tail, per_document_head_tail
-from cp_styles.mask import Causal
+from cp_styles.layouts import contiguous, head_tail, per_document_head_tail
+from cp_styles.masks import Causal
 from cp_styles.strategies import Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks

@@ -22,8 +22,8 @@ from cp_styles.checks.gradient_watch import UnreducedGradientsError
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import head_tail
-from cp_styles.mask import Dense
+from cp_styles.layouts import head_tail
+from cp_styles.masks import Dense
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
@@ -74,8 +74,8 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
 
 
 SEEDS = count(100)  # what a mask holds is new to the caches
-TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.replicas.on_host"
-DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
+TOKENS, WATCH = "cp_styles.checks.uncut_batch.on_host", "cp_styles.collectives.replicas.on_host"
+DIGEST, LEVELS = "cp_styles._lib.checksum.checksum", "cp_styles.strategies.moving_kv._read_on_host"
 
 
 class Masked(Core):
@@ -91,7 +91,7 @@ class Masked(Core):
 def test_dense_masks(door, way: tuple[Strategy, int], kind: str, monkeypatch):
     """Two steps with one tensor, one with another that holds the same, and one that does not: the host waits for what
     each of them holds, and once for the levels of such a float mask, whose rows may be far from 0."""
-    monkeypatch.setattr("cp_styles.mask.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
+    monkeypatch.setattr("cp_styles.masks.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
     strategy, ranks = way
     layout, sees = head_tail(LENGTH, ranks), allowed(lambda p, j: (p + 3 * j) % 5 != 0 or j == p, LENGTH, LENGTH)
     added = sees if kind == "bool" else randn(next(SEEDS), LENGTH, LENGTH)
@@ -141,7 +141,7 @@ def test_packed_documents(way: tuple[Strategy, int], backend: str):
 
         return flex_steps(problem, attend, layout, rank)
 
-    with gpus(nccl_only=BACKENDS[backend], waits=["cp_styles.mask.bands.Documents.from_cu_seqlens"]) as gpu:
+    with gpus(nccl_only=BACKENDS[backend], waits=["cp_styles.masks.bands.Documents.from_cu_seqlens"]) as gpu:
         assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
     assert gpu.waits == ranks
 
@@ -149,7 +149,7 @@ def test_packed_documents(way: tuple[Strategy, int], backend: str):
 @pytest.mark.parametrize("what", ["cu_seqlens", "an additive mask"])
 def test_memory_that_a_kernel_fills_again(what: str, monkeypatch):
     """No call waits to see it. The results of comparisons are read once they have arrived, and all ranks raise."""
-    monkeypatch.setattr("cp_styles.mask.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
+    monkeypatch.setattr("cp_styles.masks.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
     layout, packs = head_tail(LENGTH, 2), what == "cu_seqlens"
     before, after = CU_SEQLENS, torch.tensor([0, 3, 10, 26], dtype=torch.int32)
     if not packs:
@@ -172,7 +172,7 @@ def test_memory_that_a_kernel_fills_again(what: str, monkeypatch):
                 return call, str(error)
         return -1, ""
 
-    with gpus(waits=["cp_styles.mask.bands.Documents.from_cu_seqlens", DIGEST, LEVELS]):
+    with gpus(waits=["cp_styles.masks.bands.Documents.from_cu_seqlens", DIGEST, LEVELS]):
         calls, texts = zip(*run_ranks(on, 2), strict=True)
     assert calls == (3, 3)
     assert any("was filled again. torch does not count changes by NumPy" in text for text in texts)
@@ -211,7 +211,7 @@ def flex_steps(problem: FlexProblem, attend, layout, rank: int) -> list[torch.Te
     return found
 
 
-LOSS = "cp_styles.batch.on_host"
+LOSS = "cp_styles.batch.losses.on_host"
 
 
 def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
@@ -288,6 +288,6 @@ def test_gradients_that_nobody_sums(nccl_only: bool):
         with pytest.raises(UnreducedGradientsError):
             steps(model, mesh["cp"], optimizer)
 
-    project = "cp_styles.replicas.project"
+    project = "cp_styles.collectives.replicas.project"
     with gpus(nccl_only=nccl_only, waits=[TOKENS, WATCH, LOSS, project]):
         run_ranks(on, 2)

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import connect_gloo
+from cp_styles._lib.compat import connect_gloo
 from cp_styles.comm import point_to_point
 from cp_styles.explain.dry_run import dry_run, kernel_of
 from cp_styles.explain.events import MemoryOp, Shapes
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel, packing
-from cp_styles.layout import contiguous, head_tail, striped
-from cp_styles.mask import Causal, Documents, Full, SlidingWindow
+from cp_styles.layouts import contiguous, head_tail, striped
+from cp_styles.masks import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import plain, sampled
@@ -438,7 +438,7 @@ def test_copies_that_block_are_noticed():
         return (values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)).to(device)
 
     masked = {"mask": Documents((41, 23)) & SlidingWindow(6, 0), "kernel": MASKED}
-    broken("cp_styles.device_copies.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
+    broken("cp_styles._lib.device_copies.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
     broken(
         "cp_styles.kernels.packing.tensor_on", tensor, r"torch\.tensor", Synchronizes, mask=Documents((10,) * 6 + (4,))
     )

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import global_loss, global_token_count, sum_gradients
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.covering import at_night

@@ -29,7 +29,6 @@ from cp_styles import (
     Checks,
     Ring,
     Ulysses,
-    batch,
     context_attention,
     contiguous,
     global_loss,
@@ -38,7 +37,8 @@ from cp_styles import (
     save_attention,
     sum_gradients,
 )
-from cp_styles._compat import cpu_backend_of
+from cp_styles._lib.compat import cpu_backend_of
+from cp_styles.batch import gradients
 from cp_styles.collectives import (
     all_to_all,
     gather,
@@ -53,8 +53,8 @@ from cp_styles.comm import point_to_point
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import Mailbox, PendingTransfers, TransferError, end_connections
-from cp_styles.decoding import KVCache, context_decode
-from cp_styles.joint_layout import JointLayout
+from cp_styles.functions.decode import KVCache, context_decode
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.mixers import Channels, Recurrence, context_recurrence
@@ -590,10 +590,10 @@ def collective(which: str, way: str, group: Any) -> Acts:
 
 # Where in a function rank 1 fails.
 WITH_MESSAGES: dict[str, tuple[str, Callable[[Any], Acts]]] = {
-    "sum_gradients": ("cp_styles.batch._sum_bucket", twice(summed)),
-    "context_decode": ("cp_styles.decoding._find_visible_keys", twice(decoded)),
-    "context_decode, its part": ("cp_styles.decoding._compute_part", twice(decoded)),
-    "whole tokens": ("cp_styles.joint_layout.JointLayout.whole", twice(lambda _: OF_KEYS["whole tokens"]())),
+    "sum_gradients": ("cp_styles.batch.gradients._sum_bucket", twice(summed)),
+    "context_decode": ("cp_styles.functions.decode._find_visible_keys", twice(decoded)),
+    "context_decode, its part": ("cp_styles.functions.decode._compute_part", twice(decoded)),
+    "whole tokens": ("cp_styles.functions.joint_layout.JointLayout.whole", twice(lambda _: OF_KEYS["whole tokens"]())),
     **{f"{which}, {way}": ("cp_styles.collectives.exchange.Blocks.pack", partial(collective, which, way))
        for which in ("all_to_all", "all_to_all, async") for way in ("forward", "backward")},
 }  # fmt: skip
@@ -689,7 +689,7 @@ def test_an_interrupt_while_a_rank_reads_why_another_one_failed():
 
 
 def test_gradients_of_which_some_are_summed_are_given_to_no_optimizer(monkeypatch):
-    fails, sum_bucket = threading.local(), batch._sum_bucket
+    fails, sum_bucket = threading.local(), gradients._sum_bucket
 
     def sum_or_fail(*args: Any) -> None:
         fails.left -= 1
@@ -705,5 +705,5 @@ def test_gradients_of_which_some_are_summed_are_given_to_no_optimizer(monkeypatc
         assert caught(lambda: sum_gradients(parameters, cp_mesh(RANKS), bucket_bytes=8)) is not None
         return [parameter.grad for parameter in parameters]
 
-    monkeypatch.setattr(batch, "_sum_bucket", sum_or_fail)
+    monkeypatch.setattr(gradients, "_sum_bucket", sum_or_fail)
     assert run_ranks(on, RANKS) == [[None] * 3] * RANKS

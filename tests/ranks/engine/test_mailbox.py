@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import cpu_backend_of, in_process_store
+from cp_styles._lib.compat import cpu_backend_of, in_process_store
 from cp_styles.comm.point_to_point import (
     WIDTH,
     Mailbox,

@@ -20,8 +20,8 @@ from cp_styles.functions.flex import context_flex_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import CPU_FLASH
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Dense, Documents, Mask
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Causal, Dense, Documents, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.covering import at_night, sampled

@@ -32,9 +32,9 @@ from cp_styles import (
 )
 from cp_styles.explain import explain
 from cp_styles.functions.join import join_attentions
-from cp_styles.joint_layout import JointLayout
-from cp_styles.layout import SequenceLayout, join_layouts
-from cp_styles.mask import EndedWindows, Mask, Shifted
+from cp_styles.functions.joint_layout import JointLayout
+from cp_styles.layouts import SequenceLayout, join_layouts
+from cp_styles.masks import EndedWindows, Mask, Shifted
 from cp_styles.mixers import selected_keys
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.covering import sampled

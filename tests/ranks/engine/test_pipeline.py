@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import per_document_head_tail
-from cp_styles.mask import Documents
+from cp_styles.layouts import per_document_head_tail
+from cp_styles.masks import Documents
 from cp_styles.styles import AttentionContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, error

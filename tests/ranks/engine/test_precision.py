@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
-from cp_styles.layout import contiguous
-from cp_styles.mask import Causal
+from cp_styles.layouts import contiguous
+from cp_styles.masks import Causal
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks

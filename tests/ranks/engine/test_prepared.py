@@ -13,8 +13,8 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.kernels.base import bind_tile
 from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_CUDNN_PREFERRED, CpuFlashKernel
-from cp_styles.layout import contiguous, head_tail, striped
-from cp_styles.mask import Causal
+from cp_styles.layouts import contiguous, head_tail, striped
+from cp_styles.masks import Causal
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.base import ResidualPlaces
 from cp_styles.strategies.schedule import make_schedule

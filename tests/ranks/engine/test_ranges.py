@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cp_styles import Ring, Ulysses, context_attention, contiguous
-from cp_styles._compat import named_range
+from cp_styles._lib.compat import named_range
 from cp_styles.strategies import Strategy
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import Problem, cp_mesh, run_attention

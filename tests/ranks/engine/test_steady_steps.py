@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles import Causal, Documents, SlidingWindow, bounded_cache, context_attention, contiguous, head_tail
-from cp_styles.bounded_cache import another_cache
+from cp_styles import Causal, Documents, SlidingWindow, context_attention, contiguous, head_tail
+from cp_styles._lib import bounded_cache
+from cp_styles._lib.bounded_cache import another_cache
+from cp_styles._lib.device_copies import DeviceTables, numbers_on
 from cp_styles.collectives import seq_to_heads
 from cp_styles.comm.checks import CHECKS
-from cp_styles.decoding import KVCache, context_decode
-from cp_styles.device_copies import DeviceTables, numbers_on
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.mixers import Recurrence, context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.mixers.convolution import last_rows
 from cp_styles.mixers.fragments import CutSequence
@@ -129,7 +130,8 @@ def test_the_second_step_makes_nothing_again(call: Callable[[torch.Tensor], torc
 
 
 def test_decoding_copies_positions_once(monkeypatch):
-    monkeypatch.setattr("cp_styles.decoding.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
+    # Tensors here are a subclass.
+    monkeypatch.setattr("cp_styles.functions.decode.check_plain_mask", lambda tensor: None)
     whole, seen = randn(0, 1, 2, LENGTH + 4, 8), torch.ones(1, 1, 1, LENGTH + 4, dtype=torch.bool)
     seen[..., 5] = False
 
@@ -146,7 +148,7 @@ def test_decoding_copies_positions_once(monkeypatch):
             assert torch.equal(read(cache.positions(DEVICE)), cache.positions())
         return uploads, read(out)
 
-    with gpus(waits=["cp_styles.checksum.checksum"]):  # of each new mask
+    with gpus(waits=["cp_styles._lib.checksum.checksum"]):  # of each new mask
         found = run_ranks(on, RANKS)
     wanted = dense_attention(whole[:, :, -1:], whole, whole, seen)
     for (first, *later), out in found:

@@ -29,7 +29,7 @@ from cp_styles.checks.gradient_watch import (
 from cp_styles.comm.checks import Checks
 from cp_styles.engine.observers import CheckedCall
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous
+from cp_styles.layouts import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.covering import at_night, sampled

@@ -14,8 +14,8 @@ import torch
 
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import SequenceLayout, contiguous
-from cp_styles.mask import Dense, SlidingWindow
+from cp_styles.layouts import SequenceLayout, contiguous
+from cp_styles.masks import Dense, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_styles
 from cp_styles import flex_attention
-from cp_styles._compat import passes_flex_attention
+from cp_styles._lib.compat import passes_flex_attention
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.layout import by_work, contiguous, head_tail
-from cp_styles.mask import Causal, Documents, SlidingWindow
-from cp_styles.mask.block_mask import FlexMask
+from cp_styles.layouts import by_work, contiguous, head_tail
+from cp_styles.masks import Causal, Documents, SlidingWindow
+from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import make_plan
 from cp_styles.strategies import Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel

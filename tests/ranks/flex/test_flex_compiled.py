@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from cp_styles import flex_attention
 from cp_styles.comm import agreement
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import SequenceLayout, head_tail
+from cp_styles.layouts import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
 from tests.covering import at_night

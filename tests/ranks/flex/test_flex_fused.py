@@ -17,7 +17,7 @@ from cp_styles.functions import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import TilePositions
 from cp_styles.kernels.merge import EMPTY_LSE
-from cp_styles.layout import contiguous
+from cp_styles.layouts import contiguous
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT

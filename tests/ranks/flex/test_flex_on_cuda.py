@@ -15,8 +15,8 @@ from cp_styles.engine.binding import Binding
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.kernels import CompiledFlexKernel
 from cp_styles.kernels.base import TilePositions
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
-from cp_styles.mask import Full
+from cp_styles.layouts import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.masks import Full
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
@@ -117,7 +117,7 @@ def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
             found = [read(out), read(lse), *map(read, shares)]
         return found
 
-    with compiled_flex_on_cpu() as calls, gpus(waits=["cp_styles.checksum.checksum"]) as gpu:
+    with compiled_flex_on_cpu() as calls, gpus(waits=["cp_styles._lib.checksum.checksum"]) as gpu:
         # Float32: some hundred roundings of 6e-8 in a sum.
         assert max(problem.errors(run_ranks(on, ranks), layout)) < 1e-5
     assert bool(calls) == (dim == 16)

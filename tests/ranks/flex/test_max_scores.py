@@ -38,8 +38,8 @@ from cp_styles import (
     striped,
 )
 from cp_styles.kernels import max_scores
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import EndedWindows, Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import EndedWindows, Mask
 from cp_styles.mixers import selected_keys
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
 from tests.covering import sampled

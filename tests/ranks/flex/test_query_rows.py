@@ -25,9 +25,9 @@ from cp_styles import (
     head_tail,
     striped,
 )
+from cp_styles._lib.introspect import captured_tensors
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.functions.max_scores import max_scores
-from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import FlexKernel
 from cp_styles.mixers import query_rows
 from cp_styles.testing import RankError, run_ranks

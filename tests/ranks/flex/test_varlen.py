@@ -13,8 +13,8 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Documents
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Causal, Documents
 from cp_styles.plan import make_plan
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks

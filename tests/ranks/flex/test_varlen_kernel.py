@@ -14,8 +14,8 @@ import torch
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import VarlenKernel
-from cp_styles.layout import contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Documents, PerRow, SlidingWindow
+from cp_styles.layouts import contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.masks import Causal, Documents, PerRow, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.plan.tiles import Cover
 from cp_styles.strategies import AllGather, Ring, Ulysses

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import contiguous, head_tail
-from cp_styles.layout import SequenceLayout, striped
+from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import Channels, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error, randn

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import contiguous
-from cp_styles.layout import SequenceLayout, striped
+from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import context_causal_conv1d
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.layouts import layouts

@@ -32,7 +32,7 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.layout import SequenceLayout, striped
+from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import context_halo, context_roll
 from cp_styles.mixers.halo import halo_plan
 from cp_styles.testing import CommunicationTrace, run_ranks

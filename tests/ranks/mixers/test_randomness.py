@@ -25,7 +25,7 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.layout import SequenceLayout
+from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers import context_dropout, context_rand, context_randn, derive_seed, randomness, replace_dropout
 from cp_styles.testing import RankError, run_ranks
 from tests.layouts import layouts

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Documents, SequenceScope, contiguous, head_tail
 from cp_styles.comm.point_to_point import TransferError
-from cp_styles.layout import striped
+from cp_styles.layouts import striped
 from cp_styles.mixers import Recurrence, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests import mixers

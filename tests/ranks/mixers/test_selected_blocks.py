@@ -28,8 +28,8 @@ from cp_styles.explain import explain_calls
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels import selected as kernel_file
 from cp_styles.kernels.selected import SelectedKernel
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import EndedWindows, Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import EndedWindows, Mask
 from cp_styles.mixers import selected_keys
 from cp_styles.mixers import selection as selection_file
 from cp_styles.plan import selected as plan_file

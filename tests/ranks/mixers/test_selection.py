@@ -34,8 +34,8 @@ from cp_styles import (
 )
 from cp_styles.collectives import gather
 from cp_styles.explain import explain_calls
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.layouts import SequenceLayout
+from cp_styles.masks import Mask
 from cp_styles.mixers import context_select, selected_keys, selected_weights
 from cp_styles.mixers import selection as selection_file
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks

@@ -8,7 +8,8 @@ import inspect
 
 import pytest
 
-from cp_styles.mixers import Channels, by_name
+from cp_styles.integrations import layers
+from cp_styles.mixers import Channels
 from cp_styles.mixers.recurrence import _UNSUPPORTED, KNOWN
 from tests.ranks.mixers import kernels
 
@@ -75,7 +76,7 @@ def test_every_argument_is_passed_on_understood_or_refused():
     for name, arguments in ALL.items():
         how = KNOWN.get(name)
         if how is None:
-            understood = {"x", *by_name._UNSUPPORTED}
+            understood = {"x", *layers._UNSUPPORTED}
         elif isinstance(how, Channels):
             understood = {*how.cut, *how.shared, *how.parameters, how.wants}
         else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import Causal, Documents, SequenceScope, contiguous, head_tail
-from cp_styles.layout import SequenceLayout, striped
+from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import context_windows, window_layout
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.layouts import layouts

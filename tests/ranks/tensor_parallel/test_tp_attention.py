@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Dense
+from cp_styles.layouts import contiguous, head_tail
+from cp_styles.masks import Dense
 from cp_styles.mixers import selected_keys
 from cp_styles.plan import selected
 from cp_styles.strategies import AllGather, Ring, Ulysses

@@ -23,8 +23,8 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
-from cp_styles.layout import SequenceLayout, head_tail
-from cp_styles.mask import Dense
+from cp_styles.layouts import SequenceLayout, head_tail
+from cp_styles.masks import Dense
 from cp_styles.testing import run_ranks
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 

@@ -29,8 +29,8 @@ from cp_styles import (
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role
-from cp_styles.decoding import KVCache, context_decode
-from cp_styles.mask import Dense, Mask
+from cp_styles.functions.decode import KVCache, context_decode
+from cp_styles.masks import Dense, Mask
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.testing import run_ranks
 from cp_styles.verify.planted import PlantedCut

@@ -39,8 +39,8 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.__main__ import main
-from cp_styles.batch import Losses
 from cp_styles.checks import proof_of
+from cp_styles.collectives.notes import Losses
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import Role
 from cp_styles.testing import MemoryTrace, RankError, run_ranks
@@ -690,7 +690,7 @@ class Called(nn.Module):
 
 
 def test_what_was_given_the_real_mesh_follows():
-    """A function in the model, a sharder that was made before the step, and functions of batch.py."""
+    """A function in the model, a sharder that was made before the step, and functions of cp_styles.batch."""
 
     def on(rank: int, *, shift: bool) -> str:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -919,7 +919,7 @@ def test_dropout_that_draws_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatc
                 super().__init__(model)
                 self.drawn_from = dist.get_rank()
 
-        processes.setattr("cp_styles.verify.ModelState", Seeded)
+        processes.setattr("cp_styles.verify.verification.ModelState", Seeded)
         assert words not in run(model)[0].line
     drawn = []
     for seed in (0, 0, 1):
