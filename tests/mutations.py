@@ -1378,6 +1378,314 @@ fit: quantized parameters are counted | clients/test_fit.py -k refused
 fit: the printed loss is averaged over the sequence alone | clients/test_fit.py -k code_trains
     code_of | 'both' if plan.dp > 1 else 'cp'
     becomes | 'cp'
+style: the first axis of a mesh for its own | ranks/doors/test_styles.py -k another_name
+    take_axis | return device_mesh[axis]
+    becomes | return device_mesh[device_mesh.mesh_dim_names[0]]
+style: a core that has the style gets it again | ranks/doors/test_state.py -k style_applied_twice
+    AttentionContextParallel._apply | if hasattr(module, _STATE):
+    becomes | if False:
+style: a model with a style in it gets it again | ranks/doors/test_state.py -k style_applied_twice
+    ModuleContextParallel._apply | if applied:
+    becomes | if False:
+style: a plan is applied twice | ranks/doors/test_state.py -k plan_applied_twice
+    OnMeshAxis._apply | if mark in module.__dict__.get(_APPLIED, ()):
+    becomes | if False:
+style: a path of a plan matches no module | ranks/doors/test_guards.py -k path_matches_nothing
+    parallelize_module | if unmatched:
+    becomes | if False:
+style: each rank gets the parameters of rank 0 | ranks/doors/test_styles.py -k src_data_rank
+    parallelize_module | src_data_rank=src_data_rank)
+    becomes | src_data_rank=0)
+style: all modules of a style are one place | ranks/engine/test_disagreement.py -k leave_out
+    ContextParallelStyle.bind | numbers[self] = site = numbers.get(self, 0) + 1
+    becomes | numbers[self] = site = 1
+style: two axes by name | ranks/tensor_parallel/test_tp_refusals.py -k two_axes
+    ContextParallelStyle.__init__ | if not isinstance(mesh_axis, str):
+    becomes | if False:
+style: arguments of models are looked at on request alone | ranks/doors/test_guards.py -k labels
+    ModuleContextParallel.__init__ | checks: Checks = CHECKS
+    becomes | checks: Checks = Checks(inputs=False)
+style: a model is taken for proved | ranks/verify/test_verify.py -k never_compared
+    ModuleContextParallel.__init__ | verified: bool = False
+    becomes | verified: bool = True
+style: a forward without attention is told to nobody | ranks/engine/test_disagreement.py -k does_not_attend
+    _ObservedForward.end | self.calls.unscoped.tell_peers(error)
+    becomes | pass
+style: a scripted attention stays local | ranks/doors/test_unseen.py -k torchscript
+    ModuleContextParallel._apply | if scripted is not None:
+    becomes | if False:
+style: a core that calls no attention | ranks/doors/test_errors.py -k modules_that_do_something_else
+    CoreState._convert_output | if not self.calls.forward_state.calls and graph_task_id() < 0:
+    becomes | if False:
+style: a tensor that nobody cuts in a core | ranks/doors/test_errors.py -k masks_of_the_call
+    CoreState._refuse_other_tensors | if isinstance(value, torch.Tensor) and label not in (*self._names, "attn_mask"):
+    becomes | if False:
+style: parts that DTensor cuts otherwise are handed out as its own | ranks/engine/test_attention_parity.py -k
+        uneven_dtensors
+    CoreState._declarable_length | if layout.lengths != even:
+    becomes | if False:
+style: gradients of parameters over the axes of another forward | ranks/tensor_parallel/test_tp_refusals.py -k
+        inputs_of_one_form
+    CoreState._keep_form | if before is not None and before[0] != cut:
+    becomes | if False:
+style: a parameter inside has the gradient of this rank's heads | ranks/tensor_parallel/test_tp_attention.py -k
+        parameter_inside
+    InputForm.reduce_gradient | Partial() if placement.is_shard() else Replicate() for placement
+    becomes | Replicate() for placement
+style: outputs whose heads are not known | ranks/tensor_parallel/test_tp_refusals.py -k do_not_show
+    InputForm.place_output | if (rows and not has_rows) or (heads and not (has_rows and has_heads)):
+    becomes | if False:
+style: gradients of replicated keys are of this rank's heads | ranks/tensor_parallel/test_tp_attention.py -k placements
+    SequenceBoundary.local | key if key == of_query else Partial()
+    becomes | key
+style: an output that has lost the sequence | ranks/doors/test_errors.py -k modules_that_do_something_else
+    SequenceBoundary.leave | if not isinstance(placement, Shard):
+    becomes | if False:
+style: handlers of others are dropped | ranks/doors/test_leaks_life.py -k handlers_of_others
+    _Handler.__call__ | (self._previous or default_dispatch)
+    becomes | default_dispatch
+style: the mesh inside of a core communicates | ranks/tensor_parallel/test_tp_refusals.py -k gathering
+    private_mesh | without_communication(mesh, NO_COMMUNICATION)
+    becomes | mesh
+style: a gradient in other placements is taken as it is | ranks/engine/test_attention_parity.py
+        ranks/tensor_parallel/test_tp_attention.py
+    _Placed.backward | if grad is not None and grad.placements != spec.placements:
+    becomes | if False:
+style: inputs that want no gradient make one | ranks/doors/test_derivatives.py
+    _Placed.forward | ctx.mark_non_differentiable(*itertools.compress(dtensors, map(operator.not_,
+        ctx.needs_input_grad[1:])))
+    becomes | pass
+style: only the rank without its key heads refuses them | ranks/tensor_parallel/test_tp_refusals.py -k another_rank_than
+    find_local_heads | range(mesh.size(axis)) if axis in cut else (coordinates[axis],)
+    becomes | (coordinates[axis],)
+style: key heads in blocks where they are not | ranks/tensor_parallel/test_tp_attention.py -k 'key_heads and 12'
+    select_key_heads | all(pair == first + index // group for index, pair in enumerate(pairs))
+    becomes | True
+style: a mesh over other ranks by the name of an axis | ranks/tensor_parallel/test_tp_refusals.py -k other_dtensors
+    axis_in | if not torch.equal(mesh.mesh, composed.mesh[index].permute([sorted(axes).index(axis) for axis in axes])):
+    becomes | if False:
+style: query and key in placements that do not fit | ranks/tensor_parallel/test_tp_refusals.py -k other_dtensors
+    refuse_placements | keys[0] != keys[1] or not
+    becomes | not keys or not keys and
+tp: ranks of the sequence hear nothing of rows that it does not divide | ranks/tensor_parallel/test_tp_refusals.py -k
+        a_part_that
+    OnMeshAxis._refuse_uneven | tell_peers(f"{type(self).__name__} on {where}", group, problem)
+    becomes | pass
+tp: a norm's rows that it does not divide | ranks/doors/test_rare_options.py -k norm_along
+    SequenceParallel._prepare_output_fn | if use_local_output:
+    becomes | if False:
+tp: replicated inputs over the sequence axis | ranks/tensor_parallel/test_tp_cp.py -k refuse
+    AxisAdapter._take_own_axis | if len(cut) < len(other_axes) or features_dim in cut.values():
+    becomes | if False:
+intercept: arguments of a later torch are dropped | ranks/doors/test_unseen.py -k later_torch
+    AttentionCalls._attend | if others:
+    becomes | if False:
+intercept: dropout is left out | ranks/doors/test_module_door.py -k dropout
+    AttentionCalls._attend | if dropout_p:
+    becomes | if False:
+intercept: torch's flex_attention attends to a part | ranks/flex/test_flex.py -k torchs_own
+    AttentionCalls.__exit__ | if isinstance(exception[1], Exception) and passes_flex_attention(exception[1],
+        but=flex_attend):
+    becomes | if False:
+intercept: nested modules enter the mode again | ranks/doors/test_module_door.py -k however_deep
+    AttentionCalls.__enter__ | bool(self._entries) and self.current() is self
+    becomes | False
+intercept: a checkpoint of another library attends outside | ranks/doors/test_module_door.py -k not_torchs
+    AttentionCalls.wrap_checkpoints | if entry.grad and not torch.is_grad_enabled():
+    becomes | if False:
+intercept: inputs that another layout has cut | ranks/doors/test_cut.py -k another_cut
+    AttentionCalls.begin_forward | binding.refuse_other_cut(self.forward_state.cuts)
+    becomes | pass
+intercept: an error of the model's code is told to nobody | ranks/engine/test_disagreement.py -k whatever
+    AttentionCalls.end_forward | self.unscoped.tell_peers(error)
+    becomes | pass
+intercept: a trace of one process is taken | ranks/doors/test_errors.py -k not_traced
+    AttentionCalls.refuse_tracer | if graph_task_id() < 0 and self.unscoped.group.size() > 1:
+    becomes | if False:
+functions: an error in an argument is told to nobody | ranks/engine/test_turns.py -k function
+    context_attention | problem = tell_of_call(source, error)
+    becomes | problem = error.args[0]
+functions: weights of a part's attention | ranks/doors/test_multi_head.py ranks/doors/test_module_door.py
+    multi_head_attention | if need_weights:
+    becomes | if False:
+functions: padding takes the place of a mask | ranks/doors/test_multi_head.py -k exact
+    multi_head_attention | mask = padding if mask is None else mask + padding
+    becomes | mask = padding
+functions: keys of MultiheadAttention beyond the sequence | ranks/doors/test_module_door.py -k refused
+    multi_head_attention | if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
+    becomes | if False:
+functions: masks by head of MultiheadAttention by row | ranks/doors/test_multi_head.py -k exact
+    multi_head_attention | mask.unflatten(0, (-1, num_heads))
+    becomes | mask.unflatten(0, (num_heads, -1)).transpose(0, 1)
+functions: documents of the batch before | ranks/flex/test_changed_in_place.py -k documents
+    _read_documents | or not contents.are_in(cu_seqlens, f"cu_seqlens of shape {tuple(cu_seqlens.shape)}")
+    becomes nothing
+functions: keys of varlen_attn have the documents of queries | ranks/flex/test_varlen.py -k refused
+    varlen_operator | cu_seq_k is None or (cu_seq_k is not cu_seq_q and not torch.equal(cu_seq_k, cu_seq_q))
+    becomes | cu_seq_k is None
+functions: sums that are promised to be the same in any batch | ranks/flex/test_varlen.py -k refused
+    varlen_operator | if num_splits is not None:
+    becomes | if False:
+functions: a pack that one rank refuses is told to nobody | ranks/engine/test_turns.py ranks/flex/test_varlen.py
+    _attend_packed | binding.telling(), without_dispatch_modes()
+    becomes | without_dispatch_modes()
+functions: the largest position of this rank | ranks/doors/test_largest_position.py
+    largest_position | largest.new_tensor(max(row.q_length for row in rows))
+    becomes | largest
+functions: any maximum in a model is over all ranks | ranks/doors/test_largest_position.py
+    largest_position | or not any(_is_view(args[0], x) for x in position_ids)
+    becomes nothing
+functions: latents and rotary keys of other tokens | ranks/doors/test_latents.py -k mistake_on_one
+    LatentCall.check | if latent.shape[:2] != rot.shape[:2]:
+    becomes | if False:
+functions: a kernel of flex_attention that is not asked for | ranks/flex/test_flex.py -k refused
+    FlexCall.check | if backend not in ("AUTO", "TRITON"):
+    becomes | if False:
+functions: a user's kernel in place of a score_mod | ranks/doors/test_shared_arguments.py -k score_mod
+    _bind_call | if binding.kernel is not None:
+    becomes | if False:
+torch's API: a change of a part in place changes the whole buffer | ranks/doors/test_torch_api.py -k "leaves_as_buffers
+        or all_kinds"
+    CutBuffer.cut | .clone(memory_format=torch.contiguous_format)
+    becomes nothing
+torch's API: a gradient of a part for a leaf that has a whole one | ranks/doors/test_torch_api_refusals.py
+    CutBuffer.cut | if grad is not None and grad.shape != self.data.shape:
+    becomes | if False:
+torch's API: a buffer counts as cut after its block | ranks/doors/test_torch_api.py
+    CutBuffer.replace_data | mark_cut(buffer, previous_cut)
+    becomes | pass
+torch's API: a change in place of what the backward needs | ranks/doors/test_torch_api.py -k is_noticed
+    Aliases.__init__ | if alias._version != version:
+    becomes | if False:
+torch's API: offloading does not get what a block saves | ranks/doors/test_torch_api_life.py
+        ranks/doors/test_torch_api.py
+    Aliases.__init__ | outer = saved_tensors_hooks_on_top()
+    becomes | outer = None
+torch's API: buffers that are to stay cut are made whole | ranks/doors/test_torch_api.py
+        ranks/doors/test_torch_api_life.py
+    _BlockEntry.enter | if again or part.restored:
+    becomes | if True:
+torch's API: a recomputation leaves a kept buffer cut as it was | ranks/doors/test_torch_api_life.py -k kept_buffer
+    _BlockEntry.enter | if again or part.restored:
+    becomes | if part.restored:
+torch's API: a kept buffer that is no buffer | ranks/doors/test_torch_api_refusals.py
+    context_parallel._make_entry | if all(buffer is not other for other, _ in cut_buffers):
+    becomes | if False:
+torch's API: a buffer is cut twice | ranks/doors/test_torch_api_refusals.py
+    context_parallel._refuse_part | if cut is not None and cut[0].ranks > 1 and buffer.shape[dim] == cut[0].lengths[rank
+        % cut[0].ranks]:
+    becomes | if False:
+torch's API: buffers of the ranks are not compared | ranks/doors/test_torch_api_refusals.py
+    check_on_ranks | facts(results[0])
+    becomes | []
+torch's API: a view that was changed loses its graph | ranks/doors/test_torch_api.py -k computed_in_place
+    context_parallel.__exit__ | if part.restored and part.buffer.grad_fn is not None:
+    becomes | if False:
+torch's API: the parts of a layout of one's own are joined by the default | ranks/doors/test_torch_api.py -k cut_belongs
+    context_parallel.__enter__ | self._balancer if self._layout is None else None
+    becomes | self._balancer
+torch's API: parts that the layout does not give | ranks/doors/test_torch_api.py ranks/doors/test_torch_api_refusals.py
+    context_parallel_unshard | if layouts[-1].lengths != lengths:
+    becomes | if False:
+torch's API: a rotate method that outlives its with | ranks/doors/test_torch_api_life.py -k rotate_method
+    set_rotate_method | restore.callback(rotation.set, rotation.get())
+    becomes | pass
+torch's API: a suspended generator's block takes attention | ranks/doors/test_torch_api_life.py
+    _BlockCalls.__torch_function__ | if _open.get() != (self._entry,) and not self.encloses_call():
+    becomes | if False:
+torch's API: a block without attention says nothing | ranks/doors/test_unseen.py -k blocks_without
+    _BlockCalls.__exit__ | if self._entry.parts and not
+    becomes | if False and not
+torch's API: switched off balance cuts in heads and tails | ranks/doors/test_torch_api.py -k switch_of_the_balance
+    context_parallel._make_entry | self._balancer = head_tail if torch_balances_load() else contiguous
+    becomes | self._balancer = head_tail
+collectives: gradients of shared key heads in 16 bits | ranks/collectives/test_collectives_heads.py -k float32
+    merge_columns | wide = further and dtype in (torch.float16, torch.bfloat16)
+    becomes | wide = False
+collectives: integers that gloo does not know | ranks/collectives/test_collectives_all_to_all.py -k dtypes
+    _view_for_wire | or packed.dtype in _UNKNOWN_TO_GLOO
+    becomes nothing
+collectives: parts of other sizes in an all-gather | ranks/collectives/test_collectives_split_gather.py -k split_cuts
+    Exchange.start | if len(set(self.rows.sizes)) == 1:
+    becomes | if True:
+collectives: gathered rows in the order of ranks | ranks/collectives/test_collectives_split_gather.py -k split_cuts
+    Blocks.unpack_columns | self.op.rows.to_global(wire.view(self._whole_shape))
+    becomes | wire.view(self._whole_shape)
+collectives: sizes that do not add up | ranks/collectives/test_collectives_errors.py -k one_did_wrong
+    all_to_all | if sum(parts) != x.shape[scatter]:
+    becomes | if False:
+collectives: backwards in another order | ranks/engine/test_half_way.py -k collectives_whose
+    all_to_all | return differentiable(op, x, check=checks.agreement)
+    becomes | return differentiable(op, x, check=False)
+collectives: key heads pair with the queries of another rank | ranks/collectives/test_collectives_heads.py -k
+        heads_it_needs
+    _repeat_kv_heads | if not count or (count % heads == 0 and kv_heads == tuple([i // (count // heads) for i in
+        range(count)])):
+    becomes | if not count or count % heads == 0:
+collectives: the last key head of a rank is left out | ranks/collectives/test_collectives_heads.py -k heads_it_needs
+    head_ranges | -(-stop // group)
+    becomes | max(stop // group, start // group + 1)
+collectives: a rank with another share of the heads | ranks/collectives/test_collectives_errors.py -k one_did_wrong
+    heads_to_seq | if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
+    becomes | if False:
+collectives: calls of the ranks are not compared | ranks/collectives/test_collectives_errors.py -k one_did_wrong
+    exchange_rows | return agree_on_facts(facts, Meeting.COLLECTIVE, where, path=call)
+    becomes | return agree_on_facts(lambda: ({}, facts()[1]), Meeting.COLLECTIVE, where, path=call)
+collectives: padding travels | ranks/collectives/test_collectives_heads.py -k padding
+    Rows.trim | x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])
+    becomes | x
+collectives: a shard that another layout has cut | ranks/doors/test_cut.py -k other_functions
+    check_local | refuse_other_cut("cp_styles.collectives", (x,), rows.layout, f"{rows.layout.length} positions")
+    becomes | pass
+collectives: a mean over the group is a sum | ranks/collectives/test_collectives_split_gather.py -k grad_scale
+    GradScale.factor | 1.0 / ranks
+    becomes | 1.0
+collectives: whole gradients behind a split are summed once more | ranks/engine/test_batch.py -k in_front_of_a_split
+    split | if grad_scale is not GradScale.DOWN:
+    becomes | if False:
+collectives: a fill that the dtype does not hold | ranks/collectives/test_collectives_errors.py
+    _resolve_whole | if not holds(x.dtype, fill):
+    becomes | if False:
+collectives: a sample that cannot be sent | ranks/collectives/test_collectives_sync.py -k cannot_send
+    sync_inputs | pickle.dumps(skeleton)
+    becomes | pass
+collectives: the next sample travels when this one has arrived | ranks/collectives/test_collectives_sync.py -k
+        next_sample
+    _iterate | if rank + 1 < peers.size: following = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors,
+        peers) with collective(resolve_group(peers.name), "sync_inputs"): for work in works: work.wait() received =
+        iter(tensors)
+    becomes | [work.wait() for work in works]; received = iter(tensors)
+collectives: samples have gradients | ranks/collectives/test_collectives_sync.py -k without_gradients
+    _extract_tensor | leaf.detach() if device is None
+    becomes | leaf if device is None
+collectives: each wait receives anew | ranks/collectives/test_collectives_all_to_all.py -k async
+    Pending.wait | self._result, self._finish = self._finish(), None
+    becomes | self._result = self._finish()
+collectives: a rank that uses no result of an exchange | ranks/mixers/test_by_channels.py ranks/test_random.py -k
+        "mixers or channels or equals"
+    _KeepInGraph.backward | return grad, *(zero if needed else None
+    becomes | return grad, *(None if needed else None
+comm: an error without agreement leaves peers waiting | ranks/engine/test_half_way.py -k do_not_agree
+    tell_peers | if not agrees: abort_group(group, error)
+    becomes | if not agrees:
+comm: ranks without agreement take any layout | ranks/engine/test_agreement.py -k needs_a_layout
+    start_status | if assumed is None:
+    becomes | if False:
+comm: facts without a text leave peers waiting | ranks/engine/test_agreement.py -k texts
+    compare | except Exception as error:
+    becomes | except KeyError as error:
+comm: facts whose texts are equal are no difference | ranks/engine/test_agreement.py -k texts
+    compare | if not fact:
+    becomes | if False:
+comm: one order of ranks on each rank | ranks/engine/test_disagreement.py -k composed_mesh
+    refuse_other_order | else [line for line in lines if ascending and line != sorted(line)]
+    becomes | else []
+comm: a mesh in any order | ranks/engine/test_disagreement.py -k composed_mesh
+    axis_and_group | refuse_other_order(mesh, group)
+    becomes | pass
+comm: a rank that is not in the group | ranks/collectives/test_collectives_errors.py -k none
+    axis_and_group | if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+    becomes | if False:
 """)
 
 

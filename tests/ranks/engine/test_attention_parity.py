@@ -147,13 +147,20 @@ def test_uneven_dtensors_are_not_handed_out(mesh, rank: int):
 @pytest.mark.parametrize("length", [12, 13])
 @on_every_rank(3)
 def test_reshapes_inside_the_module(mesh, rank: int, length: int):
-    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules."""
+    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules. And with
+    inputs, which lie in memory as projections return them."""
     problem = Problem(length=length)
 
     class Joined(Core):
         def forward(self, query, key, value):
+            query = query.flatten(0, 1).unflatten(0, query.shape[:2])
             out = super().forward(query, key, value).transpose(1, 2).contiguous()
             return out.view(out.shape[0], out.shape[1], -1).unsqueeze(0).expand(1, -1, -1, -1)[0]
 
     core = parallel(Joined(), mesh)
-    return max(run_attention(lambda *qkv: core(*qkv).unflatten(2, (4, 8)).transpose(1, 2), problem, rank, 3))
+
+    def attend(*qkv):
+        projected = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv)
+        return core(*projected).unflatten(2, (4, 8)).transpose(1, 2)
+
+    return max(run_attention(attend, problem, rank, 3))

@@ -278,6 +278,37 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
         assert "ranks [1] of mesh axis 'cp' have failed" in str(other)
 
 
+class Catches(nn.Module):
+    """Goes on without its attention where this is refused."""
+
+    dropout = 0.0
+
+    def forward(self, query, key, value):
+        try:
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, enable_gqa=True)
+        except NotImplementedError:
+            return query
+
+
+@pytest.mark.parametrize("style", STYLES.values())
+def test_one_rank_catches_the_refusal_of_its_call(style: type):
+    """No hook sees the error, and the others hear of it all the same."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        module = parallelize_module(Catches(), s.mesh, style())
+        module.dropout = 0.1 * (rank == 1)
+        try:
+            module(*s.leaves()[0])
+        finally:
+            s.run(parallel(Core(), s.mesh))
+
+    first, second, third = run_ranks(on, RANKS, return_errors=True)
+    assert second is None
+    for other in (first, third):
+        assert "ranks [1] of mesh axis 'cp' have failed" in str(other)
+
+
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_one_rank_fails_inside_a_block(place: str):
     def act(s: Scene):
