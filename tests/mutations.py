@@ -1455,6 +1455,9 @@ style: inputs that want no gradient make one | ranks/doors/test_derivatives.py
     _Placed.forward | ctx.mark_non_differentiable(*itertools.compress(dtensors, map(operator.not_,
         ctx.needs_input_grad[1:])))
     becomes | pass
+style: views of a DTensor have the strides of another order | ranks/engine/test_attention_parity.py -k reshapes
+    _strides | key=lambda d: (local_strides[d], -d)
+    becomes | key=lambda d: -d
 style: only the rank without its key heads refuses them | ranks/tensor_parallel/test_tp_refusals.py -k another_rank_than
     find_local_heads | range(mesh.size(axis)) if axis in cut else (coordinates[axis],)
     becomes | (coordinates[axis],)
@@ -1474,6 +1477,9 @@ tp: ranks of the sequence hear nothing of rows that it does not divide | ranks/t
 tp: a norm's rows that it does not divide | ranks/doors/test_rare_options.py -k norm_along
     SequenceParallel._prepare_output_fn | if use_local_output:
     becomes | if False:
+tp: a module's outputs in rows that it does not divide | ranks/doors/test_rare_options.py -k norm_along
+    PrepareModuleOutput._prepare_out_fn | if self.use_local_output:
+    becomes | if False:
 tp: replicated inputs over the sequence axis | ranks/tensor_parallel/test_tp_cp.py -k refuse
     AxisAdapter._take_own_axis | if len(cut) < len(other_axes) or features_dim in cut.values():
     becomes | if False:
@@ -1483,34 +1489,70 @@ intercept: arguments of a later torch are dropped | ranks/doors/test_unseen.py -
 intercept: dropout is left out | ranks/doors/test_module_door.py -k dropout
     AttentionCalls._attend | if dropout_p:
     becomes | if False:
+intercept: an argument that a call refuses is told to nobody | ranks/engine/test_disagreement.py -k catches
+    AttentionCalls._attend | problem = tell_of_call(source, error)
+    becomes | problem = error.args[0]
 intercept: torch's flex_attention attends to a part | ranks/flex/test_flex.py -k torchs_own
     AttentionCalls.__exit__ | if isinstance(exception[1], Exception) and passes_flex_attention(exception[1],
         but=flex_attend):
     becomes | if False:
+intercept: flex_attention inside attends to a part | ranks/flex/test_flex.py -k inside_a_module
+    flex_attention | if calls is None:
+    becomes | if True:
+intercept: operators of other attention functions run on a part | ranks/doors/test_torch_api_refusals.py -k operator
+    AttentionCalls.__torch_function__ | func in _REFUSED_FUNCTIONS or name in _REFUSED_OPERATORS
+    becomes | func in _REFUSED_FUNCTIONS
 intercept: nested modules enter the mode again | ranks/doors/test_module_door.py -k however_deep
     AttentionCalls.__enter__ | bool(self._entries) and self.current() is self
     becomes | False
+intercept: a mode stays open for graphs | ranks/doors/test_leaks.py -k exception
+    AttentionCalls.__exit__ | del modes[len(modes) - 1 - modes[::-1].index(self)]
+    becomes | pass
 intercept: a checkpoint of another library attends outside | ranks/doors/test_module_door.py -k not_torchs
     AttentionCalls.wrap_checkpoints | if entry.grad and not torch.is_grad_enabled():
     becomes | if False:
+intercept: a checkpoint around the module is wrapped too | ranks/doors/test_leaks_life.py -k around_both
+    AttentionCalls.wrap_checkpoints | if id(owner) in entry.checkpoints:
+    becomes | if False:
+intercept: calls of the forward before count | ranks/doors/test_module_door.py -k functions_alone
+    AttentionCalls.begin_forward | self.forward_state.calls, self.forward_state.layer_mask = 0, None
+    becomes | self.forward_state.layer_mask = None
 intercept: inputs that another layout has cut | ranks/doors/test_cut.py -k another_cut
     AttentionCalls.begin_forward | binding.refuse_other_cut(self.forward_state.cuts)
     becomes | pass
 intercept: an error of the model's code is told to nobody | ranks/engine/test_disagreement.py -k whatever
     AttentionCalls.end_forward | self.unscoped.tell_peers(error)
     becomes | pass
+intercept: inputs stay behind a forward | ranks/doors/test_leaks_life.py -k freed
+    AttentionCalls.end_forward | self.forward_state.inputs, self.forward_state.module_call = {}, ()
+    becomes | pass
 intercept: a trace of one process is taken | ranks/doors/test_errors.py -k not_traced
     AttentionCalls.refuse_tracer | if graph_task_id() < 0 and self.unscoped.group.size() > 1:
+    becomes | if False:
+intercept: a sink that flex_attention does not add | ranks/doors/test_module_sinks.py -k does_not_fit
+    AttentionCalls.begin_call | if self._sink is not None and not takes_sinks:
+    becomes | if False:
+intercept: whole tokens beside flex_attention | ranks/doors/test_joint.py -k refused
+    AttentionCalls.begin_call | if self._joint is not None:
     becomes | if False:
 functions: an error in an argument is told to nobody | ranks/engine/test_turns.py -k function
     context_attention | problem = tell_of_call(source, error)
     becomes | problem = error.args[0]
+functions: an output in another order of dims than its inputs | ranks/engine/test_parity_grid.py
+    context_attention | out = _swap_seq_and_heads(out) if seq_dim == 1 else out
+    becomes | pass
+functions: a logsumexp without the sinks | ranks/doors/test_errors.py -k asks_for
+    context_attention | if return_lse and (sink_H is not None or joint is not None or traced):
+    becomes | if False:
 functions: weights of a part's attention | ranks/doors/test_multi_head.py ranks/doors/test_module_door.py
     multi_head_attention | if need_weights:
     becomes | if False:
 functions: padding takes the place of a mask | ranks/doors/test_multi_head.py -k exact
     multi_head_attention | mask = padding if mask is None else mask + padding
     becomes | mask = padding
+functions: a boolean mask of MultiheadAttention shows what it hides | ranks/doors/test_multi_head.py -k boolean
+    _make_bias | masked_fill(mask, float("-inf"))
+    becomes | masked_fill(~mask, float("-inf"))
 functions: keys of MultiheadAttention beyond the sequence | ranks/doors/test_module_door.py -k refused
     multi_head_attention | if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
     becomes | if False:
@@ -1535,6 +1577,9 @@ functions: the largest position of this rank | ranks/doors/test_largest_position
 functions: any maximum in a model is over all ranks | ranks/doors/test_largest_position.py
     largest_position | or not any(_is_view(args[0], x) for x in position_ids)
     becomes nothing
+functions: latents that one rank refuses are told to nobody | ranks/engine/test_turns.py -k latents
+    context_latent_attention | with binding.telling():
+    becomes | if True:
 functions: latents and rotary keys of other tokens | ranks/doors/test_latents.py -k mistake_on_one
     LatentCall.check | if latent.shape[:2] != rot.shape[:2]:
     becomes | if False:
@@ -1551,6 +1596,9 @@ torch's API: a change of a part in place changes the whole buffer | ranks/doors/
 torch's API: a gradient of a part for a leaf that has a whole one | ranks/doors/test_torch_api_refusals.py
     CutBuffer.cut | if grad is not None and grad.shape != self.data.shape:
     becomes | if False:
+torch's API: a gradient that arrives after the block | ranks/doors/test_torch_api.py -k leaves_as_buffers
+    CutBuffer.follow_gradient | if not (self.buffer.requires_grad and self.buffer.is_leaf):
+    becomes | if True:
 torch's API: a buffer counts as cut after its block | ranks/doors/test_torch_api.py
     CutBuffer.replace_data | mark_cut(buffer, previous_cut)
     becomes | pass
@@ -1578,6 +1626,9 @@ torch's API: a buffer is cut twice | ranks/doors/test_torch_api_refusals.py
 torch's API: buffers of the ranks are not compared | ranks/doors/test_torch_api_refusals.py
     check_on_ranks | facts(results[0])
     becomes | []
+torch's API: an error in a block is told to nobody | ranks/engine/test_turns.py -k 'block and eager and not backbone'
+    context_parallel.__exit__ | tell_peers(entry.name, self._group, exception[1])
+    becomes | pass
 torch's API: a view that was changed loses its graph | ranks/doors/test_torch_api.py -k computed_in_place
     context_parallel.__exit__ | if part.restored and part.buffer.grad_fn is not None:
     becomes | if False:
@@ -1631,6 +1682,9 @@ collectives: a rank with another share of the heads | ranks/collectives/test_col
 collectives: calls of the ranks are not compared | ranks/collectives/test_collectives_errors.py -k one_did_wrong
     exchange_rows | return agree_on_facts(facts, Meeting.COLLECTIVE, where, path=call)
     becomes | return agree_on_facts(lambda: ({}, facts()[1]), Meeting.COLLECTIVE, where, path=call)
+collectives: some ranks have a backward | ranks/collectives/test_collectives_errors.py -k requires_grad
+    make_signature | grad = x.requires_grad and torch.is_grad_enabled()
+    becomes | grad = False
 collectives: padding travels | ranks/collectives/test_collectives_heads.py -k padding
     Rows.trim | x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])
     becomes | x
@@ -1665,6 +1719,9 @@ collectives: a rank that uses no result of an exchange | ranks/mixers/test_by_ch
         "mixers or channels or equals"
     _KeepInGraph.backward | return grad, *(zero if needed else None
     becomes | return grad, *(None if needed else None
+comm: a recomputed attention meets a first run | ranks/engine/test_disagreement.py -k recompute
+    start_status | _RECOMPUTED if meeting not in _BACKWARD_MEETINGS and graph_task_id() >= 0 else 0
+    becomes | 0
 comm: an error without agreement leaves peers waiting | ranks/engine/test_half_way.py -k do_not_agree
     tell_peers | if not agrees: abort_group(group, error)
     becomes | if not agrees:
@@ -1683,8 +1740,160 @@ comm: one order of ranks on each rank | ranks/engine/test_disagreement.py -k com
 comm: a mesh in any order | ranks/engine/test_disagreement.py -k composed_mesh
     axis_and_group | refuse_other_order(mesh, group)
     becomes | pass
+comm: a rank that is not in the mesh | ranks/doors/test_first_hour.py -k not_in_it
+    _group_on | except IndexError:
+    becomes | except KeyError:
 comm: a rank that is not in the group | ranks/collectives/test_collectives_errors.py -k none
     axis_and_group | if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+    becomes | if False:
+comm: verify's step with one rank has the groups of all | ranks/verify/test_verify.py -k real_mesh
+    group_now | return group if role is None or role.stand_in is None else role.stand_in
+    becomes | return group
+comm: functions of verify's step are bound to all ranks | ranks/verify/test_verify.py -k real_mesh
+    state_if_simple | return state if role is None or role.stand_in is None else state_of(role.stand_in)
+    becomes | return state
+comm: an axis of one common rank shares the group | ranks/engine/test_unreduced.py -k "tensor_parallel or fsdp"
+    shares_ranks | > 1 for axis
+    becomes | > 0 for axis
+comm: names of what may differ are not looked at | ranks/engine/test_unreduced.py -k no_checks_object
+    Checks.__post_init__ | if not isinstance(item, (nn.Module, nn.Parameter)):
+    becomes | if False:
+engine: a graph agrees though its style does not | ranks/compile/test_compile.py unit/test_config.py -k "agree or
+        checks"
+    config_in_graph | checks.agreement, checks.only_warn, has_layout
+    becomes | True, False, has_layout
+engine: fields that a constructor does not take | unit/test_config.py
+    _fields_of | if field.init)
+    becomes | if True)
+engine: sinks of the ranks are not compared | ranks/engine/test_disagreement.py -k one_thing_different
+    _attention | arguments["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    becomes | arguments["sink"] = None
+engine: a sink for other heads | ranks/doors/test_errors.py -k sinks_of_another
+    _attention | if sink is not None and tuple(sink.shape) != (q.shape[1],):
+    becomes | if False:
+engine: inputs of several dtypes | ranks/doors/test_errors.py -k "one_rank_alone or tensors_that_no"
+    check_local | if not (equal and q.is_floating_point()):
+    becomes | if False:
+engine: a backward does not ask whether the model was proved | ranks/verify/test_verify.py
+        ranks/verify/test_situations.py -k "never_compared or several or situation"
+    run_backward | binding.model.backward_begins(binding.forwards)
+    becomes | pass
+engine: parts that the layout does not give | ranks/doors/test_errors.py -k cannot_cut
+    Call._compare_rows | if layout.lengths != local_lengths:
+    becomes | if False:
+engine: whole batches among the parts | ranks/doors/test_cut.py -k ranks_of_the_world
+    Call.row | binding.refuse_other_cut(of_other_ranks, q.shape[dim])
+    becomes | pass
+engine: one's own policy of a checkpoint is dropped | ranks/doors/test_selective_checkpoint.py -k policy
+    _contexts | if others is None else others(context, op, *args, **kwargs)
+    becomes nothing
+engine: a layout for another length is taken | ranks/doors/test_errors.py -k cannot_cut
+    Binding.layout_for | if layout.length != length:
+    becomes | if False:
+engine: a layout for other ranks is taken | ranks/doors/test_errors.py -k applied
+    Binding.__post_init__ | if isinstance(layout, SequenceLayout) and layout.ranks != self.group.size():
+    becomes | if False:
+engine: calls of functions keep kernels alive | ranks/doors/test_leaks_life.py -k share_a_binding
+    binding_of_call | if mask.pattern == mask and is_value(kernel) and not checks.local:
+    becomes | if True:
+scope: an axis without attention says nothing | ranks/doors/test_scope.py -k applies_to_nothing
+    SequenceScope.__exit__ | if exception[0] is None and entry.unscoped_axes and not entry.applied:
+    becomes | if False:
+scope: a scope in another thread is passed by | ranks/doors/test_scope.py -k thread
+    ScopeHistory.find_scope | if task < 0 and any(entry.scope.mesh_axis == axis for entry in _list_entries_of_rank()):
+    becomes | if False:
+scope: another layout than the style's | ranks/doors/test_scope.py -k fixed_layout
+    ScopeHistory.find_scope | if layout is not None and cut != (
+    becomes | if False and cut != (
+scope: the latest scope for a generator's own | ranks/doors/test_scope.py -k reverse_order
+    innermost | if last._suspended:
+    becomes | if False:
+scope: a mask of another length | ranks/doors/test_scope.py -k no_sense
+    SequenceScope.__init__ | if mask.length not in (None, layout.length):
+    becomes | if False:
+scope: tensors of a mask in a graph's record | ranks/compile/test_compile_refusals.py
+    _pickle_scope | if scope.mask.pattern != scope.mask:
+    becomes | if False:
+checks: labels that a model would shift after the cut | ranks/doors/test_guards.py -k labels
+    _refuse_labels | if "labels" in has and "shift_labels" not in has:
+    becomes | if False:
+checks: a mean over the tokens of a rank | ranks/doors/test_guards.py -k labels
+    _refuse_labels | if "labels" in has and "num_items_in_batch" not in has:
+    becomes | if False:
+checks: classes of sequences pooled from a part | ranks/doors/test_guards.py clients/test_heads.py
+    _refuse_labels | if "labels" in has and getattr(inputs["labels"], "ndim", 0) == 1:
+    becomes | if False:
+checks: a cache that is not cut | ranks/doors/test_guards.py -k cache_with_tokens
+    TransformersCheck.forward_begins | if cached > 0:
+    becomes | if False:
+checks: generate() appends tokens to each part | clients/test_generate.py -k refused
+    TransformersCheck.forward_begins | if frame_of("generate") is not None:
+    becomes | if False:
+checks: one token of a rank is taken for a new one | clients/test_transformers.py -k "one_token or token"
+    TransformersCheck.forward_begins | if by_sdpa and tokens is not None and tokens.shape[1] == 1:
+    becomes | if False:
+checks: the balance of experts on a part | clients/test_transformers.py -k "aux or expert or balance"
+    TransformersCheck.forward_ends | or output.get("aux_loss") is None
+    becomes | or True
+checks: windows of a part | ranks/doors/test_guards.py -k windows
+    TransformersCheck._refuse_windows | if binding.mask.local:
+    becomes | if True:
+checks: a window in the style is refused too | ranks/doors/test_guards.py -k windows
+    TransformersCheck._refuse_windows | if binding.mask.local:
+    becomes | if False:
+checks: a cache of another prompt | clients/test_generate.py -k refused
+    _check_new_tokens | if begin.shape == prompt.shape and not torch.equal(begin, prompt):
+    becomes | if False:
+checks: a cache that an earlier generate() has used | clients/test_generate.py -k refused
+    _check_new_tokens | if last != expected:
+    becomes | if False:
+checks: layers of all models have the first config's windows | clients/test_transformers.py -k window
+    list_windows | kinds = kinds[layer : layer + 1]
+    becomes | pass
+checks: a warm-up of equal tokens is a batch that nobody cut | ranks/doors/test_first_hour.py ranks/doors/test_errors.py
+        ranks/doors/test_styles.py
+    UncutBatchCheck.number | return differ * (sum(sums) % 2**62 + 1)
+    becomes | return sum(sums) % 2**62 + 1
+checks: a batch that nobody has cut | ranks/doors/test_first_hour.py
+    UncutBatchCheck.judge | if numbers[0] and len(set(numbers)) == 1:
+    becomes | if False:
+checks: no positions for a model that takes them | ranks/doors/test_guards.py -k positions
+    PositionCheck._refuse_missing | if inputs.get(name) is not None:
+    becomes | if True:
+checks: positions that count from 0 on each rank | ranks/doors/test_guards.py -k positions
+    _refuse_local_positions | if begin:
+    becomes | if False:
+checks: positions in documents are refused | ranks/doors/test_guards.py ranks/doors/test_batch_sharder.py
+    _refuse_local_positions | if not from_first or binding.mask.separates:
+    becomes | if not from_first:
+checks: positions of new tokens are refused | clients/test_generate.py
+    PositionCheck.forward_begins | if past is not None and past.prefilled:
+    becomes | if False:
+checks: positions in height and width count from 0 | clients/test_pictures.py clients/test_transformers.py -k "positions
+        or pictures or vision"
+    _rows_begin_at_0 | return bool((from_0 | padded).all() & from_0.any())
+    becomes | return False
+checks: a token at the position of padding | clients/test_transformers.py -k padding
+    PositionCheck._refuse_positions_of_padding | if bool(((positions <= padding) & (tokens != padding)).any()):
+    becomes | if False:
+checks: parts that tensor parallelism does not divide | ranks/doors/test_first_hour.py -k sequence_parallelism
+    refuse_uneven_sequence_parallelism | if parameters and all(
+    becomes | if False and all(
+checks: an embedding outside of the layers counts a part | clients/test_transformers.py -k "rotary or rope or longest"
+    refuse_rotary_embedding_outside | if rope is not None and not any(hasattr(layer, "rope_type") for layer in
+        model.modules()):
+    becomes | if False:
+checks: statistics that are fixed mix tokens | ranks/doors/test_guards.py -k do_not_mix
+    _mixes | return layer.training or layer.running_mean is None
+    becomes | return True
+checks: a model that is wrong in a later run warns each time | ranks/verify/test_verify.py -k never_compared
+    Proof.warn_if_unverified | self.missed = True
+    becomes | pass
+checks: each rank warns | ranks/verify/test_verify.py -k never_compared
+    Proof.warn_if_unverified | if dist.get_rank() == 0:
+    becomes | if True:
+checks: a model that is only evaluated says nothing | ranks/verify/test_situations.py -k only_evaluated
+    Proof.attends | if not (self.verified or self.missed or call.trains) and next(model.parameters(), None) is not None:
     becomes | if False:
 """)
 

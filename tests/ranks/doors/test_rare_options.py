@@ -123,10 +123,12 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("attend", [by_flex, by_varlen])
 def test_parameters_that_are_meant_to_differ(attend):
-    """Named, they are no error at the second step; else they are, on every rank."""
+    """Named, they are no error at the second step, after a call that names none; else they are, on every rank."""
 
     def on(rank: int, named: bool) -> None:
         model = Attends(attend, cp_mesh(2))
+        model.options = {}
+        model(randn(rank, 1, 2, LENGTH // 2, 8))
         model.options = {"checks": Checks(local=[model.linear])} if named else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

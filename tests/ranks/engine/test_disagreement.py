@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import flex_attention
 from cp_styles.collectives import all_to_all
@@ -278,6 +279,19 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
         assert "ranks [1] of mesh axis 'cp' have failed" in str(other)
 
 
+def test_one_rank_attends_where_the_others_recompute():
+    """The same call of the same module, with other inputs: no rank may take one for the other."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        core, (leaves, cotangent) = parallel(Core(), s.mesh), s.leaves()
+        out = checkpoint(core, *leaves, use_reentrant=False)
+        (core(*(2 * x for x in leaves)) if rank == 1 else out).backward(cotangent)
+
+    for error in run_ranks(on, RANKS, return_errors=True):
+        assert "rank 0 is about to attend (call 1 of its module's forward) again, in a backward" in str(error)
+
+
 class Catches(nn.Module):
     """Goes on without its attention where this is refused."""
 
@@ -298,10 +312,7 @@ def test_one_rank_catches_the_refusal_of_its_call(style: type):
         s = Even(rank, threading.Barrier(1))
         module = parallelize_module(Catches(), s.mesh, style())
         module.dropout = 0.1 * (rank == 1)
-        try:
-            module(*s.leaves()[0])
-        finally:
-            s.run(parallel(Core(), s.mesh))
+        module(*s.leaves()[0])
 
     first, second, third = run_ranks(on, RANKS, return_errors=True)
     assert second is None

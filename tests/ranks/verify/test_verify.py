@@ -690,7 +690,8 @@ class Called(nn.Module):
 
 
 def test_what_was_given_the_real_mesh_follows():
-    """A function in the model, a sharder that was made before the step, and functions of batch.py."""
+    """A function in the model, which has run on all ranks before, a sharder that was made before the step, functions of
+    batch.py."""
 
     def on(rank: int, *, shift: bool) -> str:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -707,6 +708,9 @@ def test_what_was_given_the_real_mesh_follows():
             sum_gradients(model, mesh)
             return loss
 
+        if not shift:
+            act(model, TOKENS, mesh)
+            model.zero_grad()
         return verify(model, mesh, TOKENS, act, tolerance=1e-10).line
 
     assert "equal to one device" in run_ranks(partial(on, shift=False), 2)[0]
