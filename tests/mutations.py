@@ -1699,6 +1699,9 @@ comm: an axis of one common rank shares the group | ranks/engine/test_unreduced.
 comm: checks with other parameters are equal | ranks/doors/test_rare_options.py -k meant_to_differ
     Checks.__post_init__ | object.__setattr__(self, "_ids", tuple(map(id, self.local)))
     becomes | object.__setattr__(self, "_ids", ())
+comm: nothing that is known of a group is kept | ranks/engine/test_disagreement.py -k leave_out
+    GroupState.get_or_create | self.objects.setdefault(kind, kind()) if found is None else found
+    becomes | kind() if found is None else found
 engine: a graph agrees though its style does not | ranks/compile/test_compile.py -k
         without_agreement_the_ranks_do_not_meet
     config_in_graph | checks.agreement, checks.only_warn, has_layout
