@@ -1,6 +1,6 @@
 """Plants mistakes in a copy of the package, one by one, and says which of them the tests notice.
 
-    python tests/mutations.py                  all of them, with the tests that concern each: 20 minutes on 2 cores
+    python tests/mutations.py                  all of them, with the tests that concern each: 30 minutes on 2 cores
     python tests/mutations.py merge layout     those with these words in their names
     python tests/mutations.py --places         no tests run: whether the place and the tests of each are still there
     python tests/mutations.py --fuzz           those in FUZZED, with random attentions and programs in place of tests
@@ -1378,6 +1378,626 @@ fit: quantized parameters are counted | clients/test_fit.py -k refused
 fit: the printed loss is averaged over the sequence alone | clients/test_fit.py -k code_trains
     code_of | 'both' if plan.dp > 1 else 'cp'
     becomes | 'cp'
+style: the first axis of a mesh for its own | ranks/doors/test_styles.py -k another_name
+    take_axis | return device_mesh[axis]
+    becomes | return device_mesh[device_mesh.mesh_dim_names[0]]
+style: a core that has the style gets it again | ranks/doors/test_state.py -k style_applied_twice
+    AttentionContextParallel._apply | if hasattr(module, _STATE):
+    becomes | if False:
+style: a plan is applied twice | ranks/doors/test_state.py -k plan_applied_twice
+    OnMeshAxis._apply | if mark in module.__dict__.get(_APPLIED, ()):
+    becomes | if False:
+style: a path of a plan matches no module | ranks/doors/test_guards.py -k path_matches_nothing
+    parallelize_module | if unmatched:
+    becomes | if False:
+style: each rank gets the parameters of rank 0 | ranks/doors/test_styles.py -k src_data_rank
+    parallelize_module | src_data_rank=src_data_rank)
+    becomes | src_data_rank=0)
+style: all modules of a style are one place | ranks/engine/test_disagreement.py -k leave_out
+    ContextParallelStyle.bind | numbers[self] = site = numbers.get(self, 0) + 1
+    becomes | numbers[self] = site = 1
+style: arguments of models are looked at on request alone | ranks/doors/test_guards.py -k labels
+    ModuleContextParallel.__init__ | checks: Checks = CHECKS
+    becomes | checks: Checks = Checks(inputs=False)
+style: a model is taken for proved | ranks/verify/test_verify.py -k never_compared
+    ModuleContextParallel.__init__ | verified: bool = False
+    becomes | verified: bool = True
+style: a forward without attention is told to nobody | ranks/engine/test_disagreement.py -k does_not_attend
+    _ObservedForward.end | self.calls.unscoped.tell_peers(error)
+    becomes | pass
+style: a scripted attention stays local | ranks/doors/test_unseen.py -k torchscript
+    ModuleContextParallel._apply | if scripted is not None:
+    becomes | if False:
+style: a core that calls no attention | ranks/doors/test_errors.py -k modules_that_do_something_else
+    CoreState._convert_output | if not self.calls.forward_state.calls and graph_task_id() < 0:
+    becomes | if False:
+style: parts that DTensor cuts otherwise are handed out as its own | ranks/engine/test_attention_parity.py -k
+        uneven_dtensors
+    CoreState._declarable_length | if layout.lengths != even:
+    becomes | if False:
+style: gradients of parameters over the axes of another forward | ranks/tensor_parallel/test_tp_refusals.py -k
+        inputs_of_one_form
+    CoreState._keep_form | if before is not None and before[0] != cut:
+    becomes | if False:
+style: a parameter inside has the gradient of this rank's heads | ranks/tensor_parallel/test_tp_attention.py -k
+        parameter_inside
+    InputForm.reduce_gradient | Partial() if placement.is_shard() else Replicate() for placement
+    becomes | Replicate() for placement
+style: outputs whose heads are not known | ranks/tensor_parallel/test_tp_refusals.py -k do_not_show
+    InputForm.place_output | if (rows and not has_rows) or (heads and not (has_rows and has_heads)):
+    becomes | if False:
+style: gradients of replicated keys are of this rank's heads | ranks/tensor_parallel/test_tp_attention.py -k placements
+    SequenceBoundary.local | key if key == of_query else Partial()
+    becomes | key
+style: handlers of others are dropped | ranks/doors/test_leaks_life.py -k handlers_of_others
+    _Handler.__call__ | (self._previous or default_dispatch)
+    becomes | default_dispatch
+style: the mesh inside of a core communicates | ranks/tensor_parallel/test_tp_refusals.py -k gathering
+    private_mesh | without_communication(mesh, NO_COMMUNICATION)
+    becomes | mesh
+style: a gradient in other placements is taken as it is | ranks/engine/test_attention_parity.py
+        ranks/tensor_parallel/test_tp_attention.py
+    _Placed.backward | if grad is not None and grad.placements != spec.placements:
+    becomes | if False:
+style: inputs that want no gradient make one | ranks/doors/test_derivatives.py -k some_inputs_require_grad
+    _Placed.forward | ctx.mark_non_differentiable(*itertools.compress(dtensors, map(operator.not_,
+        ctx.needs_input_grad[1:])))
+    becomes | pass
+style: views of a DTensor have the strides of another order | ranks/engine/test_attention_parity.py -k reshapes
+    _strides | key=lambda d: (local_strides[d], -d)
+    becomes | key=lambda d: -d
+style: only the rank without its key heads refuses them | ranks/tensor_parallel/test_tp_refusals.py -k another_rank_than
+    find_local_heads | range(mesh.size(axis)) if axis in cut else (coordinates[axis],)
+    becomes | (coordinates[axis],)
+style: key heads in blocks where they are not | ranks/tensor_parallel/test_tp_attention.py -k 'key_heads and 12'
+    select_key_heads | all(pair == first + index // group for index, pair in enumerate(pairs))
+    becomes | True
+style: a mesh over other ranks by the name of an axis | ranks/tensor_parallel/test_tp_refusals.py -k other_dtensors
+    axis_in | if not torch.equal(mesh.mesh, composed.mesh[index].permute([sorted(axes).index(axis) for axis in axes])):
+    becomes | if False:
+style: query and key in placements that do not fit | ranks/tensor_parallel/test_tp_refusals.py -k other_dtensors
+    refuse_placements | keys[0] != keys[1] or not
+    becomes | not keys or not keys and
+tp: ranks of the sequence hear nothing of rows that it does not divide | ranks/tensor_parallel/test_tp_refusals.py -k
+        a_part_that
+    OnMeshAxis._refuse_uneven | tell_peers(f"{type(self).__name__} on {where}", group, problem)
+    becomes | pass
+tp: a module's outputs in rows that it does not divide | ranks/doors/test_rare_options.py -k norm_along
+    PrepareModuleOutput._prepare_out_fn | if self.use_local_output:
+    becomes | if False:
+tp: replicated inputs over the sequence axis | ranks/tensor_parallel/test_tp_cp.py -k refuse
+    AxisAdapter._take_own_axis | if len(cut) < len(other_axes) or features_dim in cut.values():
+    becomes | if False:
+intercept: arguments of a later torch are dropped | ranks/doors/test_unseen.py -k later_torch
+    AttentionCalls._attend | if others:
+    becomes | if False:
+intercept: dropout is left out | ranks/doors/test_module_door.py -k dropout
+    AttentionCalls._attend | if dropout_p:
+    becomes | if False:
+intercept: an argument that a call refuses is told to nobody | ranks/engine/test_disagreement.py -k catches
+    AttentionCalls._attend | problem = tell_of_call(source, error)
+    becomes | problem = error.args[0]
+intercept: torch's flex_attention attends to a part | ranks/flex/test_flex.py -k torchs_own
+    AttentionCalls.__exit__ | if isinstance(exception[1], Exception) and passes_flex_attention(exception[1],
+        but=flex_attend):
+    becomes | if False:
+intercept: flex_attention inside attends to a part | ranks/flex/test_flex.py -k inside_a_module
+    flex_attention | if calls is None:
+    becomes | if True:
+intercept: operators of other attention functions run on a part | ranks/doors/test_torch_api_refusals.py -k operator
+    AttentionCalls.__torch_function__ | func in _REFUSED_FUNCTIONS or name in _REFUSED_OPERATORS
+    becomes | func in _REFUSED_FUNCTIONS
+intercept: nested modules enter the mode again | ranks/doors/test_module_door.py -k however_deep
+    AttentionCalls.__enter__ | bool(self._entries) and self.current() is self
+    becomes | False
+intercept: a mode stays open for graphs | ranks/doors/test_leaks.py -k exception
+    AttentionCalls.__exit__ | del modes[len(modes) - 1 - modes[::-1].index(self)]
+    becomes | pass
+intercept: a checkpoint of another library attends outside | ranks/doors/test_module_door.py -k not_torchs
+    AttentionCalls.wrap_checkpoints | if entry.grad and not torch.is_grad_enabled():
+    becomes | if False:
+intercept: a checkpoint around the module is wrapped too | ranks/doors/test_leaks_life.py -k around_both
+    AttentionCalls.wrap_checkpoints | if id(owner) in entry.checkpoints:
+    becomes | if False:
+intercept: calls of the forward before count | ranks/doors/test_module_door.py -k functions_alone
+    AttentionCalls.begin_forward | self.forward_state.calls, self.forward_state.layer_mask = 0, None
+    becomes | self.forward_state.layer_mask = None
+intercept: an error of the model's code is told to nobody | ranks/engine/test_disagreement.py -k whatever
+    AttentionCalls.end_forward | self.unscoped.tell_peers(error)
+    becomes | pass
+intercept: inputs stay behind a forward | ranks/doors/test_leaks_life.py -k freed
+    AttentionCalls.end_forward | self.forward_state.inputs, self.forward_state.module_call = {}, ()
+    becomes | pass
+intercept: a trace of one process is taken | ranks/doors/test_errors.py -k not_traced
+    AttentionCalls.refuse_tracer | if graph_task_id() < 0 and self.unscoped.group.size() > 1:
+    becomes | if False:
+intercept: a sink that flex_attention does not add | ranks/doors/test_module_sinks.py -k does_not_fit
+    AttentionCalls.begin_call | if self._sink is not None and not takes_sinks:
+    becomes | if False:
+intercept: whole tokens beside flex_attention | ranks/doors/test_joint.py -k refused
+    AttentionCalls.begin_call | if self._joint is not None:
+    becomes | if False:
+functions: an error in an argument is told to nobody | ranks/engine/test_turns.py -k function
+    context_attention | problem = tell_of_call(source, error)
+    becomes | problem = error.args[0]
+functions: an output in another order of dims than its inputs | ranks/engine/test_parity_grid.py
+    context_attention | out = _swap_seq_and_heads(out) if seq_dim == 1 else out
+    becomes | pass
+functions: padding takes the place of a mask | ranks/doors/test_multi_head.py -k exact
+    multi_head_attention | mask = padding if mask is None else mask + padding
+    becomes | mask = padding
+functions: a boolean mask of MultiheadAttention shows what it hides | ranks/doors/test_multi_head.py -k boolean
+    _make_bias | masked_fill(mask, float("-inf"))
+    becomes | masked_fill(~mask, float("-inf"))
+functions: masks by head of MultiheadAttention by row | ranks/doors/test_multi_head.py -k exact
+    multi_head_attention | mask.unflatten(0, (-1, num_heads))
+    becomes | mask.unflatten(0, (num_heads, -1)).transpose(0, 1)
+functions: documents of the batch before | ranks/flex/test_changed_in_place.py -k documents
+    _read_documents | or not contents.are_in(cu_seqlens, f"cu_seqlens of shape {tuple(cu_seqlens.shape)}")
+    becomes nothing
+functions: keys of varlen_attn have the documents of queries | ranks/flex/test_varlen.py -k refused
+    varlen_operator | cu_seq_k is None or (cu_seq_k is not cu_seq_q and not torch.equal(cu_seq_k, cu_seq_q))
+    becomes | cu_seq_k is None
+functions: a pack that one rank refuses is told to nobody | ranks/engine/test_turns.py -k every_rank_hears_of_it
+    _attend_packed | binding.telling(), without_dispatch_modes()
+    becomes | without_dispatch_modes()
+functions: the largest position of this rank | ranks/doors/test_largest_position.py -k the_largest_of_all_ranks
+    largest_position | largest.new_tensor(max(row.q_length for row in rows))
+    becomes | largest
+functions: any maximum in a model is over all ranks | ranks/doors/test_largest_position.py -k the_largest_of_all_ranks
+    largest_position | or not any(_is_view(args[0], x) for x in position_ids)
+    becomes nothing
+functions: latents that one rank refuses are told to nobody | ranks/engine/test_turns.py -k latents
+    context_latent_attention | with binding.telling():
+    becomes | if True:
+functions: a kernel of flex_attention that is not asked for | ranks/flex/test_flex.py -k refused
+    FlexCall.check | if backend not in ("AUTO", "TRITON"):
+    becomes | if False:
+functions: a user's kernel in place of a score_mod | ranks/doors/test_shared_arguments.py -k score_mod
+    _bind_call | if binding.kernel is not None:
+    becomes | if False:
+torch's API: a change of a part in place changes the whole buffer | ranks/doors/test_torch_api.py -k "leaves_as_buffers
+        or all_kinds"
+    CutBuffer.cut | .clone(memory_format=torch.contiguous_format)
+    becomes nothing
+torch's API: a gradient that arrives after the block | ranks/doors/test_torch_api.py -k leaves_as_buffers
+    CutBuffer.follow_gradient | if not (self.buffer.requires_grad and self.buffer.is_leaf):
+    becomes | if True:
+torch's API: a buffer counts as cut after its block | ranks/doors/test_torch_api.py -k buffers_of_all_kinds
+    CutBuffer.replace_data | mark_cut(buffer, previous_cut)
+    becomes | pass
+torch's API: a change in place of what the backward needs | ranks/doors/test_torch_api.py -k is_noticed
+    Aliases.__init__ | if alias._version != version:
+    becomes | if False:
+torch's API: offloading does not get what a block saves | ranks/doors/test_torch_api_life.py -k the_backward_is_right
+    Aliases.__init__ | outer = saved_tensors_hooks_on_top()
+    becomes | outer = None
+torch's API: buffers that are to stay cut are made whole | ranks/doors/test_torch_api.py -k
+        any_length_and_leaves_as_buffers
+    _BlockEntry.enter | if again or part.restored:
+    becomes | if True:
+torch's API: a buffer is cut twice | ranks/doors/test_torch_api_refusals.py -k what_is_refused_on_every_rank
+    context_parallel._refuse_part | if cut is not None and cut[0].ranks > 1 and buffer.shape[dim] == cut[0].lengths[rank
+        % cut[0].ranks]:
+    becomes | if False:
+torch's API: buffers of the ranks are not compared | ranks/doors/test_torch_api_refusals.py -k
+        what_is_refused_on_every_rank
+    check_on_ranks | facts(results[0])
+    becomes | []
+torch's API: an error in a block is told to nobody | ranks/engine/test_turns.py -k 'block and eager and not backbone'
+    context_parallel.__exit__ | tell_peers(entry.name, self._group, exception[1])
+    becomes | pass
+torch's API: the parts of a layout of one's own are joined by the default | ranks/doors/test_torch_api.py -k cut_belongs
+    context_parallel.__enter__ | self._balancer if self._layout is None else None
+    becomes | self._balancer
+torch's API: parts that the layout does not give | ranks/doors/test_torch_api_refusals.py -k
+        what_is_refused_on_every_rank
+    context_parallel_unshard | if layouts[-1].lengths != lengths:
+    becomes | if False:
+torch's API: a rotate method that outlives its with | ranks/doors/test_torch_api_life.py -k rotate_method
+    set_rotate_method | restore.callback(rotation.set, rotation.get())
+    becomes | pass
+torch's API: a suspended generator's block takes attention | ranks/doors/test_torch_api_life.py -k
+        blocks_that_do_not_end_in_the_reverse_order
+    _BlockCalls.__torch_function__ | if _open.get() != (self._entry,) and not self.encloses_call():
+    becomes | if False:
+torch's API: a block without attention says nothing | ranks/doors/test_unseen.py -k blocks_without
+    _BlockCalls.__exit__ | if self._entry.parts and not
+    becomes | if False and not
+torch's API: switched off balance cuts in heads and tails | ranks/doors/test_torch_api.py -k switch_of_the_balance
+    context_parallel._make_entry | self._balancer = head_tail if torch_balances_load() else contiguous
+    becomes | self._balancer = head_tail
+collectives: gradients of shared key heads in 16 bits | ranks/collectives/test_collectives_heads.py -k float32
+    merge_columns | wide = further and dtype in (torch.float16, torch.bfloat16)
+    becomes | wide = False
+collectives: integers that gloo does not know | ranks/collectives/test_collectives_all_to_all.py -k dtypes
+    _view_for_wire | or packed.dtype in _UNKNOWN_TO_GLOO
+    becomes nothing
+collectives: gathered rows in the order of ranks | ranks/collectives/test_collectives_split_gather.py -k split_cuts
+    Blocks.unpack_columns | self.op.rows.to_global(wire.view(self._whole_shape))
+    becomes | wire.view(self._whole_shape)
+collectives: backwards in another order | ranks/engine/test_half_way.py -k collectives_whose
+    all_to_all | return differentiable(op, x, check=checks.agreement)
+    becomes | return differentiable(op, x, check=False)
+collectives: key heads pair with the queries of another rank | ranks/collectives/test_collectives_heads.py -k
+        heads_it_needs
+    _repeat_kv_heads | if not count or (count % heads == 0 and kv_heads == tuple([i // (count // heads) for i in
+        range(count)])):
+    becomes | if not count or count % heads == 0:
+collectives: the last key head of a rank is left out | ranks/collectives/test_collectives_heads.py -k heads_it_needs
+    head_ranges | -(-stop // group)
+    becomes | max(stop // group, start // group + 1)
+collectives: calls of the ranks are not compared | ranks/collectives/test_collectives_errors.py -k one_did_wrong
+    exchange_rows | return agree_on_facts(facts, Meeting.COLLECTIVE, where, path=call)
+    becomes | return agree_on_facts(lambda: ({}, facts()[1]), Meeting.COLLECTIVE, where, path=call)
+collectives: some ranks have a backward | ranks/collectives/test_collectives_errors.py -k requires_grad
+    make_signature | grad = x.requires_grad and torch.is_grad_enabled()
+    becomes | grad = False
+collectives: padding travels | ranks/collectives/test_collectives_heads.py -k padding
+    Rows.trim | x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])
+    becomes | x
+collectives: a shard that another layout has cut | ranks/doors/test_cut.py -k other_functions
+    check_local | refuse_other_cut("cp_styles.collectives", (x,), rows.layout, f"{rows.layout.length} positions")
+    becomes | pass
+collectives: a mean over the group is a sum | ranks/collectives/test_collectives_split_gather.py -k grad_scale
+    GradScale.factor | 1.0 / ranks
+    becomes | 1.0
+collectives: whole gradients behind a split are summed once more | ranks/engine/test_batch.py -k in_front_of_a_split
+    split | if grad_scale is not GradScale.DOWN:
+    becomes | if False:
+collectives: a sample that cannot be sent | ranks/collectives/test_collectives_sync.py -k cannot_send
+    sync_inputs | pickle.dumps(skeleton)
+    becomes | pass
+collectives: the next sample travels when this one has arrived | ranks/collectives/test_collectives_sync.py -k
+        next_sample
+    _iterate | if rank + 1 < peers.size: following = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors,
+        peers) with collective(resolve_group(peers.name), "sync_inputs"): for work in works: work.wait() received =
+        iter(tensors)
+    becomes | [work.wait() for work in works]; received = iter(tensors)
+collectives: samples have gradients | ranks/collectives/test_collectives_sync.py -k without_gradients
+    _extract_tensor | leaf.detach() if device is None
+    becomes | leaf if device is None
+collectives: each wait receives anew | ranks/collectives/test_collectives_all_to_all.py -k async
+    Pending.wait | self._result, self._finish = self._finish(), None
+    becomes | self._result = self._finish()
+collectives: a rank that uses no result of an exchange | ranks/mixers/test_by_channels.py -k equals_one_process
+    _KeepInGraph.backward | return grad, *(zero if needed else None
+    becomes | return grad, *(None if needed else None
+comm: a recomputed attention meets a first run | ranks/engine/test_disagreement.py -k recompute
+    start_status | _RECOMPUTED if meeting not in _BACKWARD_MEETINGS and graph_task_id() >= 0 else 0
+    becomes | 0
+comm: an error without agreement leaves peers waiting | ranks/engine/test_half_way.py -k do_not_agree
+    tell_peers | if not agrees: abort_group(group, error)
+    becomes | if not agrees:
+comm: ranks without agreement take any layout | ranks/engine/test_agreement.py -k needs_a_layout
+    start_status | if assumed is None:
+    becomes | if False:
+comm: facts without a text leave peers waiting | ranks/engine/test_agreement.py -k texts
+    compare | except Exception as error:
+    becomes | except KeyError as error:
+comm: one order of ranks on each rank | ranks/engine/test_disagreement.py -k composed_mesh
+    refuse_other_order | else [line for line in lines if ascending and line != sorted(line)]
+    becomes | else []
+comm: a mesh in any order | ranks/engine/test_disagreement.py -k composed_mesh
+    axis_and_group | refuse_other_order(mesh, group)
+    becomes | pass
+comm: a rank that is not in the mesh | ranks/doors/test_first_hour.py -k not_in_it
+    _group_on | except IndexError:
+    becomes | except KeyError:
+comm: a rank that is not in the group | ranks/collectives/test_collectives_errors.py -k none
+    axis_and_group | if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+    becomes | if False:
+comm: verify's step with one rank has the groups of all | ranks/verify/test_verify.py -k real_mesh
+    group_now | return group if role is None or role.stand_in is None else role.stand_in
+    becomes | return group
+comm: functions of verify's step are bound to all ranks | ranks/verify/test_verify.py -k real_mesh
+    state_if_simple | return state if role is None or role.stand_in is None else state_of(role.stand_in)
+    becomes | return state
+comm: an axis of one common rank shares the group | ranks/engine/test_unreduced.py -k "tensor_parallel or fsdp"
+    shares_ranks | > 1 for axis
+    becomes | > 0 for axis
+comm: checks with other parameters are equal | ranks/doors/test_rare_options.py -k meant_to_differ
+    Checks.__post_init__ | object.__setattr__(self, "_ids", tuple(map(id, self.local)))
+    becomes | object.__setattr__(self, "_ids", ())
+comm: nothing that is known of a group is kept | ranks/engine/test_disagreement.py -k leave_out
+    GroupState.get_or_create | self.objects.setdefault(kind, kind()) if found is None else found
+    becomes | kind() if found is None else found
+engine: a graph agrees though its style does not | ranks/compile/test_compile.py -k
+        without_agreement_the_ranks_do_not_meet
+    config_in_graph | checks.agreement, checks.only_warn, has_layout
+    becomes | True, False, has_layout
+engine: functions without a name in a graph | unit/test_config.py -k by_name
+    _is_found_by_name | is value
+    becomes | is not None
+engine: fields that a constructor does not take | unit/test_config.py -k there_and_back
+    _fields_of | if field.init)
+    becomes | if True)
+engine: two dense masks in a graph | unit/test_config.py -k dense_masks
+    config_in_graph | if len(tensors) > 1:
+    becomes | if False:
+engine: sinks of the ranks are not compared | ranks/engine/test_disagreement.py -k one_thing_different
+    _attention | arguments["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
+    becomes | arguments["sink"] = None
+engine: inputs of several dtypes | ranks/doors/test_errors.py -k "one_rank_alone or tensors_that_no"
+    check_local | if not (equal and q.is_floating_point()):
+    becomes | if False:
+engine: a backward does not ask whether the model was proved | ranks/verify/test_verify.py -k
+        a_model_that_was_never_compared_warns_once
+    run_backward | binding.model.backward_begins(binding.forwards)
+    becomes | pass
+engine: forwards stay open after their backward | ranks/engine/test_unreduced.py -k news
+    run_backward | binding.forwards.open &= not agrees
+    becomes | pass
+engine: gradients that only the logsumexp has | ranks/engine/test_attention_parity.py -k logsumexp_alone
+    _differentiate | if grad is None and grad_lse is None:
+    becomes | if grad is None:
+engine: some ranks train, and others do not | ranks/doors/test_backbone.py -k without_gradients
+    Call.row | *arguments.values(), self.trains)
+    becomes | *arguments.values())
+engine: parts that the layout does not give | ranks/doors/test_errors.py -k cannot_cut
+    Call._compare_rows | if layout.lengths != local_lengths:
+    becomes | if False:
+engine: a mask of a part is not explained | ranks/doors/test_guards.py -k mask_of_this_ranks
+    _explain_local_mask | if 1 < size != sum(local) and size in local
+    becomes | if False
+engine: a BlockMask whose tensors were filled again | ranks/flex/test_changed_in_place.py -k
+        every_rank_raises_at_the_next_call
+    Call.row | binding.mask.check_unchanged()
+    becomes | pass
+engine: values of another length than keys | ranks/doors/test_errors.py -k values_of_another
+    Call.row | if v.shape[dim] != k.shape[dim]:
+    becomes | if False:
+engine: one's own policy of a checkpoint is dropped | ranks/doors/test_selective_checkpoint.py -k policy
+    _contexts | if others is None else others(context, op, *args, **kwargs)
+    becomes nothing
+engine: fewer key heads without being asked | ranks/doors/test_module_door.py -k gqa
+    refuse_grouped | if heads != kv_heads and kv_heads != 1 and not enable_gqa:
+    becomes | if False:
+engine: a layout for another length is taken | ranks/doors/test_errors.py -k cannot_cut
+    Binding.layout_for | if layout.length != length:
+    becomes | if False:
+engine: calls of functions keep kernels alive | ranks/doors/test_leaks_life.py -k share_a_binding
+    binding_of_call | if mask.pattern == mask and is_value(kernel) and not checks.local:
+    becomes | if True:
+scope: an axis without attention says nothing | ranks/doors/test_scope.py -k applies_to_nothing
+    SequenceScope.__exit__ | if exception[0] is None and entry.unscoped_axes and not entry.applied:
+    becomes | if False:
+scope: a scope in another thread is passed by | ranks/doors/test_scope.py -k thread
+    ScopeHistory.find_scope | if task < 0 and any(entry.scope.mesh_axis == axis for entry in _list_entries_of_rank()):
+    becomes | if False:
+scope: another layout than the style's | ranks/doors/test_scope.py -k fixed_layout
+    ScopeHistory.find_scope | if layout is not None and cut != (
+    becomes | if False and cut != (
+scope: the latest scope for a generator's own | ranks/doors/test_scope.py -k reverse_order
+    innermost | if last._suspended:
+    becomes | if False:
+scope: tensors of a mask in a graph's record | ranks/compile/test_compile_refusals.py -k what_no_text_can_stand_for
+    _pickle_scope | if scope.mask.pattern != scope.mask:
+    becomes | if False:
+checks: labels that a model would shift after the cut | ranks/doors/test_guards.py -k labels
+    _refuse_labels | if "labels" in has and "shift_labels" not in has:
+    becomes | if False:
+checks: classes of sequences pooled from a part | clients/test_heads.py -k classes_under_the_other_style
+    _refuse_labels | if "labels" in has and getattr(inputs["labels"], "ndim", 0) == 1:
+    becomes | if False:
+checks: a cache that is not cut | ranks/doors/test_guards.py -k cache_with_tokens
+    TransformersCheck.forward_begins | if cached > 0:
+    becomes | if False:
+checks: generate() appends tokens to each part | clients/test_generate.py -k refused
+    TransformersCheck.forward_begins | if frame_of("generate") is not None:
+    becomes | if False:
+checks: one token of a rank is taken for a new one | clients/test_transformers.py -k "one_token or token"
+    TransformersCheck.forward_begins | if by_sdpa and tokens is not None and tokens.shape[1] == 1:
+    becomes | if False:
+checks: pictures in a vision tower | clients/test_pictures.py -k what_is_refused
+    TransformersCheck.forward_begins | if pictures := [name for name, x in inputs.items() if x is not None and
+        name.startswith("pixel_values")]:
+    becomes | if pictures := []:
+checks: the balance of experts on a part | clients/test_transformers.py -k "aux or expert or balance"
+    TransformersCheck.forward_ends | or output.get("aux_loss") is None
+    becomes | or True
+checks: windows of a part | ranks/doors/test_guards.py -k windows
+    TransformersCheck._refuse_windows | if binding.mask.local:
+    becomes | if True:
+checks: a cache that an earlier generate() has used | clients/test_generate.py -k refused
+    _check_new_tokens | if last != expected:
+    becomes | if False:
+checks: layers of all models have the first config's windows | clients/test_transformers.py -k window
+    list_windows | kinds = kinds[layer : layer + 1]
+    becomes | pass
+checks: a warm-up of equal tokens is a batch that nobody cut | ranks/doors/test_first_hour.py -k
+        of_equal_tokens_is_no_batch
+    UncutBatchCheck.number | return differ * (sum(sums) % 2**62 + 1)
+    becomes | return sum(sums) % 2**62 + 1
+checks: a batch that nobody has cut | ranks/doors/test_first_hour.py -k is_refused_in_training_and_in_evaluation
+    UncutBatchCheck.judge | if numbers[0] and len(set(numbers)) == 1:
+    becomes | if False:
+checks: no positions for a model that takes them | ranks/doors/test_guards.py -k positions
+    PositionCheck._refuse_missing | if inputs.get(name) is not None:
+    becomes | if True:
+checks: positions that count from 0 on each rank | ranks/doors/test_guards.py -k positions
+    _refuse_local_positions | if begin:
+    becomes | if False:
+checks: positions in documents are refused | ranks/doors/test_guards.py -k positions
+    _refuse_local_positions | if not from_first or binding.mask.separates:
+    becomes | if not from_first:
+checks: positions of new tokens are refused | clients/test_generate.py -k states_of_other_generations
+    PositionCheck.forward_begins | if past is not None and past.prefilled:
+    becomes | if False:
+checks: a token at the position of padding | clients/test_transformers.py -k padding
+    PositionCheck._refuse_positions_of_padding | if bool(((positions <= padding) & (tokens != padding)).any()):
+    becomes | if False:
+checks: parts that tensor parallelism does not divide | ranks/doors/test_first_hour.py -k sequence_parallelism
+    refuse_uneven_sequence_parallelism | if parameters and all(
+    becomes | if False and all(
+checks: an embedding outside of the layers counts a part | clients/test_transformers.py -k "rotary or rope or longest"
+    refuse_rotary_embedding_outside | if rope is not None and not any(hasattr(layer, "rope_type") for layer in
+        model.modules()):
+    becomes | if False:
+checks: a model that is wrong in a later run warns each time | ranks/verify/test_verify.py -k never_compared
+    Proof.warn_if_unverified | self.missed = True
+    becomes | pass
+checks: a model that is only evaluated says nothing | ranks/verify/test_situations.py -k only_evaluated
+    Proof.attends | if not (self.verified or self.missed or call.trains) and next(model.parameters(), None) is not None:
+    becomes | if False:
+verify: a value that is no number is no error | ranks/verify/test_verify.py -k finite
+    Squares.error | return math.inf if math.isnan(ratio) else ratio
+    becomes | return ratio
+verify: infinities of both steps differ | ranks/verify/test_verify.py -k finite
+    squares | equal = (actual == expected) | (actual.isnan() & expected.isnan())
+    becomes | equal = torch.zeros_like(actual, dtype=torch.bool)
+verify: the errors of one rank | ranks/verify/test_verify.py -k what_is_compared
+    _add_ranks | keys = dict.fromkeys(key for rank in ranks for key in rank)
+    becomes | ranks = ranks[:1]; keys = dict.fromkeys(key for rank in ranks for key in rank)
+verify: a gradient that one step alone has is not compared | ranks/verify/test_verify.py -k what_is_compared
+    gradient_pair | if first is None and second is None:
+    becomes | if first is None or second is None:
+verify: rounding of low precision is an error | ranks/verify/test_verify.py -k low_precision
+    Leeway.of | return self.tolerance + 4 * noise
+    becomes | return self.tolerance
+verify: tokens that are flattened with the batch are not compared | ranks/verify/test_verify.py -k what_is_compared
+    ShardLookup.parts | if rest or shape[dim] != times * index.numel():
+    becomes | if rest or times > 1 or shape[dim] != times * index.numel():
+verify: gradients that vanish are relative to themselves | ranks/verify/test_verify.py -k a_proof_that_is_blind
+    gradient_errors | return {name: total.error(floor) for name, total in totals.items()}
+    becomes | return {name: total.error() for name, total in totals.items()}
+verify: labels that are rolled after the cut have no name | ranks/verify/test_wrong_programs.py -k a_program
+    Comparison._loss_gradient | last[:-1] = positions.diff() != 1
+    becomes | last[:-1] = False
+verify: a factor of one rank's loss is the factor of all | ranks/verify/test_wrong_programs.py -k a_program
+    Comparison.loss_factor | return factors[0] if common and factors[0] else None
+    becomes | return factors[0]
+verify: a wrong step is reported as equal | ranks/verify/test_verify.py -k "plain_step or reports"
+    Report.line | if self.findings:
+    becomes | if False:
+verify: a mean that equal parts hide is not named | ranks/doors/test_first_hour.py -k Mean
+    Report.line | means = f". The ranks had equally many {means}, {_MEANS}" if means else ""
+    becomes | means = ""
+verify: the command ends well with a wrong step | ranks/verify/test_verify.py -k command
+    main | print(first) raise SystemExit(1) from None
+    becomes | return
+verify: hooks stay on the model | ranks/verify/test_verify.py -k "left_behind or hooks_that"
+    Hooks.__exit__ | handle.remove()
+    becomes | pass
+verify: outputs on which nothing depends must be right | ranks/verify/test_verify.py -k nothing_depends
+    Outputs.results | return [key for key in keys if not self.trained or (not key[0] and key in self.trained)]
+    becomes | return [*keys]
+kernel: a level that is not subtracted | ranks/engine/test_numerics.py -k rows
+    RowLevels.subtract | return bias - level.unsqueeze(-1)
+    becomes | return bias
+kernel: drowned rows attend by their logits | ranks/engine/test_numerics.py -k rows
+    RowLevels.zero_drowned | q_BHLD if self.drowned is None else q_BHLD.masked_fill(self.drowned, 0.0)
+    becomes | q_BHLD
+kernel: keys have no gradient of drowned queries | ranks/engine/test_numerics.py -k
+        rows_that_are_masked_throughout_with_numbers
+    SplitQueries.backward | dk[..., :dim] + dk[..., dim:]
+    becomes | dk[..., :dim]
+kernel: too many shapes for torch.compile | ranks/flex/test_flex_fused.py -k one_shape_more
+    CompiledFlexKernel.forward | except RecompileLimitHit:
+    becomes | except KeyError:
+kernel: a compiled tile has the gradient of the whole | unit/test_flex_gradients.py -k
+        summed_over_tiles_they_are_the_wholes
+    tile_gradients | (out_tile.detach().to(grad.dtype) - out_BHLE)
+    becomes | (out_tile.detach().to(grad.dtype))
+kernel: a pack of any size | unit/test_packing.py -k largest_size
+    bytes_of_tile | return batch * (copies + sums)
+    becomes | return copies + sums
+kernel: queries of a pack are cut by their keys | unit/test_packing.py -k one_by_one
+    Pack.one_by_one | self.lengths[index in keys]
+    becomes | self.lengths[0]
+mixers: parameters of the first channels | ranks/mixers/test_by_channels.py -k equals_one_process
+    _run_on_channels | x.narrow(0, low, high - low) for at, x in parameters.items()
+    becomes | x.narrow(0, 0, high - low) for at, x in parameters.items()
+mixers: channels carry a state from document to document | ranks/mixers/test_by_channels.py -k equals_one_process
+    _run_on_channels | spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
+    becomes | spans = [(0, sum(cut.documents))]
+mixers: a convolution that cuts its end | ranks/mixers/test_convolution.py -k cut_their_end
+    run_convolution | if out.shape[along] != rows.shape[along]:
+    becomes | if False:
+mixers: a row's gradient of its last slot | ranks/mixers/test_convolution.py -k
+        equals_one_process_and_sends_the_rows_before
+    RowMap.__call__ | index_add(0, targets, packed.to(wide))
+    becomes | index_copy(0, targets, packed.to(wide))
+mixers: taps of one rank are the taps of all | ranks/mixers/test_convolution.py -k cut_their_end
+    run_convolution | return [x], seq_dim, {"width": width, "seq_dim": seq_dim}
+    becomes | return [x], seq_dim, {}
+mixers: a roll wraps around the sequence | ranks/mixers/test_roll.py -k any_cut
+    roll_exchange | source = source % size + end - size
+    becomes | source = (source + end - size) % layout.length
+strategy: sinks have the gradient of the last row of the batch | ranks/engine/test_parity_grid.py -k by_name
+    PerRowStrategy.backward | reduce(torch.add, dsink)
+    becomes | dsink[-1]
+strategy: rows have the attention of an earlier row | ranks/engine/test_per_row.py -k
+        each_row_sends_what_its_own_mask_needs
+    PerRowStrategy._split_rows | key = PerRowStrategy, index
+    becomes | key = PerRowStrategy
+explain: a plan that does not fit is ranked | unit/test_explain_command.py -k come_last
+    rank_candidates | if memory > hardware.memory:
+    becomes | if False:
+explain: hidden pairs are computed | ranks/explain/test_hardware.py -k causal
+    KernelCall.pairs | sum(whole) - self.edges * sum(hidden)
+    becomes | sum(whole)
+explain: latents travel for each head | ranks/doors/test_latents.py -k "explain or explained"
+    Shapes._kv_heads | self.kv_heads if self.latent is None else 1
+    becomes | self.kv_heads
+explain: ranks that exchange heads have work of their own | ranks/explain/test_hardware.py -k share_their_work
+    Explanation.layout_imbalance | join_neighbours(self.layout, exchange)
+    becomes | self.layout
+derivatives: second derivatives of what a graph saves | ranks/doors/test_derivatives.py -k second
+    first_derivatives_only | for x in (*grads, *ctx.saved_tensors)
+    becomes | for x in grads
+derivatives: transforms of torch.func see one rank | ranks/doors/test_derivatives.py -k torch_func
+    refuse_transforms | if tensor is not None and is_in_torch_func(tensor):
+    becomes | if False:
+introspect: values in a closure are no part of a function | unit/test_introspect.py -k
+        what_a_function_has_is_in_its_text
+    _describe | value.__kwdefaults__, *around)]
+    becomes | value.__kwdefaults__)]
+introspect: results of a score_mod are tensors that it reads | ranks/flex/test_flex.py -k queries_some_at_a_time
+    _CaptureMode.__torch_function__ | self.note(result)
+    becomes | pass
+introspect: a star reaches through dots | ranks/doors/test_guards.py -k local_names_modules
+    matches | len(names) == len(patterns) and all(map(fnmatch, names, patterns))
+    becomes | fnmatch(path, pattern)
+device: tables of all streams | ranks/engine/test_steady_steps.py -k tables_of_devices
+    DeviceTables.on | **dict([*self._copies.items()][-3:]), key: copies
+    becomes | key: copies
+caches: entries without an end | unit/test_cache.py -k latest_entries
+    LatestEntries.put | while len(self) > self.most:
+    becomes | while False:
+caches: a context's cache stays | unit/test_cache.py -k another_cache
+    another_cache | _current.reset(token)
+    becomes | pass
+caches: tensors of inference mode are remembered | ranks/engine/test_steady_steps.py -k another_mode
+    as_constants | torch.inference_mode(False), without_dispatch_modes()
+    becomes | without_dispatch_modes()
+caches: a tensor of a caller is a value | ranks/doors/test_leaks_life.py -k share_a_binding
+    is_value | return made.frozen and all(is_value(getattr(thing, each.name)) for each in fields(cast(Any, thing)))
+    becomes | return made.frozen
+checksum: rows in another order are equal | unit/test_checksum.py -k the_checksum_is_that_of_its_definition
+    device_checksum | keys = torch.arange(start, start + words.numel(), device=words.device).mul_(_GOLDEN).add_(words)
+    becomes | keys = words.clone()
+checksum: pieces begin at the same place | unit/test_checksum.py -k pieces_have_places_of_their_own
+    device_checksum | start = index * _PIECE // 8
+    becomes | start = 0
+checksum: a tensor that was changed in place | ranks/doors/test_attn_mask.py -k differ_in_one
+    digest | if entry is None or entry[0] != version_of(tensor):
+    becomes | if entry is None:
+memory: storages that have ended are alive | ranks/engine/test_memory.py -k what_strategies_hold
+    LiveStorages.nbytes | if entry.reference.expired()
+    becomes | if False
+generate: beams of a prompt with fewer rows | clients/test_generate.py -k "beams or rows or refused"
+    TransformersCache.update | if self.prefilled and rows not in (-1, key_states.shape[0]):
+    becomes | if False:
+generate: a state goes back to earlier tokens | clients/test_generate.py -k states_that_are_not_handed_over_are_refused
+    TransformersCache.crop | if self.states:
+    becomes | if False:
+generate: a prompt with another padding | clients/test_generate.py -k "padding or refused"
+    TransformersCache.check_padding | if len(both) == 1 or (both and not torch.equal(*both)):
+    becomes | if False:
+generate: keys before a window stay | clients/test_generate.py -k whole_cache
+    TransformersCache.attended | cache.forget(min(int(row.bounds(last)[0]) for row in mask.rows))
+    becomes | pass
 """)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from cp_styles.engine.custom_ops import modes_entered
 from cp_styles.functions.attention import context_attention
 from cp_styles.layouts import Balancer, contiguous, head_tail
 from cp_styles.masks import Causal
@@ -123,13 +124,14 @@ class Scene:
             assert error(mine, whole) < EXACT
 
     def all_is_well(self) -> None:
-        """After whatever happened: outside exact, the modules of the scene exact, a new one exact."""
+        """After whatever happened: outside exact, the modules of the scene exact, a new one exact, no mode entered."""
         self.outside()
         for probe in self.probes:
             probe.before = probe.after = probe.attend = None
             self.run(probe, probe.layout)
         self.run(parallel(Core(), self.mesh, strategy=AllGather(), layout=contiguous), contiguous)
         self.run(parallel(Core(), self.mesh, strategy=Ring(keep=0)))
+        assert modes_entered.get() == ()
 
 
 def scenario(act: Callable[..., None]) -> Callable[..., None]:

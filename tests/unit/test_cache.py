@@ -121,6 +121,10 @@ def test_another_cache_is_this_threads_alone():
         text(10)
         before = made()
         with another_cache():
+            pass
+        text(10)  # of the cache around, again
+        assert made() == before
+        with another_cache():
             text(10)
             assert made() == before + 1
             thread = threading.Thread(target=text, args=(10,))

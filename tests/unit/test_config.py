@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_styles.engine.config import AttentionConfig, rebuild, take_apart
+from cp_styles.engine.config import AttentionConfig, config_in_graph, rebuild, take_apart
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layouts import SequenceLayout, by_work, contiguous, head_tail, striped
@@ -65,13 +65,24 @@ def test_a_tensor_goes_beside_the_parts():
     assert tensors == [mask.tensor]
 
 
+def test_two_dense_masks_are_refused():
+    first, second = (Dense(torch.ones(size, size, dtype=torch.bool)) for size in (4, 5))
+    with pytest.raises(TypeError, match="2 Dense masks under"):
+        config_in_graph("name", "cp", "group", Ring(), partial(by_work, mask=first), second, None)
+
+
 def test_what_is_not_found_by_name():
     @dataclass(frozen=True)
     class Local(Mask):
         pass
 
+    def replaced(length, ranks):
+        return head_tail(length, ranks)
+
+    replaced.__qualname__ = backwards.__qualname__  # the name is now another function's
     for value, match in (
         (lambda length, ranks: head_tail(length, ranks), "cannot be found by name"),
+        (replaced, "cannot be found by name"),
         (Local(), "a Local cannot be rebuilt"),
         ([1], "a list cannot be rebuilt"),
     ):

@@ -9,13 +9,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, contiguous, head_tail
 from cp_styles import __main__ as command
-from cp_styles.explain import CPU, explain, report
+from cp_styles.explain import CPU, H100, explain, report
 from cp_styles.explain import command as module
 from cp_styles.explain.candidates import rank_candidates
 from cp_styles.explain.command import main
@@ -130,6 +131,17 @@ def test_a_strategy_that_cannot_run_says_why(capsys):
     assert "Ulysses(size=3) does not divide the 4 ranks" in shown
     assert "leave it out for all of them" in " ".join(shown.split())  # the remedy too, and in short lines
     assert max(map(len, shown.splitlines())) < 100
+
+
+def test_candidates_that_cannot_run_come_last():
+    """For lack of heads, or of memory."""
+    shapes = Shapes(2, 2, 64, 64, torch.bfloat16, torch.device("cuda"))
+    options: Any = {"length": 4096, "ranks": 4, "mask": Causal(), "shapes": [shapes]}
+    ranked = partial(rank_candidates, [Ulysses(), Ring()], {"head_tail": head_tail}, **options)
+    runs, wastes = ranked(hardware=H100)
+    assert (runs.strategy, runs.problem, wastes.strategy) == (Ring(), "", Ulysses())
+    assert "2 of them would have none" in wastes.problem
+    assert "GiB for one attention" in ranked(hardware=replace(H100, memory=2**20))[0].problem
 
 
 def test_ranks_that_exchange_heads_need_no_other_layout():

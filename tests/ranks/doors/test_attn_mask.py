@@ -88,14 +88,14 @@ def test_this_ranks_part_of_a_mask_is_refused(door):
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_masks_that_differ_in_one_place_are_every_ranks_error(additive):
-    """As the call's, the style's and under PerRow: attention would be of neither mask."""
+    """As the call's, the style's and under PerRow: attention would be of neither mask. They were equal before."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.float64 if additive else torch.bool)
-        mask[-1, 3] = rank != 1
         q, k, v = (LAYOUT.shard(x, 2, rank) for x in tensors()[:3])
-        said = []
+        passed(mask, mesh, Ring())(q, k, v)
+        mask[-1, 3], said = rank != 1, []
         for door in (passed, held, module):
             with pytest.raises(ValueError) as caught:
                 door(mask, mesh, Ring())(q, k, v)

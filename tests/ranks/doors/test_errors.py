@@ -284,6 +284,14 @@ def test_shapes_that_do_not_fit_together(shapes, message: str):
     assert "rank 0" not in text
 
 
+def test_values_of_another_length_than_keys():
+    def act(s: Scene):
+        query, key, value = s.leaves()[0]
+        context_attention(query, key, value[:, :, 1:], s.mesh)
+
+    assert "key and value have different lengths: 4 and 3" in refusals(act)
+
+
 # -- ranks that differ --
 
 

@@ -25,8 +25,10 @@ from cp_styles.kernels.sdpa import CPU_FLASH
 from cp_styles.layouts import head_tail
 from cp_styles.masks import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring
+from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.ranks.attention_case import Core, Projected, on_every_rank, parallel
+from tests.oracle import error
+from tests.ranks.attention_case import EXACT, Core, Projected, on_every_rank, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
@@ -66,6 +68,18 @@ def test_checkpoint_recomputes_among_other_forwards(s: Scene) -> None:
 
 
 @scenario
+def test_checkpoint_around_both_a_module_and_attention_outside(s: Scene) -> None:
+    """A recomputation of both leaves the attention outside to each rank."""
+    probe, local = s.probe(ModuleContextParallel), s.local
+    leaves, cotangent = s.leaves()
+    leaves += [x.clone().requires_grad_() for x in local.inputs]
+    outs = checkpoint(lambda *x: (probe(*x[:3]), attention_of(*x[3:])), *leaves, use_reentrant=False)
+    grads = torch.autograd.grad(outs, leaves, [cotangent, local.cotangent])
+    s.check([outs[0], *grads[:3]])
+    assert max(map(error, (outs[1], *grads[3:]), local.expected)) < EXACT
+
+
+@scenario
 def test_saved_tensors_on_the_host(s: Scene) -> None:
     for strategy in (Ring(), AllGather(keep=0)):
         leaves, cotangent = s.leaves()
@@ -95,6 +109,17 @@ def test_modules_are_freed(s: Scene) -> None:
     died = weakref.ref(core)
     del core
     s.once(gc.collect)  # one at a time: a collection that meets another one does nothing
+    assert died() is None
+
+
+@scenario
+def test_inputs_are_freed(s: Scene) -> None:
+    model = s.probe(ModuleContextParallel)
+    (query, *others), _ = s.leaves()
+    with torch.no_grad():
+        model(query, *others)
+    died = weakref.ref(query)
+    del query
     assert died() is None
 
 

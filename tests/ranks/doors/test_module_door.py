@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -257,12 +258,16 @@ def test_a_function_alone_in_a_graph(rank: int, mesh):
     check(model, mesh, rank)
 
 
-@pytest.mark.parametrize("over", ["the ranks", "others"])
-@pytest.mark.parametrize("what", ["attention", "decoding", "a mixer"])
+@pytest.mark.parametrize(
+    ("what", "over"),
+    [*product(["attention", "decoding", "a mixer"], ["the ranks", "others"]), ("torch's attention", "the ranks")],
+)
 def test_other_functions_alone(what: str, over: str):
-    """They count if they run over the ranks of the style."""
+    """They count, like torch's attention, if they run over the ranks of the style, and in their forward alone."""
 
     def act(mesh, layout, m, q, k, v):
+        if what == "torch's attention":
+            return imported_by_name(q, k, v)
         if what == "a mixer":
             return context_roll(q, 1, 2, mesh, layout=layout)
         if what == "decoding":

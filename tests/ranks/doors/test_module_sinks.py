@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, contiguous, head_tail, sum_gradients
+from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, contiguous, flex_attention, head_tail
+from cp_styles.batch import sum_gradients
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import attention_inputs, dense_attention, error, randn
@@ -23,6 +24,11 @@ WIDTH, HEADS, LENGTH, RANKS = 12, 4, 13, 3
 class Core(nn.Module):
     def forward(self, query, key, value, sinks=None):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class ByFlex(nn.Module):
+    def forward(self, query, key, value, sinks=None):
+        return flex_attention(query, key, value)
 
 
 class DenseCore(nn.Module):
@@ -109,6 +115,9 @@ def test_what_does_not_fit_is_refused(mesh, rank: int):
     model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink_name="sinks"))
     model.layers[0].sinks = nn.Parameter(torch.zeros(HEADS - 1, dtype=torch.float64))
     with pytest.raises(ValueError, match="one logit for each of 4 query heads"):
+        model(head_tail(LENGTH, 2).shard(X, 1, rank))
+    model = parallelize_module(Model(ByFlex), mesh, ModuleContextParallel(sink_name="sinks"))
+    with pytest.raises(NotImplementedError, match="attention sinks are for scaled_dot_product_attention"):
         model(head_tail(LENGTH, 2).shard(X, 1, rank))
 
 

@@ -61,11 +61,22 @@ class Other(nn.Module):
         return out.transpose(0, 1) if batch else out.expand(BATCH, -1, -1)
 
 
+class ByFunction(Other):
+    """Calls torch's function itself: nn.MultiheadAttention makes numbers of a boolean mask before it does."""
+
+    def forward(self, x):
+        x, own = x.transpose(0, 1), self.attention
+        weights = own.in_proj_weight, own.in_proj_bias, None, None, False, 0.0, own.out_proj.weight, own.out_proj.bias
+        options = {"need_weights": False, "attn_mask": CAUSAL}
+        return F.multi_head_attention_forward(x, x, x, WIDTH, HEADS, *weights, **options)[0].transpose(0, 1)
+
+
 CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "block": (Block(), {}),
     "projections of their own": (Other(kdim=6, vdim=5, bias=False), {"attn_mask": BIAS}),
     "packed projections": (Other(), {"attn_mask": PER_HEAD}),
     "without batch": (Other(), {"batch": False}),
+    "a boolean mask": (ByFunction(), {}),
     "encoder layer": (nn.TransformerEncoderLayer(WIDTH, HEADS, 16, **ENCODER), {}),
     "padding": (nn.TransformerEncoderLayer(WIDTH, HEADS, 16, **ENCODER), {"src_key_padding_mask": PADDING}),
     "mask and padding": (

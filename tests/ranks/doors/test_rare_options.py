@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 
 from cp_styles import (
     Checks,
@@ -85,13 +85,18 @@ def test_inputs_and_outputs_as_torchs_own(local: bool):
 
 @on_every_rank(4)
 def test_a_norm_along_another_dim():
-    """Its sequence is the first dim, of which each rank of tp has its rows."""
+    """Its sequence is the first dim, of which each rank of tp has its rows. Rows that tp does not divide are refused,
+    of any module's output too."""
     x = randn(0, 4, 2, 6)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     style = SequenceParallel(sequence_dim=0, use_local_output=True)
     norm = parallelize_module(nn.LayerNorm(6).double(), mesh, style)
     mine = x.chunk(2)[mesh["tp"].get_local_rank()]
     assert torch.equal(norm(mine), F.layer_norm(mine, (6,)))
+    outputs = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+    for module, rows in ((norm, distribute_tensor(x[:3], mesh["tp"], [Shard(0)])), (nn.Identity(), x[:3])):
+        with pytest.raises(ValueError, match="does not divide the 3 rows"):
+            (module if module is norm else parallelize_module(module, mesh, outputs))(rows)
 
 
 def by_flex(mesh, qkv, **options):
@@ -118,10 +123,12 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("attend", [by_flex, by_varlen])
 def test_parameters_that_are_meant_to_differ(attend):
-    """Named, they are no error at the second step; else they are, on every rank."""
+    """Named, they are no error at the second step, after a call that names none; else they are, on every rank."""
 
     def on(rank: int, named: bool) -> None:
         model = Attends(attend, cp_mesh(2))
+        model.options = {}
+        model(randn(rank, 1, 2, LENGTH // 2, 8))
         model.options = {"checks": Checks(local=[model.linear])} if named else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

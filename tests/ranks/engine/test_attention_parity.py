@@ -1,4 +1,5 @@
-"""Cases that the grid does not have: heads by turns, large gradients, other forwards, outputs that stay DTensors."""
+"""Cases that the grid does not have: heads by turns, large gradients, a loss of the logsumexp alone, other forwards,
+outputs that stay DTensors."""
 
 from __future__ import annotations
 
@@ -147,13 +148,35 @@ def test_uneven_dtensors_are_not_handed_out(mesh, rank: int):
 @pytest.mark.parametrize("length", [12, 13])
 @on_every_rank(3)
 def test_reshapes_inside_the_module(mesh, rank: int, length: int):
-    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules."""
+    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules; and
+    with inputs, which lie in memory as projections return them."""
     problem = Problem(length=length)
 
     class Joined(Core):
         def forward(self, query, key, value):
+            query = query.flatten(0, 1).unflatten(0, query.shape[:2])
             out = super().forward(query, key, value).transpose(1, 2).contiguous()
             return out.view(out.shape[0], out.shape[1], -1).unsqueeze(0).expand(1, -1, -1, -1)[0]
 
     core = parallel(Joined(), mesh)
-    return max(run_attention(lambda *qkv: core(*qkv).unflatten(2, (4, 8)).transpose(1, 2), problem, rank, 3))
+
+    def attend(*qkv):
+        projected = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv)
+        return core(*projected).unflatten(2, (4, 8)).transpose(1, 2)
+
+    return max(run_attention(attend, problem, rank, 3))
+
+
+def test_a_loss_of_the_logsumexp_alone():
+    """The output has no gradient, and its place in the backward is taken by zeros."""
+    q, k, v = (randn(seed, 1, 2, 12, 8).requires_grad_() for seed in range(3))
+    wanted = torch.autograd.grad((q @ k.mT / 8**0.5).logsumexp(-1).square().sum(), (q, k))
+    layout = head_tail(12, 2)
+
+    def on(rank: int) -> float:
+        own = [layout.shard(x.detach(), 2, rank).requires_grad_() for x in (q, k, v)]
+        _, lse = context_attention(*own, cp_mesh(2), layout=layout, return_lse=True)
+        pairs = zip(torch.autograd.grad(lse.square().sum(), own[:2]), wanted, strict=True)
+        return max(error(mine, layout.shard(whole, 2, rank), whole=whole) for mine, whole in pairs)
+
+    assert max(run_ranks(on, 2)) < EXACT

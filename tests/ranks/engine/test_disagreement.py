@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import flex_attention
 from cp_styles.collectives import all_to_all
@@ -274,6 +275,47 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
 
     first, second, third = run_ranks(on, RANKS, return_errors=True)
     assert isinstance(second, ValueError | TypeError)
+    for other in (first, third):
+        assert "ranks [1] of mesh axis 'cp' have failed" in str(other)
+
+
+def test_one_rank_attends_where_the_others_recompute():
+    """The same call of the same module, with other inputs: no rank may take one for the other."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        core, (leaves, cotangent) = parallel(Core(), s.mesh), s.leaves()
+        out = checkpoint(core, *leaves, use_reentrant=False)
+        (core(*(2 * x for x in leaves)) if rank == 1 else out).backward(cotangent)
+
+    for error in run_ranks(on, RANKS, return_errors=True):
+        assert "rank 0 is about to attend (call 1 of its module's forward) again, in a backward" in str(error)
+
+
+class Catches(nn.Module):
+    """Goes on without its attention where this is refused."""
+
+    dropout = 0.0
+
+    def forward(self, query, key, value):
+        try:
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, enable_gqa=True)
+        except NotImplementedError:
+            return query
+
+
+@pytest.mark.parametrize("style", STYLES.values())
+def test_one_rank_catches_the_refusal_of_its_call(style: type):
+    """No hook sees the error, and the others hear of it all the same."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        module = parallelize_module(Catches(), s.mesh, style())
+        module.dropout = 0.1 * (rank == 1)
+        module(*s.leaves()[0])
+
+    first, second, third = run_ranks(on, RANKS, return_errors=True)
+    assert second is None
     for other in (first, third):
         assert "ranks [1] of mesh axis 'cp' have failed" in str(other)
 

@@ -121,3 +121,15 @@ def test_errors_reach_every_rank(options, message, wrong):
     assert all(isinstance(each, ValueError) for each in errors)
     apart = "" if len(wrong) == 2 else "|disagree on"  # one rank alone may only differ from the other
     assert any(re.search(message + apart, str(errors[rank])) for rank in wrong)
+
+
+@pytest.mark.parametrize(
+    ("conv", "widths", "message"),
+    [(lambda x: x, (4, 3), "disagree on width"), (lambda x: x[..., 1:], (4, 4), r"conv returned \d+ tokens for \d+")],
+)
+def test_convolutions_that_are_another_on_one_rank_or_cut_their_end(conv, widths, message):
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_causal_conv1d(conv, torch.ones(1, 1, 4), mesh, width=widths[rank], layout=contiguous)
+
+    assert all(re.search(message, str(each)) for each in run_ranks(main, 2, return_errors=True))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,6 +60,7 @@ def cases(draw: st.DrawFn):
 
 @settings(max_examples=9, deadline=None)
 @given(cases())
+@example((contiguous(9, 2), (4, 5), -1, None))  # around the ends of its document, and not of the sequence
 def test_any_cut(case):
     layout, documents, shifts, fill = case
     x, cotangent = randn(0, 2, layout.length, 3), randn(1, 2, layout.length, 3)

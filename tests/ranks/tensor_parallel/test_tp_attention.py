@@ -42,9 +42,10 @@ def test_strategies_and_lengths_that_do_not_divide(strategy, layout):
     exact(Cut(Problem(length=13, heads=8, kv_heads=4), QUERIES, layout=layout), strategy=strategy)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (6, 3), (10, 5), (3, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (6, 3), (10, 5), (3, 3), (12, 3)])
 def test_key_heads_that_tp_does_not_divide(heads: int, kv_heads: int):
-    """Replicated keys: a rank's query heads find theirs, also where these are no even share (6 of 3, 10 of 5)."""
+    """Replicated keys: a rank's query heads find theirs, also where these are no even share (6 of 3, 10 of 5), and
+    where a share of whole size begins within a key head (12 of 3)."""
     exact(Cut(Problem(length=12, heads=heads, kv_heads=kv_heads), QUERIES))
 
 

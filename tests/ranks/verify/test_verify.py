@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ from cp_styles.comm.groups import Role
 from cp_styles.testing import MemoryTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
+from cp_styles.verify.compare import ShardLookup, Squares, gradient_errors, output_errors, squares
 from cp_styles.verify.step import ModelState
 from tests.covering import at_night, sampled
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
@@ -690,7 +692,8 @@ class Called(nn.Module):
 
 
 def test_what_was_given_the_real_mesh_follows():
-    """A function in the model, a sharder that was made before the step, and functions of cp_styles.batch."""
+    """A function in the model, which has run on all ranks before, a sharder that was made before the step, functions of
+    cp_styles.batch."""
 
     def on(rank: int, *, shift: bool) -> str:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -707,6 +710,9 @@ def test_what_was_given_the_real_mesh_follows():
             sum_gradients(model, mesh)
             return loss
 
+        if not shift:
+            act(model, TOKENS, mesh)
+            model.zero_grad()
         return verify(model, mesh, TOKENS, act, tolerance=1e-10).line
 
     assert "equal to one device" in run_ranks(partial(on, shift=False), 2)[0]
@@ -829,6 +835,24 @@ def test_a_step_that_takes_another_sample_on_each_rank():
     wrong(llama(), act=by_rank, words="has another loss on each rank .* the sample differs between ranks")
     other = lambda rank: {"tokens": TOKENS.roll(rank, 0)}  # noqa: E731
     wrong(llama(), batch=other, words=r"the sample differs between ranks \(batch\['tokens'\]\)")
+
+
+def test_what_is_compared():
+    """Errors of all ranks; gradients that one step alone has; tokens that are flattened with the batch."""
+    key, x, layout = ("", 0), torch.arange(1.0, 9.0), head_tail(4, 2)
+    of_peer = {key: Squares(1.0, 3.0)}
+    assert output_errors({key: [x[:1]]}, {key: [x[:1]]}, lambda own: [own, of_peer]) == {key: 0.5}
+    assert gradient_errors({"w": None}, {"w": x}, lambda own: [own], 1e-5)[0] == {"w": 1.0}
+    own = layout.shard(x.view(2, 4), 1, 0).flatten()
+    found = [ShardLookup([layout], 0).compare(x, part) for part in (own, own + 1)]
+    assert [each and each.error() > 0 for each in found] == [False, True]
+
+
+def test_what_is_no_finite_number_is_compared():
+    """Masked logits are infinite in both steps; what is no number in one of them alone is an error."""
+    logits, lost = torch.tensor([-inf, nan, 1.0]), torch.tensor([-inf, nan, nan])
+    assert squares(logits, logits).error() == 0.0
+    assert squares(lost, logits).error() == squares(logits, lost).error() == inf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float16)])
