@@ -26,6 +26,7 @@ from cp_styles.plan import imbalance
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
+    BackboneContextParallel,
     ColwiseParallel,
     ModuleContextParallel,
     PrepareModuleInput,
@@ -35,7 +36,6 @@ from cp_styles.styles import (
     SequenceParallel,
     parallelize_module,
 )
-from cp_styles.styles.backbone import BackboneContextParallel
 
 __all__ = [
     "AllGather",

@@ -6,6 +6,7 @@ strategies. Begin with `module.py`.
 """
 
 from cp_styles.styles.attention import AttentionContextParallel
+from cp_styles.styles.backbone import BackboneContextParallel
 from cp_styles.styles.module import ModuleContextParallel
 from cp_styles.styles.parallelize import parallelize_module
 from cp_styles.styles.tensor_parallel import (
@@ -19,6 +20,7 @@ from cp_styles.styles.tensor_parallel import (
 
 __all__ = [
     "AttentionContextParallel",
+    "BackboneContextParallel",
     "ColwiseParallel",
     "ModuleContextParallel",
     "PrepareModuleInput",
