@@ -1469,10 +1469,10 @@ tp: replicated inputs over the sequence axis | ranks/tensor_parallel/test_tp_cp.
     AxisAdapter._take_own_axis | if len(cut) < len(other_axes) or features_dim in cut.values():
     becomes | if False:
 intercept: arguments of a later torch are dropped | ranks/doors/test_unseen.py -k later_torch
-    AttentionCalls._attend | if others:
+    refuse_options | if others:
     becomes | if False:
 intercept: dropout is left out | ranks/doors/test_module_door.py -k dropout
-    AttentionCalls._attend | if dropout_p:
+    refuse_options | if dropout_p:
     becomes | if False:
 intercept: an argument that a call refuses is told to nobody | ranks/engine/test_disagreement.py -k catches
     AttentionCalls._attend | problem = tell_of_call(source, error)
@@ -1998,6 +1998,12 @@ generate: a prompt with another padding | clients/test_generate.py -k "padding o
 generate: keys before a window stay | clients/test_generate.py -k whole_cache
     TransformersCache.attended | cache.forget(min(int(row.bounds(last)[0]) for row in mask.rows))
     becomes | pass
+style: an unknown option of the attention is dropped | ranks/doors/test_unseen.py -k later_torch
+    CoreCalls._attend | refuse_options(self._name, query, key, dropout_p, enable_gqa, others)
+    becomes | pass
+explain: a sample of many ranks has the first and the last one alone | ranks/explain/test_hardware.py -k sample
+    _sample_ranks | ranks // 2
+    becomes | 0
 """)
 
 

@@ -550,6 +550,19 @@ def binding_of_call(
     return binding
 
 
+def refuse_options(
+    name: str, q: torch.Tensor, k: torch.Tensor, dropout_p: float, enable_gqa: bool, others: Mapping[str, Any]
+) -> None:
+    """Raise for options of scaled_dot_product_attention that the engine does not have. ``others``: by names that this
+    package does not know."""
+    if dropout_p:
+        refuse_dropout(name, dropout_p)
+    if others:
+        refuse_unknown(name, "scaled_dot_product_attention", others)
+    if q.shape[1] != k.shape[1]:
+        refuse_grouped(name, q.shape[1], k.shape[1], enable_gqa)
+
+
 def refuse_dropout(name: str, dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(

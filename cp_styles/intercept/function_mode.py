@@ -34,7 +34,7 @@ from cp_styles._lib.compat import (
 )
 from cp_styles._lib.introspect import input_names
 from cp_styles._lib.troubleshooting import see
-from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
+from cp_styles.engine.binding import Binding, refuse_options
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, modes_entered, tell_of_call
 from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
@@ -227,12 +227,7 @@ class AttentionCalls(TorchFunctionMode):
                     "the ranks: call context_decode; a model of transformers does so with "
                     "attn_implementation=register_attention() and a config of its own, copy.deepcopy(config)"
                 )
-            if dropout_p:
-                refuse_dropout(self._name, dropout_p)
-            if others:
-                refuse_unknown(self._name, "scaled_dot_product_attention", others)
-            if query.shape[1] != key.shape[1]:
-                refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
+            refuse_options(self._name, query, key, dropout_p, enable_gqa, others)
             if not compiling:  # compiled code enters the mode in a recomputation too
                 self.check_call()
         except Exception as error:

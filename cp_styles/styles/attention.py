@@ -35,7 +35,7 @@ from cp_styles._lib.subclassing import UnpicklableMixin, insert_mixin
 from cp_styles._lib.troubleshooting import see
 from cp_styles.comm.checks import CHECKS, Checks
 from cp_styles.comm.point_to_point import refuse_destroyed
-from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped, refuse_unknown
+from cp_styles.engine.binding import Binding, refuse_options
 from cp_styles.engine.custom_ops import attend, check_local, check_plain, resolved_of, tell_of_call
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.kernels import Kernel
@@ -464,7 +464,7 @@ def _make_core_members(cls: type[nn.Module]) -> dict[str, Any]:
 # -- the mode --
 
 _LABELS = ("query", "key", "value")
-_SEQ_DIM, _HEAD_DIM = 2, 1  # of the tensors at the attention, [B, H, S, D]
+_SEQ_DIM = 2  # of the tensors at the attention, [B, H, S, D]
 _SEQUENCE_SHARD = (Shard(_SEQ_DIM),)
 
 
@@ -516,19 +516,13 @@ class CoreCalls(AttentionCalls):
         self.forward_state.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
-        heads, kv_heads = query.shape[_HEAD_DIM:_SEQ_DIM], key.shape[_HEAD_DIM:_SEQ_DIM]  # empty without this dim
         compiling, problem, shards = torch.compiler.is_dynamo_compiling(), "", None
         source = self._in_graph if compiling else self.source if self.form is None else self.source.now()[0]
         try:
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             shards = tuple([tensor.to_local() for tensor in tensors]) if compiling else local_tensors(*tensors)
             (check_plain if compiling else check_local)(self._name, shards, attn_mask=attn_mask)
-            if dropout_p:
-                refuse_dropout(self._name, dropout_p)
-            if others:
-                refuse_unknown(self._name, "scaled_dot_product_attention", others)
-            if heads != kv_heads:
-                refuse_grouped(self._name, heads[0], kv_heads[0], enable_gqa)
+            refuse_options(self._name, query, key, dropout_p, enable_gqa, others)
             if not compiling:
                 self.wrap_checkpoints()
             if isinstance(source, Binding) and self.form is not None:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.overrides import handle_torch_function
 
-from cp_styles import ModuleContextParallel, contiguous, flex_attention
+from cp_styles import AttentionContextParallel, ModuleContextParallel, contiguous, flex_attention
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -181,27 +182,34 @@ def test_attention_that_shortens_its_tokens(batch: int):
     assert torch.allclose(contiguous(6, 2).unshard(run_ranks(on, 2), 1), Tokens()(x[:, ::2]), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "flex_attention", "varlen_attn"])
-@pytest.mark.parametrize("value", [30.0, None])
-def test_arguments_of_a_later_torch(function: str, value: float | None):
+@pytest.mark.parametrize(
+    ("function", "style"),
+    [
+        *((name, ModuleContextParallel) for name in ("scaled_dot_product_attention", "flex_attention", "varlen_attn")),
+        ("scaled_dot_product_attention", AttentionContextParallel),
+    ],
+)
+@pytest.mark.parametrize("softcap", [30.0, None])
+def test_arguments_of_a_later_torch(function: str, style: Any, softcap: float | None):
     """Refused on every rank, by name. None is no argument."""
 
     class Core(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
             if function == "flex_attention":
-                return flex_attention(x, x, x, softcap=value)
-            calls = AttentionCalls.current()
-            assert calls is not None
+                return flex_attention(query, key, value, softcap=softcap)
             if function == "varlen_attn":
-                pack, ends = x[0].transpose(0, 1), torch.tensor([0, 10], dtype=torch.int32)
-                return calls._attend_varlen(pack, pack, pack, ends, ends, 10, 10, softcap=value)
-            return calls._attend(x, x, x, softcap=value)
+                calls = AttentionCalls.current()
+                assert calls is not None
+                pack, ends = query[0].transpose(0, 1), torch.tensor([0, 10], dtype=torch.int32)
+                return calls._attend_varlen(pack, pack, pack, ends, ends, 10, 10, softcap=softcap)
+            inputs = query, key, value
+            return handle_torch_function(F.scaled_dot_product_attention, inputs, *inputs, softcap=softcap)
 
     def on(rank: int) -> None:
-        core = parallelize_module(Core(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
-        core(contiguous(10, 2).shard(randn(0, 1, 2, 10, 4), 2, rank))
+        core = parallelize_module(Core(), cp_mesh(2), style(layout=contiguous))
+        core(*[contiguous(10, 2).shard(randn(0, 1, 2, 10, 4), 2, rank)] * 3)
 
-    if value is None:
+    if softcap is None:
         run_ranks(on, 2)
         return
     with pytest.raises(RankError, match=f"{function} with an unknown argument: {{'softcap': 30.0}}; leave") as found:
