@@ -324,6 +324,8 @@ def busiest_rank(layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask) -> 
 
 
 def _sample_ranks(layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask) -> list[int]:
-    """The busiest rank; with fewer than 256 ranks also the first and the last."""
+    """The busiest rank and one in the middle; with fewer than 256 ranks also the first and the last ones."""
+    # The first and the last rank exchange less with one side, and hold less. With a window and head_tail, the last but
+    # one holds the most.
     ranks = layouts[0].ranks
-    return sorted({busiest_rank(layouts, mask), *({0, ranks - 1} if ranks < 256 else ())})
+    return sorted({busiest_rank(layouts, mask), ranks // 2, *({0, ranks - 2, ranks - 1} if ranks < 256 else ())})

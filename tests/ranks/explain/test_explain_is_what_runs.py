@@ -137,7 +137,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
     cases = [case for case in CASES if ranks > 1 or case[2] == "head_tail"]
     cases = [case for case in cases if ranks % 2 == 0 or getattr(case[0], "size", None) is None]
     cases = cases[(part + 5 * ranks) % 31 :: 31]  # no common factor with the number of masks; others for other ranks
-    if part % 2:  # as large blocks of heads
+    if part % 2 == 0:  # as large blocks of heads
         monkeypatch.setattr(point_to_point, "MOST_OVER_GLOO", 0)
 
     def on(rank: int) -> list[dict[str, Any]]:
@@ -174,9 +174,9 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int, monkey
             beside += 2 * 8 * pairs * name.startswith("dilated")
             # The logsumexp of a range of rows, which is kept for the next tile with these queries.
             beside += 2 * HEADS * rows * (8 if dtype == torch.float64 else 4)
-            # The thread of gloo may hold the sent blocks of an all-to-all for a moment after the wait.
+            # The thread of gloo holds the sent and received blocks of an all-to-all until it is run again.
             at_once = [nbytes for way, nbytes in found["sent"] + found["sent back"] if way == "all_to_all"]
-            beside += 2 * max(at_once, default=0)  # and a block of two ranks or more
+            beside += 2 * sum(at_once)
             for what, mine in (
                 ("kept", sum(run.forward.live_at_end.values())),
                 ("forward", run.forward.peak),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_styles import Causal, Full, Ring, Ulysses, contiguous, head_tail, imbalance
+from cp_styles import Causal, Full, Ring, SlidingWindow, Ulysses, contiguous, head_tail, imbalance
 from cp_styles.explain import CPU, H100, explain
 from cp_styles.explain.events import KernelCall, MemoryOp, Phase, Transfer, WaitEvent
 from cp_styles.explain.hardware import Seconds, seconds_of
@@ -139,3 +139,17 @@ def test_what_a_cuda_kernel_allocates_inside_is_counted(dtype: torch.dtype, kern
     assert inside == 4 * 8 * 512 * 65 + (2 * 8 * 512 * 128 if kernel == "flash" else 0)
     on_cpu = explain(2048, **LLAMA | {"dtype": dtype}, device="cpu")
     assert not any("inside" in part for part in on_cpu.runs[0].backward.parts)
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(100)])
+@pytest.mark.parametrize("layout", [contiguous, head_tail])
+def test_a_sample_of_many_ranks_has_the_slowest(layout, mask):
+    """Which ranks a report of 24 ranks runs: they take as long, and hold as much, as any. Times of near ranks differ by
+    a few messages."""
+    options = MODEL | {"ranks": 24, "layout": layout, "mask": mask, "hardware": H100}
+    sample = explain(24 * 64, **options)
+    of_each = [explain(24 * 64, rank=rank, **options) for rank in range(24)]
+    assert len(sample.runs) <= 5
+    assert sample.peak_memory == max(each.peak_memory for each in of_each)
+    for found, times in zip(sample.seconds, zip(*(each.seconds for each in of_each), strict=True), strict=True):
+        assert found.total == pytest.approx(max(times).total, rel=0.1)
