@@ -7,7 +7,8 @@
 A mistake is planted in the functions of a running process: a fork of one that has collected all tests. So tests that
 start processes of their own do not see it, and a mistake in what an import runs is not seen at all: mutations.py puts
 those into files. From a file of tests, ``--tests`` tests that reach a mistake are run until one fails: those that take
-the shortest, of as many functions as there are. A mistake that fewer than two files notice has all that reach it.
+the shortest, of as many functions as there are. A mistake that fewer than two files notice has others that reach it,
+of ``--seconds`` together.
 
 ``reach`` needs the package coverage. Its data, and those of ``run``, are in runs/matrix: delete them to begin anew.
 """
@@ -23,8 +24,10 @@ import signal
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -148,8 +151,8 @@ def plant(place: Place, live: dict[tuple[str, str], list[FunctionType]]) -> int:
 class Run:
     """Plants mistakes in forks of a process that has collected the tests, and records which files notice them."""
 
-    def __init__(self, part: int, parts: int, words: list[str], most: int) -> None:
-        self._most = most
+    def __init__(self, part: int, parts: int, words: list[str], most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
         self._mistakes = [x for x in FUZZED + OTHERS if not words or any(word in x.name for word in words)]
         self._part, self._parts = part, parts
         self._results = DATA / f"results.{part}"
@@ -172,12 +175,13 @@ class Run:
             start = time.perf_counter()
             tests = [test for test in found[mistake.name] if test in items]
             noticed, ran = {}, Counter[str]()
-            for most in (self._most, len(tests)):
-                chosen = choose(tests, times, most, skip=noticed)
-                enough = len(items) if most == self._most else ENOUGH
-                self._try(place_of(mistake), [items[test] for test in chosen], live, times, noticed, ran, enough)
-                if len(noticed) >= ENOUGH:
-                    break
+            chosen = choose(tests, times, self._most, skip=())
+            self._try(place_of(mistake), [items[test] for test in chosen], live, times, noticed, ran, len(items))
+            if len(noticed) < ENOUGH:
+                others = [test for test in choose(tests, times, len(tests), skip=noticed) if test not in chosen]
+                ends = [*accumulate(times.get(test, 0.0) for test in others)]
+                others = others[: bisect_right(ends, self._seconds)]
+                self._try(place_of(mistake), [items[test] for test in others], live, times, noticed, ran, ENOUGH)
             record = {
                 "name": mistake.name,
                 "noticed": noticed,
@@ -319,15 +323,15 @@ def cover(noticed: dict[str, list[str]]) -> set[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-reach", action="store_true")
-    parser.addoption("--matrix-run", help="part,parts,tests,words")
+    parser.addoption("--matrix-run", help="part,parts,tests,seconds,words")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.matrix_reach and hasattr(config, "workerinput"):
         config.pluginmanager.register(Reach(config.workerinput["workerid"]))
     if config.option.matrix_run:
-        part, parts, most, *words = config.option.matrix_run.split(",")
-        config.pluginmanager.register(Run(int(part), int(parts), [word for word in words if word], int(most)))
+        part, parts, most, seconds, *words = config.option.matrix_run.split(",")
+        config.pluginmanager.register(Run(int(part), int(parts), words, int(most), float(seconds)))
 
 
 def main() -> int:
@@ -335,6 +339,7 @@ def main() -> int:
     parser.add_argument("what", choices=["reach", "run", "table"])
     parser.add_argument("words", nargs="*", help="run: only mistakes with one of these in their names")
     parser.add_argument("--tests", type=int, default=2, help="of each file, where enough files notice a mistake")
+    parser.add_argument("--seconds", type=float, default=60, help="of further tests, where few files notice a mistake")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     DATA.mkdir(parents=True, exist_ok=True)
@@ -343,7 +348,7 @@ def main() -> int:
         return subprocess.run([*pytest_command, "--matrix-reach", "-n", str(options.processes)], cwd=ROOT).returncode
     if options.what == "run":
         parts = [
-            ",".join(map(str, [part, options.processes, options.tests, *options.words]))
+            ",".join(map(str, [part, options.processes, options.tests, options.seconds, *options.words]))
             for part in range(options.processes)
         ]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # threads do not outlive a fork

@@ -54,13 +54,35 @@ def suggest_strategies(ranks: int, hardware: Hardware) -> list[Strategy]:
     return [*strategies, *(Ulysses(size=size) for size in sorted(sizes))]
 
 
+# Strategies in the form of the option --strategy: ring, ring:0, ulysses:8. The number is an argument of the strategy.
+_NAMES: dict[str, tuple[Callable[..., Strategy], str]] = {
+    "ring": (Ring, "keep"),
+    "allgather": (AllGather, "keep"),
+    "ulysses": (Ulysses, "size"),
+}
+
+
 def format_strategy(strategy: Strategy) -> str:
-    """A strategy in the form of the option --strategy: ring, ring:0, ulysses:8."""
-    if isinstance(strategy, Ulysses):
-        return "ulysses" + (f":{strategy.size}" if strategy.size else "")
-    if isinstance(strategy, (Ring, AllGather)):
-        return type(strategy).__name__.lower() + (f":{strategy.keep}" if strategy.keep != 1 else "")
+    """A strategy in the form of the option --strategy."""
+    for name, (make, option) in _NAMES.items():
+        if type(strategy) is make:
+            number = getattr(strategy, option)
+            return name if number == getattr(make(), option) else f"{name}:{number}"
     return str(strategy)
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy of the option --strategy.
+
+    Raises:
+        ValueError: there is none, or its number is wrong.
+    """
+    name, _, number = text.lower().partition(":")
+    if name not in _NAMES or (number and not number.isdecimal()):
+        forms = [form for each, (_, option) in _NAMES.items() for form in (each, f"{each}:{option.upper()}")]
+        raise ValueError(f"{text!r} is not {', '.join(forms[:-1])} or {forms[-1]}")
+    make, option = _NAMES[name]
+    return make(**({option: int(number)} if number else {}))
 
 
 def find_problem(strategy: Strategy, ranks: int, shapes: Shapes) -> str:

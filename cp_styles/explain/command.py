@@ -18,7 +18,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch
 from cp_styles.explain.candidates import (
     Candidate,
     format_strategy,
+    parse_strategy,
     rank_candidates,
     suggest_layouts,
     suggest_strategies,
@@ -42,7 +43,7 @@ from cp_styles.explain.report import explained
 from cp_styles.explain.text import format_bytes, format_seconds, wrap_entries
 from cp_styles.layouts import by_work, striped
 from cp_styles.masks import Causal, Documents, Full, Mask, SlidingWindow
-from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.strategies import Strategy
 from cp_styles.verify.report import format_table
 
 _WIDTH = 99  # columns of a line
@@ -53,7 +54,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 _LINKS = {"bandwidth": "bytes a second inside of a node", "latency": "seconds of a message inside of a node"}
 _LINKS |= {"far_bandwidth": "bytes a second between nodes", "far_latency": "seconds of a message between nodes"}
 _OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD}
-_STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
 _COLUMNS = (
     "predicted for one attention and its busiest rank. exposed: the part of forward and backward in which the rank "
     "waits for messages, with nothing to compute; sent: bytes of both; memory: its peak; imbalance: work of the "
@@ -102,16 +102,9 @@ def parse_latent(text: str) -> tuple[int, int]:
     return int(latent_dim), int(rotary_dim)
 
 
-def parse_strategy(text: str) -> Strategy:
-    """ring, ring:0 (keep=0), allgather, ulysses, ulysses:8 (size=8)."""
-    name, _, number = text.lower().partition(":")
-    if name not in _STRATEGIES or (number and not number.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not ring, ring:KEEP, allgather, allgather:KEEP, ulysses or ulysses:SIZE"
-        )
-    option = "size" if name == "ulysses" else "keep"
+def _strategy_option(text: str) -> Strategy:
     try:
-        return _STRATEGIES[name](**({option: int(number)} if number else {}))
+        return parse_strategy(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -150,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mask", choices=("causal", "full"), default="causal")
     add("--window", type=parse_count, help="a query sees itself and the W - 1 positions before it")
     strategies = "ring ring:0 allgather ulysses ulysses:8; default: all that may suit"
-    add("--strategy", type=parse_strategy, nargs="+", metavar="S", help=strategies)
+    add("--strategy", type=_strategy_option, nargs="+", metavar="S", help=strategies)
     layouts = ("head_tail", "contiguous", "per_document_head_tail", "whole_documents", "by_work", "striped")
     add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
@@ -194,7 +187,7 @@ def make_model_parser() -> argparse.ArgumentParser:
     add("--batch", type=parse_count, default=1, help="sequences that ranks train on at once")
     add("--dtype", type=str.lower, choices=_DTYPES, default="bf16", help="shards of 16-bit parameters are in float32")
     add("--optimizer", type=str.lower, choices=_OPTIMIZERS, default="adamw")
-    add("--strategy", type=parse_strategy, nargs="+", metavar="S", default=(), help="as without --model")
+    add("--strategy", type=_strategy_option, nargs="+", metavar="S", default=(), help="as without --model")
     add("--hardware", type=str.lower, choices=MACHINES, default="h100", help="default: h100")
     add("--node-ranks", type=parse_count, help="ranks of a node; default: the machine's")
     add_links(options)

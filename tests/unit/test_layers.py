@@ -115,7 +115,7 @@ def sizes() -> dict[str, int]:
 # calls of the host: see test_account.py. Then features, with 430 lines of the core path: halos and windows 500, trees
 # 430, gathered keys 430, groups of tokens 400, largest scores 250, biases of queries 250, packs 300, rollouts 300,
 # doctor 570, keys of another sequence 240. Whether a run fits has 1,160 lines, which no attention goes through.
-LIMITS = {"lines of the package": 37_776, "lines of the core path": 13_647, "floors": 10}
+LIMITS = {"lines of the package": 37_950, "lines of the core path": 13_750, "floors": 10}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500}
 
 
