@@ -44,6 +44,7 @@ DATA = ROOT / "runs" / "matrix"
 RECORD = ROOT / "tests" / "records" / "matrix.txt"
 HUNG = 60.0  # seconds; a test that takes thirty times its own time and longer than this waits for a rank
 ENOUGH = 2  # files that must notice a mistake
+MANY = 30  # files that reach a mistake: one test of each is run
 
 
 class Place(NamedTuple):
@@ -175,7 +176,8 @@ class Run:
             start = time.perf_counter()
             tests = [test for test in found[mistake.name] if test in items]
             noticed, ran = {}, Counter[str]()
-            chosen = choose(tests, times, self._most, skip=())
+            most = self._most if len(set(map(file_of, tests))) <= MANY else 1
+            chosen = choose(tests, times, most, skip=())
             self._try(place_of(mistake), [items[test] for test in chosen], live, times, noticed, ran, len(items))
             if len(noticed) < ENOUGH:
                 others = [test for test in choose(tests, times, len(tests), skip=noticed) if test not in chosen]

@@ -142,7 +142,8 @@ def test_published_numbers_of_parameters(name: str):
     assert published(name).parameters == pytest.approx(PUBLISHED[name][1], rel=2e-3)  # three digits are published
 
 
-@pytest.mark.parametrize("name", ["Mixtral-8x7B", *(pytest.param(x, marks=pytest.mark.nightly) for x in PUBLISHED)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_numbers_of_parameters_that_a_token_uses(name: str):
     assert published(name).active == pytest.approx(PUBLISHED[name][2], rel=2e-3)
 

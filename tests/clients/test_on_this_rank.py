@@ -124,7 +124,8 @@ def test_inside_of_another_one(style: Any):
         assert all(torch.equal(logits, generated(model, rank)[1]) for logits in found)
 
 
-@pytest.mark.parametrize("way", [pytest.param("module", marks=pytest.mark.nightly), "in place"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["module", "in place"])
 def test_compiled(way: str):
     model = tiny(causal_lm, config_of("llama", num_hidden_layers=1)).eval().float()
     torch.compiler.reset()

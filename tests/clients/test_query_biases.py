@@ -54,8 +54,8 @@ MODELS = "inkling_text", "inkling2_text", "inkling2_loop_text"
 @sampled(
     1,
     model_type=MODELS,
-    length=[3, 20, 37],
-    ranks=[1, 2, 3],
+    length=[37, 20, 3],
+    ranks=[2, 3, 1],
     layout=[head_tail, contiguous, striped, nearly_all_on_one],
     strategy=[Ring(), Ring(keep=0), AllGather()],
     checkpointed=[False, True],
@@ -151,9 +151,9 @@ def test_a_prefill_is_refused(model_type: str):
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        ("inkling2_text", "scope"),
-        ("inkling2_loop_text", "seq_idx"),
-        *rows_at_night(("inkling_text", "scope"), ("inkling2_loop_text", "scope"), ("inkling2_text", "seq_idx")),
+        ("inkling_text", "scope"),
+        ("inkling2_text", "seq_idx"),
+        *rows_at_night(("inkling2_text", "scope"), ("inkling2_loop_text", "scope"), ("inkling2_loop_text", "seq_idx")),
     ],
 )
 def test_packed_documents(model_type: str, way: str):

@@ -10,6 +10,7 @@ import pytest
 
 from cp_styles import Causal, Documents, SequenceLayout, imbalance, per_document_head_tail, whole_documents
 from cp_styles.batch import packs
+from tests.covering import rows_at_night
 
 MIXES: dict[str, Callable[[random.Random], list[int]]] = {
     "short": lambda draw: [draw.randint(50, 800) for _ in range(200)],
@@ -88,7 +89,9 @@ def test_the_most_tokens_of_a_rank(mix: str):
         whole_documents(81, 8, documents=[81], most=10)
 
 
-@pytest.mark.parametrize(("count", "ranks", "tries"), [(120, 8, 1), (2000, 64, 1), (2000, 256, 8), (4000, 512, 2)])
+@pytest.mark.parametrize(
+    ("count", "ranks", "tries"), [(120, 8, 1), (2000, 64, 1), *rows_at_night((2000, 256, 8), (4000, 512, 2))]
+)
 def test_a_large_pack_takes_few_tries(count: int, ranks: int, tries: int, monkeypatch):
     """A document that is too large for a rank begins in pieces. The last two packs are given up."""
     draw, pairs = random.Random(0), []

@@ -243,8 +243,7 @@ def test_low_precision(dtype: torch.dtype, ranks: int, monkeypatch):
 # -- pairs, bytes and memory --
 
 
-@pytest.mark.parametrize("block", [1, 16])
-@pytest.mark.parametrize("ranks", [1, 4])
+@sampled(1, block=[1, 16], ranks=[1, 4])
 def test_no_other_pairs_are_computed(block: int, ranks: int, monkeypatch):
     """At most 4 / 3 of the selected pairs, in the calls of the kernel and as explain counts them; no masked tile."""
     length, layout, (heads, groups) = 2048, head_tail(2048, ranks), (4, 2)

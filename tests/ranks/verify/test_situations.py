@@ -244,7 +244,9 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"] + at_night("compiled"))
+@pytest.mark.parametrize(
+    "way", [way for way in WAYS if "compiled" not in way] + at_night("compiled", "compiled in place")
+)
 def test_a_training_as_it_was_proved_says_nothing(way):
     """Ten steps of several lengths, after a proof of each of the two functions."""
 
