@@ -393,10 +393,6 @@ def test_the_code_trains_as_one_process(name, dp, cp, strategy, form, tmp_path: 
 # -- plans --
 
 
-def plans_of(fit: Fit, length: int, *strategies: Strategy) -> dict[tuple[int, str], Plan]:
-    return {(plan.cp, str(plan.strategy)): plan for plan in fit.plans(length, strategies)}
-
-
 @pytest.mark.nightly
 def test_the_longest_sequence_fits_and_the_next_does_not():
     model = model_for("llama", 2)
