@@ -10,7 +10,8 @@ those into files. From a file of tests, ``--tests`` tests that reach a mistake a
 the shortest, of as many functions as there are. A mistake that fewer than two files notice has others that reach it,
 of ``--seconds`` together.
 
-``reach`` needs the package coverage. Its data, and those of ``run``, are in runs/matrix: delete them to begin anew.
+``reach`` needs ``pip install -e ".[mutations]"``. Its data, and those of ``run``, are in runs/matrix: delete them to
+begin anew.
 """
 
 from __future__ import annotations
