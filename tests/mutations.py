@@ -1357,7 +1357,7 @@ fit: sizes are taken for linear | clients/test_fit.py -k not_linear
 fit: the optimizer takes no memory | clients/test_fit.py -k batch
     Fit._nbytes | + sum(self.held.values())
     becomes nothing
-fit: nothing is left to the allocator | clients/test_fit.py -k 'longest or tokens_a_second'
+fit: nothing is left to the allocator | clients/test_fit.py -k allocator
     Fit.__init__ | * (1 - RESERVE)
     becomes nothing
 fit: the first form that fits is taken | clients/test_fit.py -k 'fastest'

@@ -421,6 +421,15 @@ def test_plans_that_fit_come_first_by_tokens_a_second():
         assert plan.cp * plan.dp == 4
 
 
+def test_a_plan_that_leaves_nothing_to_the_allocator_does_not_fit():
+    model = model_for("llama", 2)
+    (wanted,) = Fit(model, replace(CPU, memory=2**20)).plans(2**14, [Ring()])[:1]
+    for left, fits in ((RESERVE / 2, False), (RESERVE * 1.01, True)):
+        plans = Fit(model, replace(CPU, memory=int(wanted.nbytes / (1 - left)))).plans(2**14, [Ring()])
+        (found,) = (plan for plan in plans if (plan.cp, plan.layout_name) == (wanted.cp, wanted.layout_name))
+        assert found.fits == fits
+
+
 def test_a_form_that_fits_is_the_fastest():
     """With much memory neither checkpoints nor chunks, with little both."""
     model = model_for("llama", 1)
