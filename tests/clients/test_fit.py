@@ -251,7 +251,7 @@ def measured_peak(code: str, model: Any, tokens: torch.Tensor, ranks: int) -> in
 MEASURED = [
     ("llama", 2, Ring(), "plain", torch.bfloat16, 96),
     ("llama", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
-    ("llama", 2, Ulysses(), "checkpoints and chunks", torch.bfloat16, 1100),
+    ("llama", 4, Ulysses(size=2), "chunks", torch.bfloat16, 300),
     ("qwen3_moe", 2, Ring(), "chunks", torch.bfloat16, 96),
     ("gpt_oss", 2, Ring(), "plain", torch.bfloat16, 96),
     *rows_at_night(
@@ -259,7 +259,7 @@ MEASURED = [
         ("llama", 2, Ring(), "checkpoints", torch.bfloat16, 96),
         ("llama", 4, Ring(keep=0), "checkpoints and chunks", torch.float32, 300),
         ("llama", 4, AllGather(), "plain", torch.bfloat16, 300),
-        ("llama", 4, Ulysses(size=2), "chunks", torch.bfloat16, 300),
+        ("llama", 2, Ulysses(), "checkpoints and chunks", torch.bfloat16, 1100),
         ("gemma3_text", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
         ("gpt_oss", 2, Ulysses(), "plain", torch.bfloat16, 96),
         ("deepseek_v3", 2, Ring(), "plain", torch.bfloat16, 96),
