@@ -43,7 +43,7 @@ from tests.mutations import FUZZED, OTHERS, Mistake, places  # noqa: E402
 PACKAGE = ROOT / "cp_styles"
 DATA = ROOT / "runs" / "matrix"
 RECORD = ROOT / "tests" / "records" / "matrix.txt"
-HUNG = 60.0  # seconds; a test that takes thirty times its own time and longer than this waits for a rank
+HUNG = 20.0  # seconds; a test that takes fifteen times its own time and longer than this waits for a rank
 ENOUGH = 2  # files that must notice a mistake
 MANY = 30  # files that reach a mistake: one test of each is run
 
@@ -215,7 +215,7 @@ class Run:
             running, rest = None, b""
             while True:
                 own = times.get(running.nodeid, 0.0) if running else 0.0
-                ready, _, _ = select.select([reader], [], [], max(HUNG, 30 * own))
+                ready, _, _ = select.select([reader], [], [], max(HUNG, 15 * own))
                 chunk = os.read(reader, 1 << 16) if ready else b""
                 if not chunk:
                     break
