@@ -2024,6 +2024,12 @@ def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 @cache
+def text_of(file: Path) -> str:
+    """What is in a file without a mistake."""
+    return file.read_text()
+
+
+@cache
 def functions_of(text: str) -> list[tuple[str, ast.FunctionDef]]:
     return [*functions(ast.parse(text))]
 
@@ -2032,7 +2038,7 @@ def places(mistake: Mistake, package: Path) -> list[tuple[Path, int, int]]:
     """Where the piece stands that the mistake replaces: file, start, stop."""
     found = []
     for file in sorted(package.rglob("*.py")):
-        text = file.read_text()
+        text = text_of(file)
         if mistake.function.rpartition(".")[2] not in text:
             continue
         ends = [0, *(match.end() for match in re.finditer("\n", text))]
