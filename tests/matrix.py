@@ -286,7 +286,10 @@ def choose(tests: Iterable[str], times: dict[str, float], most: int, skip: Itera
 
 
 def results() -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(DATA.glob("results.*")) for line in path.read_text().splitlines()]
+    """What has been run of the mistakes that there are now."""
+    names = {mistake.name for mistake in FUZZED + OTHERS}
+    lines = [line for path in sorted(DATA.glob("results.*")) for line in path.read_text().splitlines()]
+    return [each for each in map(json.loads, lines) if each["name"] in names]
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
