@@ -28,7 +28,7 @@ def covering(strength: int, rows: Sequence[tuple[Any, ...]]) -> list[int]:
         for row in rows
     ]
     left, chosen = set().union(*held), []
-    # What a row adds becomes less with each that is chosen. So the first of the heap is the best of all, if it still
+    # A row adds less with each row that is chosen. So the first of the heap is the best of all, if it still
     # adds as much as when it was counted.
     heap = [(-len(each), index) for index, each in enumerate(held)]
     heapq.heapify(heap)

@@ -8,7 +8,7 @@ A mistake is planted in the functions of a running process: a fork of one that h
 start processes of their own do not see it, and a mistake in what an import runs is not seen at all: mutations.py puts
 those into files. From a file of tests, ``--tests`` tests that reach a mistake are run until one fails: those that take
 the shortest, of as many functions as there are. A mistake that fewer than two files notice has others that reach it,
-of ``--seconds`` together.
+of ``--seconds`` together. A test that fails in a fork without the mistake too has noticed nothing.
 
 ``reach`` needs ``pip install -e ".[mutations]"``. Its data, and those of ``run``, are in runs/matrix: delete them to
 begin anew.
@@ -27,7 +27,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -134,9 +134,12 @@ def same(a: CodeType, b: CodeType) -> bool:
     return alike and len(inner[0]) == len(inner[1]) and all(map(same, *inner))
 
 
-def plant(place: Place, live: dict[tuple[str, str], list[FunctionType]]) -> int:
-    """Put the code of the mistake into the functions of this process. Returns their number."""
-    file, planted = str(place.file), 0
+Change = tuple[FunctionType, CodeType]
+
+
+def changes(place: Place, live: dict[tuple[str, str], list[FunctionType]]) -> list[Change]:
+    """The functions of this process that a mistake changes, and their code with it."""
+    file, found = str(place.file), list[Change]()
     wrong = list(codes(compile(place.source, file, "exec", dont_inherit=True)))
     right = list(codes(compile(place.file.read_text(), file, "exec", dont_inherit=True)))
     for name in {code.co_qualname for code in right}:
@@ -145,9 +148,8 @@ def plant(place: Place, live: dict[tuple[str, str], list[FunctionType]]) -> int:
         for function in live.get((file, name), ()):
             new = changed.get(function.__code__.co_firstlineno)
             if new is not None and len(new.co_freevars) == len(function.__code__.co_freevars):
-                function.__code__ = new
-                planted += 1
-    return planted
+                found.append((function, new))
+    return found
 
 
 class Run:
@@ -157,36 +159,41 @@ class Run:
         self._most, self._seconds = most, seconds
         self._mistakes = [x for x in FUZZED + OTHERS if not words or any(word in x.name for word in words)]
         self._part, self._parts = part, parts
-        self._results = DATA / f"results.{part}"
+        self._results, self._unsound = DATA / f"results.{part}", DATA / f"unsound.{part}"
+        self._sound: dict[str, bool] = {}  # whether a test passes in a fork without a mistake
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.config.option.collectonly:
             return False
-        items = {item.nodeid: item for item in session.items}
-        times, found = reached()
+        self._items = {item.nodeid: item for item in session.items}
+        self._times, found = reached()
         live = defaultdict[tuple[str, str], list[FunctionType]](list)
         for each in gc.get_objects():
             if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(PACKAGE)):
                 live[each.__code__.co_filename, each.__code__.co_qualname].append(each)
         gc.collect()
         gc.freeze()
-        done = {each["name"] for each in results()}
+        records = results()
+        self._control({test for each in records[self._part :: self._parts] for test in each["noticed"].values()})
+        done = {each["name"] for each in records}
         # First those that few tests reach: what they need is what the files differ in.
         left = sorted(self._mistakes, key=lambda mistake: len(found[mistake.name]))[self._part :: self._parts]
         for mistake in [each for each in left if each.name not in done]:
             start = time.perf_counter()
-            tests = [test for test in found[mistake.name] if test in items]
-            noticed, ran = {}, Counter[str]()
+            tests = [test for test in found[mistake.name] if test in self._items]
+            planted = changes(place_of(mistake), live)
+            noticed, ran = dict[str, str](), Counter[str]()
             most = self._most if len(set(map(file_of, tests))) <= MANY else 1
-            chosen = choose(tests, times, most, skip=())
-            self._try(place_of(mistake), [items[test] for test in chosen], live, times, noticed, ran, len(items))
-            if len(noticed) < ENOUGH:
-                others = [test for test in choose(tests, times, len(tests), skip=noticed) if test not in chosen]
-                ends = [*accumulate(times.get(test, 0.0) for test in others)]
-                others = others[: bisect_right(ends, self._seconds)]
-                self._try(place_of(mistake), [items[test] for test in others], live, times, noticed, ran, ENOUGH)
+            chosen = choose(tests, self._times, most, skip=())
+            if planted:
+                self._try(planted, chosen, noticed, ran, len(chosen))
+            if planted and len(noticed) < ENOUGH:
+                others = [test for test in choose(tests, self._times, len(tests), skip=noticed) if test not in chosen]
+                ends = [*accumulate(self._times.get(test, 0.0) for test in others)]
+                self._try(planted, others[: bisect_right(ends, self._seconds)], noticed, ran, ENOUGH)
             record = {
                 "name": mistake.name,
+                "functions": len(planted),
                 "noticed": noticed,
                 "passed": {file: count for file, count in sorted(ran.items()) if file not in noticed},
                 "seconds": round(time.perf_counter() - start, 1),
@@ -196,73 +203,80 @@ class Run:
         return True
 
     def _try(
-        self,
-        place: Place,
-        items: list[pytest.Item],
-        live: dict[tuple[str, str], list[FunctionType]],
-        times: dict[str, float],
-        noticed: dict[str, str],
-        ran: Counter[str],
-        enough: int,
+        self, planted: list[Change], tests: list[str], noticed: dict[str, str], ran: Counter[str], enough: int
     ) -> None:
-        while items and len(noticed) < enough:
+        """Run tests of files that have noticed nothing, and add those that fail with the mistake alone."""
+        tests = [test for test in tests if file_of(test) not in noticed]
+        failed = self._run(planted, tests, file_of, ran, enough - len(noticed))
+        self._control(failed)
+        noticed.update({file_of(test): test for test in failed if self._sound[test]})
+
+    def _control(self, tests: Iterable[str]) -> None:
+        """Run tests that have failed without a mistake, once each."""
+        new = [test for test in dict.fromkeys(tests) if test not in self._sound and test in self._items]
+        failed = self._run([], new, str, Counter(), len(new))
+        self._sound |= {test: test not in failed for test in new}
+        with self._unsound.open("a") as file:
+            file.writelines(f"{test}\n" for test in failed)
+
+    def _run(
+        self, planted: list[Change], tests: list[str], key: Callable[[str], str], ran: Counter[str], enough: int
+    ) -> list[str]:
+        """The tests that fail or do not end, at most one for each key, and ``enough`` of them."""
+        failed = list[str]()
+        while tests and len(failed) < enough:
             reader, writer = os.pipe()
             child = os.fork()
             if child == 0:
                 os.close(reader)
-                run_planted(place, items, live, noticed, writer, enough)
+                run_planted(planted, [self._items[test] for test in tests], key, writer, enough - len(failed))
             os.close(writer)
             running, rest = None, b""
             while True:
-                own = times.get(running.nodeid, 0.0) if running else 0.0
+                own = self._times.get(running, 0.0) if running else 0.0
                 ready, _, _ = select.select([reader], [], [], max(HUNG, 15 * own))
                 chunk = os.read(reader, 1 << 16) if ready else b""
                 if not chunk:
                     break
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    place_of_item, failed = json.loads(line)
-                    running = items[place_of_item]
-                    if failed is not None:
-                        ran[file_of(running.nodeid)] += 1
-                        if failed:
-                            noticed[file_of(running.nodeid)] = running.nodeid
+                    number, ended = json.loads(line)
+                    running = tests[number]
+                    if ended is not None:
+                        ran[key(running)] += 1
+                        failed += [running] * ended
                         running = None
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.close(reader)
             if running is None:
-                return
-            noticed[file_of(running.nodeid)] = f"{running.nodeid} (no end)"
-            items = [item for item in items[items.index(running) + 1 :] if file_of(item.nodeid) not in noticed]
+                break
+            failed.append(running)  # it waits for a rank, or has ended the process
+            keys = set(map(key, failed))
+            tests = [test for test in tests[tests.index(running) + 1 :] if key(test) not in keys]
+        return failed
 
 
 def run_planted(
-    place: Place,
-    items: list[pytest.Item],
-    live: dict[tuple[str, str], list[FunctionType]],
-    noticed: dict[str, str],
-    writer: int,
-    enough: int,
+    planted: list[Change], items: list[pytest.Item], key: Callable[[str], str], writer: int, enough: int
 ) -> None:
-    """In the fork: run the tests with the mistake. No test of a file runs after one that has failed, and none at all
-    where ``enough`` files have."""
+    """In the fork: run the tests with the mistake. No test of a key runs after one that has failed, and none at all
+    after ``enough`` have."""
     try:
         from _pytest.runner import runtestprotocol
 
-        if plant(place, live):
-            files = set(noticed)
-            for index, item in enumerate(items):
-                if len(files) >= enough:
-                    break
-                if file_of(item.nodeid) in files:
-                    continue
-                os.write(writer, json.dumps([index, None]).encode() + b"\n")
-                reports = runtestprotocol(item, nextitem=None, log=False)
-                failed = any(report.failed for report in reports)
-                if failed:
-                    files.add(file_of(item.nodeid))
-                os.write(writer, json.dumps([index, failed]).encode() + b"\n")
+        for function, code in planted:
+            function.__code__ = code
+        failed = set[str]()
+        for number, item in enumerate(items):
+            if len(failed) >= enough:
+                break
+            if key(item.nodeid) in failed:
+                continue
+            os.write(writer, json.dumps([number, None]).encode() + b"\n")
+            ended = any(report.failed for report in runtestprotocol(item, nextitem=None, log=False))
+            failed |= {key(item.nodeid)} if ended else set()
+            os.write(writer, json.dumps([number, ended]).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -272,7 +286,7 @@ def file_of(test: str) -> str:
 
 
 def choose(tests: Iterable[str], times: dict[str, float], most: int, skip: Iterable[str]) -> list[str]:
-    """Of each file the tests that take the shortest, first one of each function."""
+    """Choose the tests of each file that take the shortest, first one of each function."""
     ranked, of_function = defaultdict[str, list[tuple[int, float, str]]](list), Counter[str]()
     for seconds, test in sorted((times.get(test, 0.0), test) for test in tests):
         function = test.partition("[")[0]
@@ -286,10 +300,14 @@ def choose(tests: Iterable[str], times: dict[str, float], most: int, skip: Itera
 
 
 def results() -> list[dict[str, Any]]:
-    """What has been run of the mistakes that there are now."""
+    """Results of the mistakes that there are now, but for tests that fail without a mistake too."""
     names = {mistake.name for mistake in FUZZED + OTHERS}
+    unsound = {test for path in DATA.glob("unsound.*") for test in path.read_text().splitlines()}
     lines = [line for path in sorted(DATA.glob("results.*")) for line in path.read_text().splitlines()]
-    return [each for each in map(json.loads, lines) if each["name"] in names]
+    records = [each for each in map(json.loads, lines) if each["name"] in names]
+    for each in records:
+        each["noticed"] = {file: test for file, test in each["noticed"].items() if test not in unsound}
+    return records
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
@@ -369,8 +387,11 @@ def main() -> int:
         return max(process.wait() for process in running)
     lines = [*table(results())]
     RECORD.write_text("\n".join(lines) + "\n")
-    none = [each["name"] for each in results() if not each["noticed"]]
-    print("\n".join([lines[0], *(f"noticed by none of these: {name}; see mutations.py" for name in none)]))
+    print(lines[0])
+    for each in results():
+        if not each["noticed"]:
+            problem = "noticed by none of these" if each["functions"] else "in no function of a running process"
+            print(f"{problem}: {each['name']}; see mutations.py")
     return 0
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from cp_styles.comm.agreement import Meeting, StatusRow, is_of_this_world, start_status
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of, states
+from cp_styles.comm.group_state import Forwards, state_of, states
 from cp_styles.comm.groups import group_now
 
 

@@ -34,8 +34,7 @@ from cp_styles.batch.losses import global_loss, global_token_count
 from cp_styles.collectives import gather
 from cp_styles.collectives.notes import Losses, StepNotes
 from cp_styles.comm.agreement import Meeting, StatusRow, agree_on_facts, start_status
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, world_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layouts import Balancer, SequenceLayout, contiguous, head_tail

@@ -38,8 +38,7 @@ from cp_styles.collectives.replicas import (
     shared_replicas,
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from cp_styles.engine.observers import CheckedCall, RankCheck
 
 _MOST_NAMED = 4  # parameters that an error names

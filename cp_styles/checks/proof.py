@@ -19,8 +19,7 @@ from cp_styles._lib.checksum import version_of
 from cp_styles._lib.compat import calling_frames, graph_task_id, tensors_in
 from cp_styles._lib.introspect import input_names
 from cp_styles._lib.troubleshooting import see
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from cp_styles.comm.groups import world_group
 from cp_styles.engine.observers import CheckedCall, Place
 

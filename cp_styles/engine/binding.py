@@ -22,8 +22,7 @@ from cp_styles._lib.troubleshooting import see
 from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import plain, tell_peers, telling
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.group_state import Forwards, GroupState, state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group, state_if_simple
 from cp_styles.engine.config import AttentionConfig, ConfigInGraph, config_in_graph
 from cp_styles.engine.observers import ModelObserver, RankChecks

@@ -17,7 +17,7 @@ from torch import nn
 
 from cp_styles.comm.agreement import Caller
 from cp_styles.comm.checks import Checks
-from cp_styles.comm.forwards import Forwards
+from cp_styles.comm.group_state import Forwards
 
 Place: TypeAlias = tuple[int, str, int]
 """The number of a module with a style, the path of a module in it, and the number of the call, 0 in a graph."""

@@ -46,7 +46,7 @@ def head_tail(length: int, ranks: int) -> SequenceLayout:
     Args:
         length: number of positions.
         ranks: number of ranks, P. It need not divide ``length``. The first ranks hold the remainder, a position each.
-            Of an odd number the first chunk of a rank has one more: early positions are less work.
+            The first chunk of a rank has one more of an odd number: early positions are less work.
 
     Source: Brandon et al., Striped Attention (2023), and the causal balance of Megatron-LM's context parallelism.
 

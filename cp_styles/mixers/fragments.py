@@ -20,8 +20,7 @@ from cp_styles.collectives.peers import CallSignature, Peers, exchange_rows, get
 from cp_styles.collectives.replicas import LocalItems
 from cp_styles.comm.agreement import StatusRow, StatusRows, plain, short, telling
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from cp_styles.comm.groups import MeshOrGroup, Role, axis_and_group
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.call import agree_on_layouts

@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_styles._lib.compat import module_of_plan
 from cp_styles.checks import proof_of
 from cp_styles.comm.checks import CHECKS, Checks
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, ForwardState
 from cp_styles.kernels import Kernel

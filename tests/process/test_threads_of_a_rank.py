@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, global_token_count, parallelize_module
-from cp_styles.comm.forwards import Forwards
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import Forwards, state_of
 from tests.oracle import error, filled
 from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT

@@ -280,7 +280,7 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
 
 
 def test_one_rank_attends_where_the_others_recompute():
-    """The same call of the same module, with other inputs: no rank may take one for the other."""
+    """The same call of the same module, with other inputs: no rank may take the first one for the second."""
 
     def on(rank: int):
         s = Even(rank, threading.Barrier(1))
@@ -306,7 +306,7 @@ class Catches(nn.Module):
 
 @pytest.mark.parametrize("style", STYLES.values())
 def test_one_rank_catches_the_refusal_of_its_call(style: type):
-    """No hook sees the error, and the others hear of it all the same."""
+    """No hook sees the error, and the remaining ranks hear of it all the same."""
 
     def on(rank: int):
         s = Even(rank, threading.Barrier(1))
