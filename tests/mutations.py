@@ -425,7 +425,7 @@ packs: other entries on a rank | ranks/doors/test_packs.py -k bad_samples
 maxima: of the latest tile | ranks/flex/test_max_scores.py -k all_keys
     MaxMerge.__call__ | torch.maximum(lse_BHL, new_lse_BHL, out=lse_BHL)
     becomes | lse_BHL.copy_(new_lse_BHL)
-maxima: of the latest pack | ranks/flex/test_max_scores.py -k all_keys
+maxima: of the latest pack | ranks/flex/test_max_scores.py -k several_packs
     MaxMerge.__call__ | torch.maximum(lse_BHL.index_select(2, index), new_lse_BHL)
     becomes | new_lse_BHL
 maxima: of the latest block of keys | ranks/flex/test_max_scores.py -k few_scores

@@ -78,6 +78,7 @@ INKLING = {
     "sliding_window_size": 5,
     "rel_extent": 7,
     "log_scaling_n_floor": 3,
+    "unpadded_vocab_size": TINY["vocab_size"],
     "loop_layer_index_start": 2,
     "loop_layer_index_end": 4,
 }

@@ -250,11 +250,11 @@ def measured_peak(code: str, model: Any, tokens: torch.Tensor, ranks: int) -> in
 
 MEASURED = [
     ("llama", 2, Ring(), "plain", torch.bfloat16, 96),
-    ("llama", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
     ("llama", 4, Ulysses(size=2), "chunks", torch.bfloat16, 300),
-    ("qwen3_moe", 2, Ring(), "chunks", torch.bfloat16, 96),
     ("gpt_oss", 2, Ring(), "plain", torch.bfloat16, 96),
     *rows_at_night(
+        ("llama", 2, Ring(), "checkpoints and chunks", torch.bfloat16, 96),
+        ("qwen3_moe", 2, Ring(), "chunks", torch.bfloat16, 96),
         ("llama", 2, Ring(), "chunks", torch.bfloat16, 96),
         ("llama", 2, Ring(), "checkpoints", torch.bfloat16, 96),
         ("llama", 4, Ring(keep=0), "checkpoints and chunks", torch.float32, 300),
@@ -341,11 +341,11 @@ def written(folder: Path, config: Any) -> str:
 
 CODES = [
     ("llama", 2, 2, Ring(), "checkpoints and chunks"),
-    ("llama", 1, 2, Ring(), "plain"),
     ("mixtral", 1, 2, Ulysses(), "chunks"),
-    ("phi3", 1, 2, AllGather(), "checkpoints"),
 ]
 CODES_AT_NIGHT = [
+    ("llama", 1, 2, Ring(), "plain"),
+    ("phi3", 1, 2, AllGather(), "checkpoints"),
     *(("llama", 1, 2, Ring(), form) for form in FORMS if form != "plain"),
     ("llama", 1, 4, Ulysses(size=2), "checkpoints and chunks"),
     *((name, 1, 2, Ring(), "checkpoints and chunks") for name in ("qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")),

@@ -177,7 +177,7 @@ def test_as_it_is_called_in_a_model(run: Any):
     assert max(errors(run, 2)) < EXACT
 
 
-@pytest.mark.parametrize("whole_graph", [True, False])
+@pytest.mark.parametrize("whole_graph", [True, *at_night(False)])
 def test_compiled(whole_graph: bool):
     """The weight is an input of the op in the graph, so its gradient comes out of it."""
     torch._dynamo.reset()

@@ -16,12 +16,10 @@ from tests.turns import DOORS, HOW, MOMENTS, RANKS, At, Cell, cells, planted, ru
 
 
 def sampled_cells() -> list[Any]:
-    """Few cells that hold every pair of door, how, moment, rank and end, each door and moment of a program that catches
-    the error of rank 1, and further ones at night."""
+    """Few cells that hold every pair of door, how, moment, rank and end, and further ones at night."""
     found = [cell for cell in cells() if not HOW[cell.how].compiles]  # see tests/process/test_turns.py
     rows = [tuple(sys.intern(str(value)) for value in astuple(cell)) for cell in found]
     by_day = set(covering(2, rows))
-    by_day |= {at for at, cell in enumerate(found) if (cell.how, cell.faulty, cell.caught) == ("eager", 1, True)}
     night = (pytest.mark.nightly,)
     return [pytest.param(cell, marks=() if at in by_day else night, id=str(cell)) for at, cell in enumerate(found)]
 

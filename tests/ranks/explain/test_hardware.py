@@ -14,6 +14,7 @@ from cp_styles.explain.events import KernelCall, MemoryOp, Phase, Transfer, Wait
 from cp_styles.explain.hardware import Seconds, seconds_of
 from cp_styles.explain.text import format_bytes
 from cp_styles.kernels.sdpa import CUDA_CUDNN, CUDA_FLASH
+from tests.covering import sampled
 
 # Kernels of a second, and links that carry a number of bytes in as many seconds and have a latency of half a second.
 CALL = KernelCall("flash", False, "full", ((1, 1, 1, 8, 8),), (16, 16), 4)
@@ -141,8 +142,7 @@ def test_what_a_cuda_kernel_allocates_inside_is_counted(dtype: torch.dtype, kern
     assert not any("inside" in part for part in on_cpu.runs[0].backward.parts)
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(100)])
-@pytest.mark.parametrize("layout", [contiguous, head_tail])
+@sampled(1, layout=[contiguous, head_tail], mask=[Causal(), SlidingWindow(100)])
 def test_a_sample_of_many_ranks_has_the_slowest(layout, mask):
     """Which ranks a report of 24 ranks runs: they take as long, and hold as much, as any. Times of near ranks differ by
     a few messages."""

@@ -96,7 +96,7 @@ def bound(q: torch.Tensor, k: torch.Tensor) -> float:
 
 
 @sampled(
-    2,
+    1,
     where=lambda strategy, ranks, name, **_: (
         divides(strategy, ranks) and not ("selected" in name and "Ulysses" in strategy)
     ),
@@ -112,6 +112,11 @@ def test_over_all_keys(name: str, cut: str, strategy: str, ranks: int, dtype: st
     value = MASKS[name](Sizes(LENGTH, LENGTH, HEADS, BATCH, q.dtype, seed=ranks))
     layout = LAYOUTS[cut](value.mask)(LENGTH, ranks)
     assert judge(value, layout, q, k, strategy=STRATEGIES[strategy]) < bound(q, k)
+
+
+def test_a_query_with_keys_in_several_packs():
+    """Tokens of a picture see one another, and whole documents are on one rank."""
+    test_over_all_keys("pictures", "whole_documents", "ring", 3, "float32", 1)
 
 
 RANDOM = [name for name in MASKS if name.startswith(("bool", "float", "another"))]

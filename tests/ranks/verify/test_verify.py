@@ -49,7 +49,7 @@ from cp_styles.torch_api import context_parallel
 from cp_styles.verify import Report, VerificationError, verify
 from cp_styles.verify.compare import ShardLookup, Squares, gradient_errors, output_errors, squares
 from cp_styles.verify.step import ModelState
-from tests.covering import at_night, sampled
+from tests.covering import at_night, rows_at_night, sampled
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 LENGTH, RANKS = 22, 2
@@ -69,6 +69,7 @@ def llama() -> Llama:
 WIDE = LlamaConfig(vocabulary=32, width=128, layers=2, heads=4, kv_heads=2, hidden=384)
 TOKENS = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 CORES = {"layers.*.attention.core": AttentionContextParallel()}
+REDUCED = "gradients", "a count", "a log", "a gather", "functional", "in the backward"
 
 
 def step(
@@ -228,8 +229,10 @@ def test_a_proof_that_is_blind():
     wrong(model, plan, words="carries values from token to token")
 
 
-@pytest.mark.parametrize("what", ["gradients", "a count", "a log", "a gather", "functional", "in the backward"])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    ("what", "fixed"),
+    [*((what, False) for what in REDUCED), ("functional", True), *rows_at_night(*((what, True) for what in REDUCED))],
+)
 def test_a_group_that_is_not_of_the_mesh(what: str, fixed: bool):
     """A right step that communicates over the default group. With the group of the given mesh it is proved."""
 
