@@ -15,8 +15,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from types import FunctionType, TracebackType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType, TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -200,23 +200,52 @@ def _generator_of_nothing() -> Iterator[None]:
     yield
 
 
+class _Look(NamedTuple):
+    """What a thread was seen to run: from ``first`` until ``last``, and not yet at ``before``."""
+
+    instruction: tuple[int, CodeType, int]
+    line: str
+    before: float
+    first: float
+    last: float
+
+    def waited(self, seconds: float, now: float) -> bool:
+        """Whether it ran this for ``seconds``, if it runs something else ``now`` or ends."""
+        # On a busy machine it may have begun long before it was first seen. So the time in which it was seen is no
+        # measure: it is less than what has passed.
+        return now - self.before >= seconds and self.last - self.first > 0.75 * seconds
+
+
 def _wait_for_threads(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
     """Wait for the threads. Returns, by rank, the line at which a thread was blocked for ``seconds``."""
     # The threads are inspected from outside, because the exception of a timeout may be caught inside.
     step = min(0.25, seconds / 20)
-    seen: dict[int, tuple[Any, float]] = {}
+    seen: dict[int, _Look] = {}
     lines: dict[int, str] = {}
-    while alive := [thread for thread in threads if thread.is_alive()]:
+    before = time.monotonic()
+    alive = threads
+    while alive:
         alive[0].join(step)
+        alive = [thread for thread in threads if thread.is_alive()]
         frames, now = sys._current_frames(), time.monotonic()
         for rank, thread in enumerate(threads):
-            frame = frames.get(thread.ident or 0)
-            instruction = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
-            since = seen[rank][1] if rank in seen and seen[rank][0] == instruction else now
-            seen[rank] = instruction, since
-            if frame is not None and now - since > seconds - 3 * step:
-                lines[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if rank in seen and seen[rank].waited(seconds, now):
+                lines[rank] = seen[rank].line
+            frame = frames.get(thread.ident or 0) if thread in alive else None
+            if frame is None:
+                seen.pop(rank, None)
+                continue
+            look = _Look(
+                (id(frame), frame.f_code, frame.f_lasti),
+                f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                before,
+                now,
+                now,
+            )
+            same = rank in seen and seen[rank].instruction == look.instruction
+            seen[rank] = seen[rank]._replace(last=now) if same else look
         del frames, frame
+        before = now
     return lines
 
 

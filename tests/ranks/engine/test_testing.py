@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _device, _python_dispatch
 
+from cp_styles import testing
 from cp_styles.testing import CommunicationTrace, RankError, RankTimeout, SharedSeedError, run_ranks
 
 
@@ -48,6 +49,13 @@ def test_a_timeout_that_was_caught_fails_all_the_same():
 
 def test_a_timeout_that_is_expected():
     assert run_ranks(Waits(), 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
+
+
+@pytest.mark.parametrize(("before", "waited"), [(0.0, True), (0.5, False)])
+def test_a_wait_that_a_busy_machine_sees_late(before: float, waited: bool):
+    """Seen from 0.6 to 3.0: it may have begun at 0, or not before 0.5."""
+    look = testing._Look((0, test_a_wait_that_a_busy_machine_sees_late.__code__, 0), "line", before, 0.6, 3.0)
+    assert look.waited(3.0, now=3.1) == waited
 
 
 @contextlib.contextmanager
