@@ -8,7 +8,8 @@ A mistake is planted in the functions of a running process: a fork of one that h
 start processes of their own do not see it, and a mistake in what an import runs is not seen at all: mutations.py puts
 those into files. From a file of tests, ``--tests`` tests that reach a mistake are run until one fails: those that take
 the shortest, of as many functions as there are. A mistake that fewer than two files notice has others that reach it,
-of ``--seconds`` together. A test that fails in a fork without the mistake too has noticed nothing.
+of ``--seconds`` together, and the tests that mutations.py names if none notices it. A test that fails in a fork without
+the mistake too has noticed nothing.
 
 ``reach`` needs ``pip install -e ".[mutations]"``. Its data, and those of ``run``, are in runs/matrix: delete them to
 begin anew.
@@ -21,6 +22,7 @@ import gc
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -175,25 +178,30 @@ class Run:
         gc.freeze()
         records = results()
         self._control({test for each in records[self._part :: self._parts] for test in each["noticed"].values()})
-        done = {each["name"] for each in records}
+        before = {each["name"]: each for each in records}
         # First those that few tests reach: what they need is what the files differ in.
         left = sorted(self._mistakes, key=lambda mistake: len(found[mistake.name]))[self._part :: self._parts]
-        for mistake in [each for each in left if each.name not in done]:
+        for mistake in left:
+            record = before.get(mistake.name)
+            if record is not None and (record["noticed"] or "named" in record):
+                continue
             start = time.perf_counter()
             tests = [test for test in found[mistake.name] if test in self._items]
             planted = changes(place_of(mistake), live)
-            noticed, ran = dict[str, str](), Counter[str]()
-            most = self._most if len(set(map(file_of, tests))) <= MANY else 1
-            chosen = choose(tests, self._times, most, skip=())
-            if planted:
+            noticed, ran = dict[str, str](), Counter[str](record and record["passed"])
+            if planted and record is None:
+                most = self._most if len(set(map(file_of, tests))) <= MANY else 1
+                chosen = choose(tests, self._times, most, skip=())
                 self._try(planted, chosen, noticed, ran, len(chosen))
-            if planted and len(noticed) < ENOUGH:
-                others = [test for test in choose(tests, self._times, len(tests), skip=noticed) if test not in chosen]
-                ends = [*accumulate(self._times.get(test, 0.0) for test in others)]
-                self._try(planted, others[: bisect_right(ends, self._seconds)], noticed, ran, ENOUGH)
+                if len(noticed) < ENOUGH:
+                    others = choose(tests, self._times, len(tests), skip=noticed)
+                    self._try(planted, self._of_seconds(set(others) - set(chosen)), noticed, ran, ENOUGH)
+            named = [] if noticed or not planted else self._of_seconds(named_for(mistake, self._items))
+            self._try(planted, named, noticed, ran, 1)
             record = {
                 "name": mistake.name,
                 "functions": len(planted),
+                "named": len(named),
                 "noticed": noticed,
                 "passed": {file: count for file, count in sorted(ran.items()) if file not in noticed},
                 "seconds": round(time.perf_counter() - start, 1),
@@ -201,6 +209,12 @@ class Run:
             with self._results.open("a") as file:
                 print(json.dumps(record), file=file)
         return True
+
+    def _of_seconds(self, tests: Iterable[str]) -> list[str]:
+        """Those that take the shortest, of so many seconds together."""
+        ordered = sorted(tests, key=lambda test: (self._times.get(test, 0.0), test))
+        ends = [*accumulate(self._times.get(test, 0.0) for test in ordered)]
+        return ordered[: bisect_right(ends, self._seconds)]
 
     def _try(
         self, planted: list[Change], tests: list[str], noticed: dict[str, str], ran: Counter[str], enough: int
@@ -285,6 +299,15 @@ def file_of(test: str) -> str:
     return test.partition("::")[0].removeprefix("tests/")
 
 
+def named_for(mistake: Mistake, items: dict[str, pytest.Item]) -> list[str]:
+    """The tests that mutations.py names."""
+    words = shlex.split(mistake.tests)
+    files = {word for word in words if word.endswith(".py")}
+    wanted = Expression.compile(words[words.index("-k") + 1] if "-k" in words else "test")
+    found = [test for test in items if file_of(test) in files]
+    return [test for test in found if wanted.evaluate(lambda word, test=test: word.lower() in test.lower())]
+
+
 def choose(tests: Iterable[str], times: dict[str, float], most: int, skip: Iterable[str]) -> list[str]:
     """Choose the tests of each file that take the shortest, first one of each function."""
     ranked, of_function = defaultdict[str, list[tuple[int, float, str]]](list), Counter[str]()
@@ -304,7 +327,8 @@ def results() -> list[dict[str, Any]]:
     names = {mistake.name for mistake in FUZZED + OTHERS}
     unsound = {test for path in DATA.glob("unsound.*") for test in path.read_text().splitlines()}
     lines = [line for path in sorted(DATA.glob("results.*")) for line in path.read_text().splitlines()]
-    records = [each for each in map(json.loads, lines) if each["name"] in names]
+    latest = {each["name"]: each for each in sorted(map(json.loads, lines), key=lambda each: "named" in each)}
+    records = [each for name, each in latest.items() if name in names]
     for each in records:
         each["noticed"] = {file: test for file, test in each["noticed"].items() if test not in unsound}
     return records
