@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +28,6 @@ from cp_styles import (
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
-from tests.benchmarks import proved
 from tests.covering import at_night
 from tests.ranks.attention_case import cp_mesh
 from tests.ranks.training_scene import attended
@@ -272,12 +270,6 @@ def test_a_training_as_it_was_proved_says_nothing(way):
             evaluate(model, BATCH, mesh)
 
     assert said(on) == []
-
-
-def test_the_benchmark_of_a_look_runs(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["proved.py", "--layers=1", "--tokens=16", "--steps=10"])
-    proved.main()
-    assert "% of the step" in capsys.readouterr().out
 
 
 def test_a_warning_that_is_an_error_is_one_on_every_rank():
