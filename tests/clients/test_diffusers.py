@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import StayDouble, gradients, largest_error, tiny
 from tests.oracle import randn
+from tests.pages import example
 
 pytestmark = pytest.mark.nightly  # importing models of diffusers takes ten seconds
 EXACT = 1e-10  # float64 sums in another order give 1e-15 a layer; a text that counts twice 1e-1
@@ -141,12 +141,6 @@ def ltx(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
     inputs = {"hidden_states": randn(1, BATCH, image, 8), "num_frames": 2, "height": 2, "width": image // 4}
     mask = torch.arange(text) < torch.tensor([[text], [text - 2]])
     return model, inputs | {"timestep": TIMES, "encoder_attention_mask": mask}, ["transformer_blocks.*.attn1"]
-
-
-def example(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/functions.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
 
 
 PLAN = "apply_context_parallel(model, config, model._cp_plan)\n"

@@ -42,6 +42,7 @@ from tests.clients.sweep import GEMMA4
 from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import at_night, sampled
 from tests.oracle import error
+from tests.pages import example
 
 # float64 sums in another order give 1e-15 a layer, and a wrong key 1e-3.
 EXACT = 1e-10
@@ -228,8 +229,7 @@ def test_states_that_are_not_handed_over_are_refused():
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: generate -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("generate")
     model, tokens = model_of("mistral"), tokens_of()
     code, new = re.subn(r"max_new_tokens=\d+", "max_new_tokens=8", code)
     assert new == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +38,7 @@ from tests.clients.hugging_face import (
 )
 from tests.clients.sweep_heads import EXACT, KINDS, alone, of_kind, on_ranks, trained
 from tests.covering import at_night
+from tests.pages import example
 
 # The types of each kind that are exact, of transformers 5.24; the first ones are run by default.
 SAMPLE = {
@@ -91,9 +91,7 @@ def test_all_types(kind: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: heads -->\n```python\n(.*?)```", page, re.DOTALL)
-    made, rest = code.split("parallelize_module(model", 1)
+    made, rest = example("heads").split("parallelize_module(model", 1)
     model, batch = case("classes", "mistral")
 
     def on(rank: int) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +40,7 @@ from tests.clients.sweep import OWN
 from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import at_night, sampled
 from tests.device import run_ranks
+from tests.pages import example
 
 EXACT = 1e-10  # float64 sums in another order give 1e-15 a layer
 SIZES: dict[str, Any] = {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
@@ -291,8 +290,7 @@ def test_models_without_plain_latents_are_refused():
 
 def test_the_example_of_the_page_and_its_proof():
     """The lines of the page, and a step that verify compares with one rank."""
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: send latents -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("send latents")
     model, tokens = model_of("deepseek_v3").float(), tokens_of(40)
 
     def on(rank: int) -> tuple[float, int]:

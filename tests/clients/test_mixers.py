@@ -57,6 +57,7 @@ from tests.clients.hugging_face import (
     tokens_of,
 )
 from tests.covering import at_night, sampled
+from tests.pages import example
 
 # float64 sums in another order give 1e-15; a state or a row that is not passed on gives 1e-3 and more.
 EXACT = 1e-10
@@ -452,11 +453,7 @@ NGRAMS = {
     "make_ngram_vocab_size_divisible_by": 8,
 }
 HALOS: dict[str, dict[str, Any]] = {"zaya": {"num_experts_per_tok": 1}, "qwen4_exp_text": NGRAMS}
-HALO_LINES = re.findall(
-    r"<!-- example: halo of transformers -->\n```python\n(.*?)```",
-    (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text(),
-    re.DOTALL,
-)[0]
+HALO_LINES = example("halo of transformers")
 
 
 @pytest.mark.parametrize("model_type", HALOS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +38,7 @@ from tests.clients.hugging_face import (
 )
 from tests.covering import at_night
 from tests.oracle import randn
+from tests.pages import example
 
 # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more.
 EXACT = 1e-10
@@ -132,8 +131,7 @@ def wanted(model: Any, tokens: torch.Tensor, labels: torch.Tensor, pictures: Any
 
 
 def by_the_page(kind: str, model: Any, **whole: Any) -> Any:
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: pictures -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("pictures")
     made, rest = code.split("parallelize_module(", 1)
     rest = rest.replace("language_model", "text_model") if kind in ("idefics3", "smolvlm") else rest
 
@@ -287,8 +285,7 @@ def test_towers_by_one_line(kind: str, ranks: int):
         refused = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel(layout=contiguous))
         with pytest.raises(NotImplementedError, match="without a language model apply BackboneContextParallel"):
             refused(pixel_values=batch["pixel_values"])
-        page = (Path(__file__).parents[2] / "tutorials/training.md").read_text()
-        (code,) = re.findall(r"<!-- example: encoder of pictures -->\n```python\n(.*?)```", page, re.DOTALL)
+        code = example("encoder of pictures")
         names: dict[str, Any] = {"model": mine, "mesh": mesh, "loss_of": loss_of_tower}
         exec(code, names)
         with StayDouble():

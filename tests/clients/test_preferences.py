@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +31,9 @@ from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, g
 from tests.clients.test_mixers import MODELS
 from tests.clients.test_transformers import EXACT
 from tests.oracle import error, randn
+from tests.pages import example
 
 PROMPT = 6
-
-
-def on_the_page(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
 
 
 def models(number: int) -> list[Any]:
@@ -72,7 +65,7 @@ def on_a_rank(names: dict[str, Any], code: str, ranks: int = 2) -> dict[str, Any
     if "model" in mine:
         mine["optimizer"] = torch.optim.SGD(mine["model"].parameters(), lr=0.1)
     with StayDouble():
-        exec(on_the_page("log-probabilities") + code, mine)
+        exec(example("log-probabilities") + code, mine)
     return mine
 
 
@@ -94,7 +87,7 @@ def test_dpo():
     loss = -logsigmoid(beta * (good[0] - bad[0] - (good[1] - bad[1]).detach())).mean()
     loss.backward()
     names = {"model": model, "reference": reference, "beta": beta, "chosen": pairs[0], "rejected": pairs[1]}
-    for found in on_ranks(names, on_the_page("dpo")):
+    for found in on_ranks(names, example("dpo")):
         assert (
             largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
         )
@@ -126,7 +119,7 @@ def test_log_probabilities_of_packs():
 
         names = {"model": mine, "both": mesh, "samples": samples[rank], "most": 14, "loss_of": loss_of}
         with StayDouble():
-            exec(on_the_page("packed log-probabilities"), names)
+            exec(example("packed log-probabilities"), names)
         assert len(losses) == len(samples[rank])
         return torch.stack(losses).detach().sum(), gradients(mine)
 
@@ -155,7 +148,7 @@ def test_a_reward_model():
         mine.set_attn_implementation(NAME)
         names: dict[str, Any] = {"model": mine, "mesh": mesh, "chosen": pairs[0], "rejected": pairs[1]}
         with StayDouble():
-            exec(on_the_page("reward"), names)
+            exec(example("reward"), names)
         return names["loss"].detach(), gradients(mine)
 
     for found in run_ranks(on, 2):
@@ -206,7 +199,7 @@ def test_grpo():
     model.pending = iter(completed)
     losses = grpo_alone(one, iter(completed).__next__, names["advantages_of"], 2)
     assert losses[0] != losses[1]
-    for found in on_ranks(names, on_the_page("grpo")):
+    for found in on_ranks(names, example("grpo")):
         trained = parameters_of(found["model"])
         assert largest_error((found["loss"].detach(), trained), (losses[-1], parameters_of(one))) < EXACT
 
@@ -271,7 +264,7 @@ def test_a_tree_of_rollouts(kind: str, ranks: int):
     names |= {"lengths": TREE.lengths, "parents": TREE.parents}
     loss = one_by_one(one, tokens, labels, advantages)
     loss.backward()
-    for found in run_ranks(lambda _: on_a_rank(names, on_the_page("tree"), ranks), ranks):
+    for found in run_ranks(lambda _: on_a_rank(names, example("tree"), ranks), ranks):
         mine = found["loss"].detach(), gradients(found["model"])
         assert largest_error(mine, (loss.detach(), gradients(one))) < EXACT
 
@@ -280,7 +273,7 @@ def test_a_tree_of_rollouts(kind: str, ranks: int):
 def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
     """And finds rows of logits in another order than their labels."""
     (model,), (tokens, labels, advantages) = models(1), tree_batch()
-    line = on_the_page("tree").replace(*code) if code[0] else on_the_page("tree")
+    line = example("tree").replace(*code) if code[0] else example("tree")
 
     def step(model: Any, batch: dict[str, Any], mesh: Any) -> torch.Tensor:
         names = batch | {"model": model, "mesh": mesh, "lengths": TREE.lengths, "parents": TREE.parents}
@@ -316,7 +309,7 @@ def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
 def test_positions_that_are_not_in_the_rollouts(right: str, wrong: str, message: str):
     names = dict(zip(("model", "tokens", "labels", "advantages"), (models(1)[0], *tree_batch()), strict=True))
     names |= {"lengths": TREE.lengths, "parents": TREE.parents, "head_tail": head_tail}
-    code = on_the_page("tree").replace(right, wrong).replace("partial(by_work, mask=tree)", "head_tail")
+    code = example("tree").replace(right, wrong).replace("partial(by_work, mask=tree)", "head_tail")
     with pytest.raises(RankError, match=message) as found:
         run_ranks(lambda _: on_a_rank(names, code), 2)
     assert found.value.errors.keys() == {0, 1}
@@ -354,7 +347,7 @@ def test_states_do_not_branch(kind: str, ranks: int):
     tokens, labels, advantages = tree_batch()
     names = {"model": model, "tokens": tokens, "labels": labels, "advantages": advantages}
     names |= {"lengths": TREE.lengths, "parents": TREE.parents}
-    code = on_the_page("tree")
+    code = example("tree")
     code = code.replace(", position_ids=positions", "") if kind == "mamba2" else code
     with pytest.raises(RankError, match=r"a Tree around a recurrence, .* Give this model whole rollouts") as found:
         run_ranks(lambda _: on_a_rank(names, code, ranks), ranks)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +66,7 @@ from tests.clients.sweep import OWN, made
 from tests.clients.sweep import verdict as judged
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
+from tests.pages import example
 
 # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more.
 EXACT = 1e-10
@@ -330,9 +329,7 @@ def test_models_that_share_an_activation():
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", page, re.DOTALL)
-    made, step = code.split("parallelize_module(", 1)
+    made, step = example("transformers").split("parallelize_module(", 1)
     model, tokens = tiny(causal_lm, config_of("mistral")), tokens_of()
 
     def on(rank: int) -> dict[str, torch.Tensor]:
@@ -675,12 +672,6 @@ def test_compiled():
     refused({"input_ids": tokens_of()}, words="takes position_ids and was given none", how=how)
 
 
-def troubleshooting(example: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {example} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
-
-
 def test_question_answering():
     """The loss over tokens as classes is refused on a part, and exact as the page says."""
     model, tokens = tiny(transformers.LlamaForQuestionAnswering, config_of("llama", num_hidden_layers=2)), tokens_of()
@@ -700,7 +691,7 @@ def test_question_answering():
     with StayDouble():
         loss = one(tokens, start_positions=starts, end_positions=ends).loss
     loss.backward()
-    for found in run_ranks(on, 2, troubleshooting("question answering")):
+    for found in run_ranks(on, 2, example("question answering")):
         assert largest_error(found, (loss.detach(), gradients(one))) < EXACT
     inside = "parallelize_module(model, mesh, ModuleContextParallel())\nbatch = BatchSharder(mesh)(tokens)\n"
     inside += "model(**batch.inputs, start_positions=starts, end_positions=ends)"
@@ -737,7 +728,7 @@ def test_tokens_in_front_of_a_part():
         if counts is None:
             names = {"model": mine.model, "prompt": mine.prompt, "mesh": mesh, "tokens": tokens, "torch": torch}
             with StayDouble():
-                exec(troubleshooting("tokens in front"), names | {"BatchSharder": BatchSharder})
+                exec(example("tokens in front"), names | {"BatchSharder": BatchSharder})
             return torch.ones(()), gradients(mine)
         mine.counts, batch = counts, BatchSharder(mesh)(tokens)
         return mine(batch.tokens, batch["position_ids"])

@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +44,7 @@ from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.tiny_lm import SelfAttention
 
@@ -991,8 +991,7 @@ def test_verify():
 
 @pytest.mark.parametrize("ranks", [2, *at_night(3)])
 def test_the_example_of_the_page(ranks: int):
-    page = (Path(__file__).parents[3] / "tutorials/training.md").read_text()
-    (code,) = re.findall(r"<!-- example: pooled -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("pooled")
     model = encoder()
 
     def on(rank: int) -> Result:

@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import re
 import warnings
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +34,7 @@ from cp_styles.integrations.trainers import share_batches
 from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.tiny_lm import LanguageModel
 
@@ -398,8 +397,7 @@ def test_tokens_two_ahead():
     )
     expected = one + 0.3 * two
     expected.backward()
-    page = (Path(__file__).parents[3] / "tutorials/training.md").read_text()
-    (code,) = re.findall(r"<!-- example: two ahead -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("two ahead")
 
     def on(rank: int) -> float:
         mine, mesh = copy.deepcopy(model), cp_mesh(3)
@@ -620,8 +618,7 @@ def test_results_are_put_together_without_the_padding():
 
 
 def test_the_function_for_nemo():
-    page = (Path(__file__).parents[3] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: nemo -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("nemo")
 
     def on(rank: int) -> dict[str, Any]:
         names = {"BatchSharder": BatchSharder, "contextlib": contextlib}

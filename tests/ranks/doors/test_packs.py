@@ -31,8 +31,8 @@ from cp_styles import (
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import error
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.doors.test_training_page import example
 from tests.tiny_lm import LanguageModel
 
 LONGEST, WORDS = 64, 40
@@ -146,7 +146,7 @@ def test_the_loop_of_the_page(drawn: str):
     def on(rank: int) -> tuple[float, float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         scope: dict[str, Any] = {"model": copy.deepcopy(model), "mesh": mesh, "loader": iter([lists[rank]])}
-        exec(example("example: packs"), scope)
+        exec(example("packs"), scope)
         return error(scope["loss"], wanted), error(gradients(scope["model"]), gradients(alone))
 
     assert max(map(max, run_ranks(on, 4))) < EXACT
