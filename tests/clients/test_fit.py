@@ -39,6 +39,7 @@ from tests.clients.hugging_face import (
     labels_of,
     largest_error,
     tiny,
+    with_attention,
 )
 from tests.clients.sweep import EXACT
 from tests.covering import rows_at_night
@@ -379,8 +380,7 @@ def test_the_code_trains_as_one_process(name, dp, cp, strategy, form, tmp_path: 
         names["optimizer"].step()
         return loss.detach(), grads
 
-    one = copy.deepcopy(model)
-    one.set_attn_implementation("dense")
+    one = with_attention(model)
     with StayDouble():
         logits = one(input_ids=tokens).logits
     loss = cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
