@@ -45,6 +45,7 @@ from tests.clients.hugging_face import (
     under_style,
 )
 from tests.clients.sweep import EAGER, tiny_of
+from tests.clients.test_query_biases import MODELS as QUERY_BIASES
 from tests.covering import sampled
 from tests.ranks.attention_case import every_rank_raises
 
@@ -138,7 +139,7 @@ def test_a_mask_of_the_style_is_refused():
         on_ranks(tiny_of("deepseek_v4"), *batch_of(), style={"layout": head_tail, "mask": Causal()})
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [*MODELS, *QUERY_BIASES])
 def test_a_prefill_is_refused(model_type: str):
     with every_rank_raises("generate on each rank alone", each=True):
         prefilled(tiny_of(model_type).eval())
