@@ -149,9 +149,8 @@ def test_documents_without_a_scope(way: str):
 
     for loss, batches in (("its own", 1), ("another", 1), ("another", 2)):
         if way in ("no scope", "window"):
-            with pytest.raises(RankError, match="no attention that has run since kept documents apart") as found:
+            with every_rank_raises("no attention that has run since kept documents apart"):
                 run_ranks(on, 2, loss, batches)
-            assert len(found.value.errors) == 2
         else:
             run_ranks(on, 2, loss, batches)
 
@@ -480,9 +479,8 @@ def test_documents_and_padding():
 def refused(words: str, batches: list[Any], **options: Any) -> None:
     """An error on every rank; one of them says why."""
     ranks = len(batches)
-    with pytest.raises(RankError, match=words) as found:
+    with every_rank_raises(words, ranks) as found:
         run_ranks(lambda rank: BatchSharder(cp_mesh(ranks), **options)(batches[rank]), ranks)
-    assert found.value.errors.keys() == set(range(ranks))
     assert all(isinstance(error, ValueError) for error in found.value.errors.values())
 
 
