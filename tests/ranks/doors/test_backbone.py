@@ -860,8 +860,8 @@ def test_outputs_that_torch_does_not_open(agreement: bool, kind: str):
     assert f"returns a {kind.split()[0]}, whose tensors would get whole gradients" in errors_of(on)
 
 
-def test_blocks_outside_of_a_call_without_gradients():
-    """Then they run there too, before a step."""
+def test_losses_that_differ():
+    """The remedy: all ranks take the whole loss. Without gradients, blocks run outside of a call of the model too."""
 
     def way(mine: Any, mesh: Any) -> torch.Tensor:
         with torch.no_grad():
