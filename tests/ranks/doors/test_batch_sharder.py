@@ -36,7 +36,7 @@ from cp_styles.testing import RankError, run_ranks
 from tests.oracle import error, randn
 from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh, every_rank_raises
-from tests.tiny_lm import LanguageModel
+from tests.tiny_lm import LanguageModel, gradients, language_model
 
 LENGTH, ROWS = 13, 2
 TOKENS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 5
@@ -91,15 +91,6 @@ def test_padding_on_request(fixed: bool):
     parts = cut({"input_ids": TOKENS, "position_ids": packed}, 2, **options)  # the padding is a document of its own
     assert whole(parts, "position_ids")[0, LENGTH:].tolist() == [0, 1, 2]
     assert all("attention_mask" not in part for part in parts)
-
-
-def words() -> LanguageModel:
-    torch.manual_seed(0)  # before there are threads, which would share the generator
-    return LanguageModel(40, LENGTH).double()
-
-
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 IDS = torch.tensor([[0] * 4 + [1] * 9, [3] * 11 + [5] * 2])
@@ -332,7 +323,7 @@ def test_positions_of_embeddings_alone():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
-    model = words()
+    model = language_model(40, LENGTH)
     alone, labels = copy.deepcopy(model), LABELS if has_labels else TOKENS
     same = IDS[:, :, None] == IDS[:, None]
     mask = (same if packed else torch.ones_like(same)).tril()[:, None]
@@ -413,7 +404,7 @@ def test_tokens_two_ahead():
 
 def test_batches_that_are_accumulated_over_two_axes():
     """Two micro-batches with other numbers of labels, rows over dp, and a reducer that averages over all ranks."""
-    model, batches = words(), [(TOKENS, TOKENS), (TOKENS.flip(1), LABELS)]
+    model, batches = language_model(40, LENGTH), [(TOKENS, TOKENS), (TOKENS.flip(1), LABELS)]
     alone = copy.deepcopy(model)
     losses = [
         nn.functional.cross_entropy(

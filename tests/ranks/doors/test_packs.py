@@ -33,7 +33,7 @@ from tests.covering import sampled
 from tests.oracle import error
 from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh, every_rank_raises
-from tests.tiny_lm import LanguageModel
+from tests.tiny_lm import gradients, language_model
 
 LONGEST, WORDS = 64, 40
 # The lengths of the samples of four ranks.
@@ -49,15 +49,6 @@ DRAWN = {
 def samples_of(rank: int, lengths: list[int]) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(rank)
     return [torch.randint(1, WORDS, (size,), generator=draw) for size in lengths]
-
-
-def words() -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(WORDS, LONGEST).double()
-
-
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # pyright: ignore
 
 
 def losses_of(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
@@ -94,7 +85,7 @@ def test_a_step_is_the_step_of_one_device(
         most = max(most, -(-max(chain(*lengths)) // 4))
     owners = range(shape[0]) if copies else range(4)
     lists = [samples_of(rank, lengths[rank]) for rank in owners]
-    model = words()
+    model = language_model(WORDS, LONGEST)
     alone = copy.deepcopy(model)
     wanted, rows = trained_alone(alone, [*chain(*lists)])
 
@@ -139,7 +130,7 @@ def test_a_step_is_the_step_of_one_device(
 def test_the_loop_of_the_page(drawn: str):
     """With its verify. Each rank has samples of other lengths."""
     lists = [samples_of(rank, lengths) for rank, lengths in enumerate(DRAWN[drawn])]
-    model = words()
+    model = language_model(WORDS, LONGEST)
     alone = copy.deepcopy(model)
     wanted, _ = trained_alone(alone, [*chain(*lists)])
 

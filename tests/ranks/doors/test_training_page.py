@@ -34,7 +34,7 @@ from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.tiny_lm import LanguageModel
+from tests.tiny_lm import LanguageModel, language_model
 
 RANKS, BATCH, LENGTH, WIDTH, WORDS, PICTURE = 2, 2, 32, 16, 64, 63
 
@@ -313,12 +313,6 @@ def test_the_scale_of_a_whole_tensor(delayed: bool):
     assert max(run_ranks(on, RANKS)) < EXACT
 
 
-def language_model() -> nn.Module:
-    """Drawn before there are threads, which would share the generator."""
-    torch.manual_seed(0)
-    return LanguageModel(WORDS, LENGTH, WIDTH).double()
-
-
 def sharded(one: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A copy of ``one``, by FSDP2 over cp, and by a plan over tp if there is one."""
     model = copy.deepcopy(one)
@@ -342,7 +336,7 @@ def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
 
 
 def of_one_process(steps: int) -> list[float]:
-    model, losses = language_model(), []
+    model, losses = language_model(WORDS, LENGTH, WIDTH), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         tokens = (TOKENS + step) % WORDS
@@ -356,7 +350,7 @@ def of_one_process(steps: int) -> list[float]:
 
 def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
     """Two ranks on cp and two on tp, then three on cp."""
-    one = language_model()
+    one = language_model(WORDS, LENGTH, WIDTH)
 
     def run(rank: int, shape: tuple[int, ...], steps: range) -> list[float]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp")[: len(shape)])
@@ -381,7 +375,7 @@ def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
 
 def test_clipping_by_mesh():
     """The gradients of one process, whose norm is clipped to 1."""
-    one = language_model()
+    one = language_model(WORDS, LENGTH, WIDTH)
     loss = F.cross_entropy(one(TOKENS, torch.arange(LENGTH))[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()) * 9
     plain = copy.deepcopy(one)
     loss.backward()
