@@ -1718,7 +1718,7 @@ engine: two dense masks in a graph | unit/test_config.py -k dense_masks
 engine: sinks of the ranks are not compared | ranks/engine/test_disagreement.py -k one_thing_different
     _attention | arguments["sink"] = None if sink is None else digest(sink) if sink.device.type == "cpu" else 0
     becomes | arguments["sink"] = None
-engine: inputs of several dtypes | ranks/doors/test_errors.py -k "one_rank_alone or tensors_that_no"
+engine: inputs of several dtypes | ranks/doors/test_errors.py -k query_that_no
     check_local | if not (equal and q.is_floating_point()):
     becomes | if False:
 engine: a backward does not ask whether the model was proved | ranks/verify/test_verify.py -k

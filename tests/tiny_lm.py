@@ -35,3 +35,14 @@ class LanguageModel(nn.Module):
     def logits(self, x: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x if self.place is None else x + self.place(positions)
         return self.head(x + self.attention(x, mask))
+
+
+def language_model(words: int, places: int = 0, width: int = 16) -> LanguageModel:
+    """A model of seed 0 in float64. Make it before there are threads, which would share the generator."""
+    torch.manual_seed(0)
+    return LanguageModel(words, places, width).double()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """Of all parameters, as one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])

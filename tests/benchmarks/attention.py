@@ -1,8 +1,8 @@
 """Ours against the ideal, and against peers, side by side in one run: python tests/benchmarks/attention.py [--help].
 
-The ideal: every rank runs its share of the heads over the whole sequence, alone; nothing is sent. (Under a window or
-documents it runs the tiles of this package on one rank, so that nobody attends to more than the mask needs.) All run
-forward and backward, in rounds interleaved with the ideal's, one process a rank with one thread each.
+Causal attention, ours through ``AttentionContextParallel``. The ideal: every rank runs its share of the heads over the
+whole sequence, alone; nothing is sent. All run forward and backward, in rounds interleaved with the ideal's, one
+process a rank with one thread each.
 
     wall      median over rounds of the paired ratio to the ideal; a round ends when its slowest rank does
     CPU       the same of the CPU time of all ranks
@@ -30,33 +30,24 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from bare import BareRing
 from peers import Attend, peers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import (
     AllGather,
-    Causal,
-    Checks,
-    Documents,
-    Full,
-    Mask,
+    AttentionContextParallel,
     Ring,
-    SequenceLayout,
-    SlidingWindow,
     Ulysses,
-    context_attention,
     contiguous,
     head_tail,
-    per_document_head_tail,
+    parallelize_module,
 )
 from cp_styles.comm import point_to_point
 from cp_styles.kernels import Kernel
@@ -66,10 +57,7 @@ from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
 
 sys.path.append(str(Path(__file__).parents[2]))
-from tests.doors import FlexCore, causal_blocks, door
 from tests.ranks.attention_case import Core
-
-DOORS = ("style", "module", "function", "block", "flex", "varlen")
 
 STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "Ring()": (Ring(), head_tail),
@@ -77,8 +65,6 @@ STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "AllGather()": (AllGather(), head_tail),
     "Ulysses()": (Ulysses(), contiguous),
 }
-
-AGREEMENTS = {"every-call": Checks(), "none": Checks(agreement=False)}
 
 
 @dataclass(frozen=True)
@@ -139,35 +125,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--door", choices=DOORS, default="style", help="how ours is called")
-    parser.add_argument(
-        "--agreement",
-        choices=AGREEMENTS,
-        default="every-call",
-        help="how often ours compares the ranks; peers never do",
-    )
-    parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
-    parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
+    parser.add_argument("--peers", action="store_true", help="other implementations in the same run")
     parser.add_argument(
         "--over-gloo", action="store_true", help="Ulysses by all-to-all and by messages in the same run"
     )
-    parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
+    parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement")
     parser.add_argument("--json", metavar="FILE", help="write wall, overhead and ms of each, which times.py reads")
     parser.add_argument(
         "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
     )
-    parser.add_argument(
-        "--keep-freed-memory",
-        action="store_true",
-        help="tell glibc not to give large buffers back at every free, for the ideal and ours alike: without, much of "
-        "the overhead is the page faults of taking them anew",
-    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     args = parser.parse_args()
-    if ((args.peers or args.bare) and args.mask != "causal") or (args.bare and args.heads != args.kv_heads):
-        parser.error("--peers and --bare need --mask causal, and --bare as many --kv-heads as --heads")
-    if args.door == "varlen" and args.mask == "window":
-        parser.error("--door varlen takes --mask causal or documents")
+    if args.bare and args.heads != args.kv_heads:
+        parser.error("--bare needs as many --kv-heads as --heads")
     if args.seq_len % (2 * args.ranks) or args.heads % args.ranks or args.heads % args.kv_heads:
         parser.error("the ideal needs --seq-len to be a multiple of 2 x --ranks, and --heads of --ranks and --kv-heads")
     return args
@@ -190,7 +160,7 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
 
     share, kv_share = args.heads // args.ranks, max(args.kv_heads // args.ranks, 1)
     whole = tensors([(heads, args.seq_len) for heads in (share, kv_share, kv_share, share)])
-    contenders = [Contender(Row("ideal: heads split, nothing sent"), ideal(args), whole, None)]
+    contenders = [Contender(Row("ideal: heads split, nothing sent"), Core(), whole, None)]
     local = args.seq_len // args.ranks
     shard = tensors([(heads, local) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)])
     ways: list[tuple[str, str, int | None]] = [(name, name, None) for name in args.only or STRATEGIES]
@@ -198,8 +168,9 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         ways += [("Ulysses()", "Ulysses(), an all-to-all", 2**62), ("Ulysses()", "Ulysses(), messages", 0)]
     for name, label, most in ways:
         strategy, balancer = STRATEGIES[name]
-        kernel = None if args.door in ("flex", "varlen") else TimedKernel()
-        attend = ours(args, mesh, strategy, balancer(args.seq_len, args.ranks), kernel)
+        kernel, layout = TimedKernel(), balancer(args.seq_len, args.ranks)
+        style = AttentionContextParallel(strategy=strategy, layout=layout, kernel=kernel, verified=True)
+        attend = parallelize_module(Core(), mesh, style)
         contenders.append(Contender(Row(label), attend, shard, kernel, most))
     missing: dict[str, str] = {}
     if args.bare:
@@ -229,55 +200,8 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def mask_of(args: argparse.Namespace) -> Mask:
-    """Beside causal attention, which is the call's."""
-    if args.mask == "window":
-        return SlidingWindow(args.seq_len // 8)
-    return Documents(document_lengths(args)) if args.mask == "documents" else Full()
-
-
-def document_lengths(args: argparse.Namespace) -> list[int]:
-    """28 documents from short to long, log-normal, the same every time; or one."""
-    if args.mask != "documents":
-        return [args.seq_len]
-    raw = torch.randn(28, generator=torch.Generator().manual_seed(0)).exp()
-    lengths = [max(int(x), 1) for x in raw / raw.sum() * (args.seq_len - 28)]
-    return [*lengths[:-1], args.seq_len - sum(lengths[:-1])]
-
-
-def ideal(args: argparse.Namespace) -> Attend:
-    if args.mask == "causal":
-        return Core()
-    alone = dist.new_subgroups(1)[0]
-    mask, layout = mask_of(args) & Causal(), contiguous(args.seq_len, 1)
-    return partial(context_attention, mesh=alone, mask=mask, layout=layout)
-
-
 def bare_ring(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return BareRing.apply(q, k, v, kernel)  # pyright: ignore[reportReturnType]
-
-
-def ours(
-    args: argparse.Namespace, mesh: DeviceMesh, strategy: Strategy, layout: SequenceLayout, kernel: Kernel | None
-) -> Attend:
-    """The attention through one of the doors."""
-    mask = mask_of(args)
-    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "checks": AGREEMENTS[args.agreement]}
-    if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
-        layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
-    if args.door == "flex":
-        both, sizes = mask & Causal(), (None, None, args.seq_len, args.seq_len)
-
-        def allowed(b: Any, h: Any, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            first, last = both.bounds(q_idx.reshape(-1))
-            return (kv_idx >= first.view(q_idx.shape)) & (kv_idx < last.view(q_idx.shape))
-
-        causal = args.mask == "causal"
-        blocks = causal_blocks(args.seq_len) if causal else create_block_mask(allowed, *sizes, device="cpu")
-        return door("flex in module", mesh, core=FlexCore(block_mask=blocks), **options)
-    ends = list(accumulate(document_lengths(args), initial=0))
-    given = {"cu_seqlens": ends} if args.door == "varlen" else {"mask": mask, "kernel": kernel}
-    return door(args.door, mesh, length=args.seq_len, **options, **given)
 
 
 def measure(contender: Contender, *, first: bool) -> None:
@@ -339,8 +263,7 @@ def report(
 
     print(
         f"\rtorch {torch.__version__}, {args.ranks} ranks x 1 thread, gloo, B=1 H={args.heads}:{args.kv_heads} "
-        f"D={args.head_dim} S={args.seq_len} {args.mask} {args.dtype}, forward + backward, {len(rounds)} rounds, ours "
-        f"through the door {args.door}, agreement {args.agreement}"
+        f"D={args.head_dim} S={args.seq_len} causal {args.dtype}, forward + backward, {len(rounds)} rounds"
     )
     print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}{'ms':>9}")
     written = {}
@@ -365,8 +288,6 @@ def report(
 
 if __name__ == "__main__":
     arguments = parse()
-    if arguments.keep_freed_memory:  # read by the C library when the ranks start
-        os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**32))
     torch.multiprocessing.start_processes(
         work, args=(arguments, 20000 + os.getpid() % 20000), nprocs=arguments.ranks, start_method="spawn"
     )

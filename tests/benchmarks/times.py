@@ -1,12 +1,10 @@
 """Measures the times in performance.md anew: python tests/benchmarks/times.py [--write] [NAME ...].
 
-In some six minutes on a machine with 2 cores on which nothing else runs. It prints each table with its date, machine
+In some five minutes on a machine with 2 cores on which nothing else runs. It prints each table with its date, machine
 and command. --write puts the tables that the page shows, attention and plans, there, behind ``<!-- times: NAME -->``.
 Peers are measured where they can be imported, see peers.py.
 
     attention  the strategies and peers over the ideal; see attention.py
-    pairs      windows and documents beside dense attention of as many pairs; see same_pairs.py
-    decode     a new token over a cache cut over 2 ranks, and the prefill; see decode.py
     agreement  what a comparison of the ranks takes; see agreement.py
     plans      the last column of the table of plans; see planning.py
 """
@@ -106,8 +104,6 @@ def plans() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "attention": attention,
-    "pairs": lambda: run("same_pairs.py").splitlines(),
-    "decode": lambda: run("decode.py").strip().splitlines(),
     "agreement": agreement,
     "plans": plans,
 }

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
@@ -222,6 +222,12 @@ def positions_of(length: int = LENGTH) -> torch.Tensor:
     return torch.arange(length).expand(BATCH, -1)
 
 
+def batch_of(length: int = LENGTH) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tokens and their positions, and labels."""
+    tokens = tokens_of(length)
+    return {"input_ids": tokens, "position_ids": positions_of(length)}, labels_of(tokens)
+
+
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -240,8 +246,31 @@ def step(
     return loss.detach()
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each layer in the backward, in float64 too."""
+    contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
+    model.train().gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def with_attention(model: Any, implementation: Any = "dense") -> Any:
+    """A copy of ``model`` that attends by this implementation."""
+    one = copy.deepcopy(model)
+    one.set_attn_implementation(implementation)
+    return one
+
+
+def under_style(
+    model: Any, ranks: int, style: ParallelStyle | None = None, *, implementation: Any = NAME
+) -> tuple[DeviceMesh, Any]:
+    """This rank's mesh, and its copy of ``model`` under the style, or under ``ModuleContextParallel()``."""
+    mesh = init_device_mesh(DEVICE.type, (ranks,), mesh_dim_names=("cp",))
+    mine = with_attention(model, implementation).to(DEVICE)
+    parallelize_module(mine, mesh, ModuleContextParallel() if style is None else style)
+    return mesh, mine
 
 
 def on_ranks(
@@ -260,11 +289,8 @@ def on_ranks(
     """Loss and gradients of a step of ``model``; ``inputs`` are cut along their last dim, ``whole`` are not."""
 
     def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mesh = init_device_mesh(DEVICE.type, (ranks,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model).to(DEVICE)
-        mine.set_attn_implementation(implementation)
         options = {"layout": balancer} if scope is None and style is None else dict(style or {})
-        parallelize_module(mine, mesh, ModuleContextParallel(**options))
+        mesh, mine = under_style(model, ranks, ModuleContextParallel(**options), implementation=implementation)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             layout = balancer(x.shape[-1], ranks)
@@ -293,10 +319,7 @@ def prefilled(model: nn.Module, ranks: int = 2) -> None:
     """A prefill of ``model``, in the layout of :func:`on_ranks`."""
 
     def on(rank: int) -> None:
-        mine: Any = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        _, mine = under_style(model, ranks, ModuleContextParallel(layout=head_tail))
         with StayDouble():
             prefill(mine, tokens_of())
 
@@ -306,8 +329,7 @@ def prefilled(model: nn.Module, ranks: int = 2) -> None:
 def expected(
     model: nn.Module, inputs: Batch, labels: torch.Tensor, implementation: str = "dense"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    one = copy.deepcopy(model)
-    one.set_attn_implementation(implementation)
+    one = with_attention(model, implementation)
     return step(one, inputs, labels), gradients(one)
 
 
@@ -324,8 +346,7 @@ def largest_error(found: Any, wanted: Any) -> float:
 
 def error_of(model: nn.Module, length: int, implementation: str = "dense", **options: Any) -> float:
     """:func:`largest_error` of a step of random tokens on ranks, with the options of :func:`on_ranks`."""
-    tokens = tokens_of(length)
-    inputs, labels = {"input_ids": tokens, "position_ids": positions_of(length)}, labels_of(tokens)
+    inputs, labels = batch_of(length)
     return largest_error(on_ranks(model, inputs, labels, **options), expected(model, inputs, labels, implementation))
 
 

@@ -14,8 +14,9 @@ from cp_styles import ModuleContextParallel, parallelize_module
 from cp_styles.integrations.transformers import prefill
 from tests.clients.hugging_face import NAME, StayDouble, largest_error, tokens_of
 from tests.clients.test_generate import greedy, model_of
-from tests.clients.test_preferences import PROMPT, grpo_alone, models, on_a_rank, on_the_page, parameters_of
+from tests.clients.test_preferences import PROMPT, grpo_alone, models, on_a_rank, parameters_of
 from tests.clients.test_transformers import EXACT
+from tests.pages import example
 
 generate = greedy(12, do_sample=True)
 
@@ -34,7 +35,7 @@ def train_on_rollouts() -> None:
         return rollouts[-1]
 
     losses = grpo_alone(one, rollout, names["advantages_of"], 2)
-    found = on_a_rank(names, on_the_page("grpo"))
+    found = on_a_rank(names, example("grpo"))
     assert torch.equal(found["tokens"], rollouts[-1])
     assert not torch.equal(*rollouts)  # the second was made by the model that the first one changed
     assert (

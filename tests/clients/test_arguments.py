@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import inspect
 import re
 import textwrap
@@ -16,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import ModuleContextParallel, head_tail, parallelize_module
+from cp_styles import ModuleContextParallel, head_tail
 from cp_styles.integrations.transformers.attention import attention_function
-from cp_styles.testing import RankError, run_ranks
-from tests.clients.hugging_face import LENGTH, NAME, causal_lm, config_of, positions_of, tiny, tokens_of
+from cp_styles.testing import run_ranks
+from tests.clients.hugging_face import LENGTH, causal_lm, config_of, positions_of, tiny, tokens_of, under_style
+from tests.ranks.attention_case import every_rank_raises
 
 
 def known() -> set[str]:
@@ -84,13 +83,10 @@ def test_keys_or_sinks_of_each_query_are_refused(argument: str, words: str):
     model: Any = tiny(causal_lm, config_of("llama"))
 
     def on(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        _, mine = under_style(model, 2, ModuleContextParallel(layout=head_tail))
         layout = head_tail(LENGTH, 2)
         parts = [layout.shard(x, 1, rank) for x in (tokens_of(), positions_of())]
         mine(input_ids=parts[0], position_ids=parts[1], **{argument: torch.zeros(1)})
 
-    with pytest.raises(RankError, match=rf"rank 0: .*{words}.*\n.*rank 1: .*{words}"):
+    with every_rank_raises(words, each=True):
         run_ranks(on, 2)

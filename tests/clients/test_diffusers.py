@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import StayDouble, gradients, largest_error, tiny
 from tests.oracle import randn
+from tests.pages import example
 
 pytestmark = pytest.mark.nightly  # importing models of diffusers takes ten seconds
 EXACT = 1e-10  # float64 sums in another order give 1e-15 a layer; a text that counts twice 1e-1
@@ -65,16 +65,10 @@ class Plain:
 
 def test_flux():
     """The whole model: blocks with two streams and with one."""
-    from diffusers import FluxTransformer2DModel
-
-    sizes = {"in_channels": DIM, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "joint_attention_dim": 16, "pooled_projection_dim": 12}
-    model = tiny(lambda _: FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4)), Plain())
-    inputs = {"hidden_states": randn(1, BATCH, IMAGE, DIM), "encoder_hidden_states": randn(2, BATCH, TEXT, 16)}
-    inputs |= {"pooled_projections": randn(3, BATCH, 12), "timestep": torch.tensor([0.3, 0.7], dtype=torch.float64)}
-    inputs |= {"img_ids": randn(4, IMAGE, 3).abs() * 5, "txt_ids": torch.zeros(TEXT, 3, dtype=torch.float64)}
+    model, inputs, _ = flux(TEXT, IMAGE)
+    inputs |= {"encoder_hidden_states": randn(2, BATCH, TEXT, 16), "return_dict": False}
     plan = ModuleContextParallel(layout=JointLayout(prefix=TEXT))
-    check(model, plan, inputs | {"return_dict": False}, {"hidden_states": 1, "img_ids": 0})
+    check(model, plan, inputs, {"hidden_states": 1, "img_ids": 0})
 
 
 @pytest.mark.parametrize("dual", [False, True])
@@ -141,12 +135,6 @@ def ltx(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
     inputs = {"hidden_states": randn(1, BATCH, image, 8), "num_frames": 2, "height": 2, "width": image // 4}
     mask = torch.arange(text) < torch.tensor([[text], [text - 2]])
     return model, inputs | {"timestep": TIMES, "encoder_attention_mask": mask}, ["transformer_blocks.*.attn1"]
-
-
-def example(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/functions.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
 
 
 PLAN = "apply_context_parallel(model, config, model._cp_plan)\n"

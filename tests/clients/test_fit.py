@@ -39,6 +39,7 @@ from tests.clients.hugging_face import (
     labels_of,
     largest_error,
     tiny,
+    with_attention,
 )
 from tests.clients.sweep import EXACT
 from tests.covering import rows_at_night
@@ -379,8 +380,7 @@ def test_the_code_trains_as_one_process(name, dp, cp, strategy, form, tmp_path: 
         names["optimizer"].step()
         return loss.detach(), grads
 
-    one = copy.deepcopy(model)
-    one.set_attn_implementation("dense")
+    one = with_attention(model)
     with StayDouble():
         logits = one(input_ids=tokens).logits
     loss = cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
@@ -529,6 +529,14 @@ def file_of(folder: Path, **changes: Any) -> list[str]:
     return ["explain", "--model", str(folder), "--gpus", "2", "--seq-len", "4K", "--hardware", "cpu"]
 
 
+def ended(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> Any:
+    """What the command has printed when it ends with this exit status."""
+    with pytest.raises(SystemExit) as found:
+        command.main(arguments)
+    assert found.value.code == code
+    return capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -541,27 +549,21 @@ def file_of(folder: Path, **changes: Any) -> list[str]:
     ],
 )
 def test_configurations_that_are_refused(changes: dict[str, Any], text: str, tmp_path: Path, capsys):
-    with pytest.raises(SystemExit) as found:
-        command.main(file_of(tmp_path, **changes))
-    assert found.value.code == 2
-    assert re.search(f"argument --model: .*config.json: .*{text}", capsys.readouterr().err)
+    said = ended(file_of(tmp_path, **changes), capsys)
+    assert re.search(f"argument --model: .*config.json: .*{text}", said.err)
 
 
 @pytest.mark.parametrize(
     "option", ["--heads=8", "--ranks=2", "--head-dim=64", "--window=4", "--latent=512:64", "--json"]
 )
 def test_options_that_contradict_the_model(option: str, tmp_path: Path, capsys):
-    with pytest.raises(SystemExit) as found:
-        command.main([*file_of(tmp_path), option])
-    assert found.value.code == 2
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    assert f"unrecognized arguments: {option}" in ended([*file_of(tmp_path), option], capsys).err
 
 
 @pytest.mark.parametrize("memory", ["80", "0G", "much"])
 def test_memory_has_a_unit(memory: str, tmp_path: Path, capsys):
-    with pytest.raises(SystemExit):
-        command.main([*file_of(tmp_path), "--memory", memory])
-    assert f"argument --memory: '{memory}': give GiB, such as 80G" in capsys.readouterr().err
+    said = ended([*file_of(tmp_path), "--memory", memory], capsys)
+    assert f"argument --memory: '{memory}': give GiB, such as 80G" in said.err
 
 
 def test_transformers_is_needed(tmp_path: Path, capsys, monkeypatch):
@@ -570,9 +572,7 @@ def test_transformers_is_needed(tmp_path: Path, capsys, monkeypatch):
 
     arguments = file_of(tmp_path)
     monkeypatch.setattr("cp_styles.explain.model_step.import_module", missing)
-    with pytest.raises(SystemExit):
-        command.main(arguments)
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install transformers" in ended(arguments, capsys).err
 
 
 def test_the_output(tmp_path: Path, capsys):
@@ -593,26 +593,19 @@ def test_the_output(tmp_path: Path, capsys):
 def test_nothing_fits(tmp_path: Path, capsys):
     arguments = [*file_of(tmp_path), "--strategy", "ring", "--memory", "0.05G"]
     arguments[arguments.index("4K")] = "64K"
-    with pytest.raises(SystemExit) as found:
-        command.main(arguments)
-    assert found.value.code == 1
-    said = capsys.readouterr()
+    said = ended(arguments, capsys, 1)
     assert "the code of" not in said.out
     (longest,) = re.findall(r"no plan fits: take more GPUs, or sequences of at most ([\d,]+)", said.err)
     arguments[arguments.index("64K")] = longest.replace(",", "")
     command.main(arguments)
     assert "the code of" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main([*arguments, "--memory", "0.0001G"])
-    assert capsys.readouterr().err.splitlines()[-1] == "no plan fits: take more GPUs"
+    said = ended([*arguments, "--memory", "0.0001G"], capsys, 1)
+    assert said.err.splitlines()[-1] == "no plan fits: take more GPUs"
 
 
 def test_parameters_are_printed_of_a_model_that_is_not_predicted(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_for("qwen3_next").to_dict()))
-    with pytest.raises(SystemExit) as found:
-        command.main(["explain", "--model", str(tmp_path), "--gpus", "2", "--seq-len", "4K"])
-    assert found.value.code == 1
-    said = capsys.readouterr()
+    said = ended(["explain", "--model", str(tmp_path), "--gpus", "2", "--seq-len", "4K"], capsys, 1)
     assert re.match(r"Qwen3NextForCausalLM, 4 layers: [\d,]+ parameters\n", said.out)
     assert "memory and time are not predicted: Qwen3NextForCausalLM mixes tokens in" in said.err
 

@@ -33,18 +33,21 @@ from cp_styles.mixers import compressed
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.clients.hugging_face import (
     LENGTH,
-    NAME,
     StayDouble,
+    batch_of,
+    checkpoint_layers,
     error_of,
-    labels_of,
     nearly_all_on_one,
     on_ranks,
     positions_of,
     prefilled,
     tokens_of,
+    under_style,
 )
 from tests.clients.sweep import EAGER, tiny_of
+from tests.clients.test_query_biases import MODELS as QUERY_BIASES
 from tests.covering import sampled
+from tests.ranks.attention_case import every_rank_raises
 
 pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
 
@@ -73,8 +76,7 @@ def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strat
         strategy = Ring()  # selected keys of its tokens, and heads that three ranks do not divide
     model = tiny_of(model_type)
     if checkpointed:
-        contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        checkpoint_layers(model)
     style = {"layout": layout, "strategy": strategy}
     assert error_of(model, length, own_code(model_type), ranks=ranks, balancer=layout, style=style) < EXACT
 
@@ -110,12 +112,9 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_refused(model_type: str, case: str):
     options, words = WRONG[case]
-    tokens, model = tokens_of(), tiny_of(model_type)
-    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
-    with pytest.raises(RankError) as caught:
+    (inputs, labels), model = batch_of(), tiny_of(model_type)
+    with every_rank_raises(words):
         on_ranks(model, inputs, labels, **options())
-    assert sorted(caught.value.errors) == [0, 1]
-    assert caught.match(words)
 
 
 def test_an_error_leaves_no_windows_behind():
@@ -124,10 +123,7 @@ def test_an_error_leaves_no_windows_behind():
     model = tiny_of("deepseek_v4", attention_dropout=0.5, **kind)
 
     def on(rank: int) -> list[str]:
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        _, mine = under_style(model, 2, ModuleContextParallel(layout=head_tail))
         layout = head_tail(LENGTH, 2)
         with StayDouble(), pytest.raises(NotImplementedError, match=r"dropout_p=0\.5"):
             mine(input_ids=layout.shard(tokens_of(), 1, rank), position_ids=layout.shard(positions_of(), 1, rank))
@@ -137,16 +133,13 @@ def test_an_error_leaves_no_windows_behind():
 
 
 def test_a_mask_of_the_style_is_refused():
-    tokens = tokens_of()
-    inputs, style = {"input_ids": tokens, "position_ids": positions_of()}, {"layout": head_tail, "mask": Causal()}
     with pytest.raises(RankError, match=r"of which Causal\(\) says nothing: leave mask= out.*\n.*leave mask= out"):
-        on_ranks(tiny_of("deepseek_v4"), inputs, labels_of(tokens), style=style)
+        on_ranks(tiny_of("deepseek_v4"), *batch_of(), style={"layout": head_tail, "mask": Causal()})
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [*MODELS, *QUERY_BIASES])
 def test_a_prefill_is_refused(model_type: str):
-    words = "generate on each rank alone"
-    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
+    with every_rank_raises("generate on each rank alone", each=True):
         prefilled(tiny_of(model_type).eval())
 
 
@@ -176,12 +169,8 @@ def test_what_windows_send():
     head_dim, batch = model.config.head_dim, len(tokens)
 
     def on(rank: int) -> list[tuple[str, int]]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
         layout = SequenceLayout.from_chunks([[(0, 20)], [(20, 36)]])
-        options = {"layout": layout, "strategy": AllGather(), "verified": True}
-        parallelize_module(mine, mesh, ModuleContextParallel(**options))
+        _, mine = under_style(model, 2, ModuleContextParallel(layout=layout, strategy=AllGather(), verified=True))
         parts = {"input_ids": layout.shard(tokens, 1, rank), "position_ids": layout.shard(positions_of(36), 1, rank)}
         with StayDouble(), torch.no_grad(), CommunicationTrace() as trace:
             mine(**parts)

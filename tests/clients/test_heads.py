@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,12 @@ from tests.clients.hugging_face import (
     positions_of,
     tiny,
     tokens_of,
+    under_style,
 )
 from tests.clients.sweep_heads import EXACT, KINDS, alone, of_kind, on_ranks, trained
 from tests.covering import at_night
+from tests.pages import example
+from tests.ranks.attention_case import every_rank_raises
 
 # The types of each kind that are exact, of transformers 5.24; the first ones are run by default.
 SAMPLE = {
@@ -73,9 +75,7 @@ def test_classes_under_the_other_style():
     model, batch = case("classes", "bert")
 
     def on(rank: int) -> None:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel())
+        mesh, mine = under_style(model, 2)
         mine(**BatchSharder(mesh)({"input_ids": batch["input_ids"]}).inputs, labels=torch.zeros(2, dtype=torch.int64))
 
     with pytest.raises(RankError, match=r"(?s)rank 0: .*a class for each sequence.* BackboneContextParallel.*rank 1: "):
@@ -91,9 +91,7 @@ def test_all_types(kind: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(r"<!-- example: heads -->\n```python\n(.*?)```", page, re.DOTALL)
-    made, rest = code.split("parallelize_module(model", 1)
+    made, rest = example("heads").split("parallelize_module(model", 1)
     model, batch = case("classes", "mistral")
 
     def on(rank: int) -> Any:
@@ -141,9 +139,7 @@ def test_packed_documents_and_hidden_states():
         return out.loss.detach(), gradients(mine)
 
     def on(rank: int) -> Any:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, BackboneContextParallel())
+        mesh, mine = under_style(model, 2, BackboneContextParallel())
         loss, _ = of_states(mine)
         sum_gradients(mine, mesh)
         return loss, gradients(mine)
@@ -232,13 +228,11 @@ def test_uses_that_are_refused(use: Any):
     model = tiny(transformers.AutoModelForCausalLM.from_config, config).eval()
 
     def on(rank: int) -> None:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        use(parallelize_module(mine, mesh, BackboneContextParallel()), mesh)
+        mesh, mine = under_style(model, 2, BackboneContextParallel())
+        use(mine, mesh)
 
-    with pytest.raises(RankError, match=REFUSED[use]) as error:
+    with every_rank_raises(REFUSED[use]):
         run_ranks(on, 2)
-    assert error.value.errors.keys() == {0, 1}
 
 
 def test_rotary_embeddings_without_registers(monkeypatch: pytest.MonkeyPatch):
@@ -255,9 +249,7 @@ def test_a_model_of_one_rank():
     model, batch = case("classes", "llama")
 
     def on(rank: int) -> Any:
-        mesh, mine = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, BackboneContextParallel())
+        _, mine = under_style(model, 1, BackboneContextParallel())
         return trained(mine, batch)
 
     assert largest_error(run_ranks(on, 1)[0], alone(model, batch)) < EXACT

@@ -45,6 +45,7 @@ from tests.clients.hugging_face import (
     NAME,
     StayDouble,
     causal_lm,
+    checkpoint_layers,
     config_of,
     expected,
     gradients,
@@ -55,8 +56,11 @@ from tests.clients.hugging_face import (
     step,
     tiny,
     tokens_of,
+    under_style,
+    with_attention,
 )
 from tests.covering import at_night, sampled
+from tests.pages import example
 
 # float64 sums in another order give 1e-15; a state or a row that is not passed on gives 1e-3 and more.
 EXACT = 1e-10
@@ -227,8 +231,7 @@ def test_checkpoints_and_a_cache_of_the_model_itself(model_type: str):
     wanted = expected(model, inputs_of(model, tokens), labels_of(tokens))
     found = on_ranks(model, inputs_of(model, tokens), labels_of(tokens))
     assert largest_error(found, wanted) < EXACT
-    contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
-    model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    checkpoint_layers(model)
     found = on_ranks(model, inputs_of(model, tokens), labels_of(tokens))
     assert largest_error(found, wanted) < EXACT
 
@@ -287,8 +290,7 @@ def test_tensor_parallel_plan_of_the_library(model_type: str):
 @pytest.mark.parametrize("model_type", ["lfm3", *at_night("qwen3_next", "bamba", "mamba")])
 def test_logits_without_gradients(model_type: str):
     model, tokens = model_of(model_type).eval(), tokens_of()
-    one = copy.deepcopy(model)
-    one.set_attn_implementation("dense")
+    one = with_attention(model)
 
     def main(rank: int):
         mine, inputs, *_ = trained(rank, model, layout=head_tail)
@@ -331,10 +333,7 @@ def test_a_prompt_of_a_model_that_keeps_its_states_in_itself_is_refused(ranks: i
     model = model_of("recurrent_gemma").eval()
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel())
+        _, mine = under_style(model, ranks)
         prefill(mine, tokens_of())
 
     errors = run_ranks(main, ranks, return_errors=True)
@@ -452,11 +451,7 @@ NGRAMS = {
     "make_ngram_vocab_size_divisible_by": 8,
 }
 HALOS: dict[str, dict[str, Any]] = {"zaya": {"num_experts_per_tok": 1}, "qwen4_exp_text": NGRAMS}
-HALO_LINES = re.findall(
-    r"<!-- example: halo of transformers -->\n```python\n(.*?)```",
-    (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text(),
-    re.DOTALL,
-)[0]
+HALO_LINES = example("halo of transformers")
 
 
 @pytest.mark.parametrize("model_type", HALOS)
@@ -483,10 +478,7 @@ def error_with_halos(model_type: str, cut: str, lines: str) -> float:
     inputs, labels, layout = inputs_of(model, tokens), labels_of(tokens), balancer(LENGTH, ranks)
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=layout))
+        mesh, mine = under_style(model, ranks, ModuleContextParallel(layout=layout))
         exec(lines, {"model": mine, "mesh": mesh})
         parts = {name: layout.shard(x, 1, rank) for name, x in inputs.items()}
         loss = step(mine, parts, layout.shard(labels, 1, rank))

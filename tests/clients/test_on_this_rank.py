@@ -13,12 +13,12 @@ pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from cp_styles import BackboneContextParallel, BatchSharder, ModuleContextParallel, parallelize_module, sum_gradients
+from cp_styles import BackboneContextParallel, BatchSharder, ModuleContextParallel, sum_gradients
 from cp_styles.integrations.transformers import on_this_rank
 from cp_styles.mixers import context_roll
 from cp_styles.testing import run_ranks
 from cp_styles.verify import verify
-from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, gradients, tiny
+from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, gradients, tiny, under_style
 from tests.clients.test_mixers import model_of
 from tests.covering import at_night
 from tests.oracle import error
@@ -47,9 +47,7 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def with_style(model: Any, style: Any) -> Any:
-    mine = copy.deepcopy(model)
-    mine.set_attn_implementation(NAME)
-    return parallelize_module(mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), style())
+    return under_style(model, 2, style())[1]
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -21,7 +21,17 @@ from cp_styles.integrations import layers
 from cp_styles.integrations.transformers import attention, position_ids_of, send_latents
 from cp_styles.testing import run_ranks
 from cp_styles.verify import verify
-from tests.clients.hugging_face import NAME, StayDouble, expected, labels_of, largest_error, on_ranks, tiny, tokens_of
+from tests.clients.hugging_face import (
+    NAME,
+    checkpoint_layers,
+    expected,
+    labels_of,
+    largest_error,
+    on_ranks,
+    tiny,
+    tokens_of,
+    under_style,
+)
 from tests.clients.sweep import KINDS, OWN, configured, made, proved
 from tests.clients.test_mixers import (
     DOCUMENTS,
@@ -111,8 +121,7 @@ def test_one_rank(model_type: str):
     inputs, labels = inputs_of(model, tokens), labels_of(tokens)
     wanted = expected(model, inputs, labels)
     assert largest_error(on_ranks(model, inputs, labels, ranks=1), wanted) < EXACT
-    contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
-    model.train().gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    checkpoint_layers(model)
     assert largest_error(on_ranks(model, inputs, labels, ranks=1), wanted) < EXACT
 
 
@@ -167,10 +176,7 @@ def test_biases_in_low_precision():
         return loss
 
     def main(rank: int) -> str:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        mesh, mine = under_style(model, 2, ModuleContextParallel(layout=head_tail))
         return verify(mine, mesh, tokens, act).line
 
     assert "equal to one device" in run_ranks(main, 2)[0]

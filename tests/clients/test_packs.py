@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import BatchSharder, ModuleContextParallel, pack_samples, parallelize_module, whole_documents
 from cp_styles.testing import run_ranks
-from tests.clients.hugging_face import NAME, StayDouble, gradients, labels_of, largest_error, step
+from tests.clients.hugging_face import NAME, StayDouble, gradients, labels_of, largest_error, step, with_attention
 from tests.clients.sweep import tiny_of
 from tests.covering import rows_at_night
 
@@ -37,8 +37,7 @@ def test_a_step_of_samples_of_four_ranks(model_type: str, drawn: list[list[int]]
         [torch.randint(3, 60, (size,), generator=torch.Generator().manual_seed(10 * rank + size)) for size in sizes]
         for rank, sizes in enumerate(drawn)
     ]
-    alone = copy.deepcopy(model)
-    alone.set_attn_implementation("eager")
+    alone = with_attention(model, "eager")
     loss, count = torch.zeros((), dtype=torch.float64), 0
     for tokens in [x[None] for samples in lists for x in samples]:
         labels = labels_of(tokens)

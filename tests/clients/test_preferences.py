@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,18 +27,24 @@ from cp_styles import (
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.verify import verify
-from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, gradients, largest_error, tiny, tokens_of
+from tests.clients.hugging_face import (
+    NAME,
+    StayDouble,
+    causal_lm,
+    config_of,
+    gradients,
+    largest_error,
+    tiny,
+    tokens_of,
+    under_style,
+)
 from tests.clients.test_mixers import MODELS
 from tests.clients.test_transformers import EXACT
 from tests.oracle import error, randn
+from tests.pages import example
+from tests.ranks.attention_case import every_rank_raises
 
 PROMPT = 6
-
-
-def on_the_page(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
 
 
 def models(number: int) -> list[Any]:
@@ -72,7 +76,7 @@ def on_a_rank(names: dict[str, Any], code: str, ranks: int = 2) -> dict[str, Any
     if "model" in mine:
         mine["optimizer"] = torch.optim.SGD(mine["model"].parameters(), lr=0.1)
     with StayDouble():
-        exec(on_the_page("log-probabilities") + code, mine)
+        exec(example("log-probabilities") + code, mine)
     return mine
 
 
@@ -94,7 +98,7 @@ def test_dpo():
     loss = -logsigmoid(beta * (good[0] - bad[0] - (good[1] - bad[1]).detach())).mean()
     loss.backward()
     names = {"model": model, "reference": reference, "beta": beta, "chosen": pairs[0], "rejected": pairs[1]}
-    for found in on_ranks(names, on_the_page("dpo")):
+    for found in on_ranks(names, example("dpo")):
         assert (
             largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
         )
@@ -126,7 +130,7 @@ def test_log_probabilities_of_packs():
 
         names = {"model": mine, "both": mesh, "samples": samples[rank], "most": 14, "loss_of": loss_of}
         with StayDouble():
-            exec(on_the_page("packed log-probabilities"), names)
+            exec(example("packed log-probabilities"), names)
         assert len(losses) == len(samples[rank])
         return torch.stack(losses).detach().sum(), gradients(mine)
 
@@ -155,7 +159,7 @@ def test_a_reward_model():
         mine.set_attn_implementation(NAME)
         names: dict[str, Any] = {"model": mine, "mesh": mesh, "chosen": pairs[0], "rejected": pairs[1]}
         with StayDouble():
-            exec(on_the_page("reward"), names)
+            exec(example("reward"), names)
         return names["loss"].detach(), gradients(mine)
 
     for found in run_ranks(on, 2):
@@ -206,7 +210,7 @@ def test_grpo():
     model.pending = iter(completed)
     losses = grpo_alone(one, iter(completed).__next__, names["advantages_of"], 2)
     assert losses[0] != losses[1]
-    for found in on_ranks(names, on_the_page("grpo")):
+    for found in on_ranks(names, example("grpo")):
         trained = parameters_of(found["model"])
         assert largest_error((found["loss"].detach(), trained), (losses[-1], parameters_of(one))) < EXACT
 
@@ -227,16 +231,11 @@ def test_trainers_of_such_losses_are_refused(other: str):
     class Long(ContextParallelTrainer, Preferences): ...  # pyright: ignore[reportGeneralTypeIssues]
 
     def on(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleContextParallel())
+        _, mine = under_style(model, 2)
         Long(mine).compute_loss(mine, {"input_ids": tokens_of(), other: tokens_of()})
 
-    with pytest.raises(
-        RankError, match=rf"no labels but \['input_ids', '{other}'\]: .* Apply BackboneContextParallel in place"
-    ) as found:
+    with every_rank_raises(rf"no labels but \['input_ids', '{other}'\]: .* Apply BackboneContextParallel in place"):
         run_ranks(on, 2)
-    assert found.value.errors.keys() == {0, 1}
 
 
 # A prompt, a rollout that branches twice, another rollout, and a prompt with two rollouts.
@@ -271,7 +270,7 @@ def test_a_tree_of_rollouts(kind: str, ranks: int):
     names |= {"lengths": TREE.lengths, "parents": TREE.parents}
     loss = one_by_one(one, tokens, labels, advantages)
     loss.backward()
-    for found in run_ranks(lambda _: on_a_rank(names, on_the_page("tree"), ranks), ranks):
+    for found in run_ranks(lambda _: on_a_rank(names, example("tree"), ranks), ranks):
         mine = found["loss"].detach(), gradients(found["model"])
         assert largest_error(mine, (loss.detach(), gradients(one))) < EXACT
 
@@ -280,7 +279,7 @@ def test_a_tree_of_rollouts(kind: str, ranks: int):
 def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
     """And finds rows of logits in another order than their labels."""
     (model,), (tokens, labels, advantages) = models(1), tree_batch()
-    line = on_the_page("tree").replace(*code) if code[0] else on_the_page("tree")
+    line = example("tree").replace(*code) if code[0] else example("tree")
 
     def step(model: Any, batch: dict[str, Any], mesh: Any) -> torch.Tensor:
         names = batch | {"model": model, "mesh": mesh, "lengths": TREE.lengths, "parents": TREE.parents}
@@ -288,9 +287,7 @@ def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
         return names["loss"]
 
     def on(rank: int) -> None:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel())
+        mesh, mine = under_style(model, 2)
         with StayDouble():
             verify(mine, mesh, {"tokens": tokens, "labels": labels, "advantages": advantages}, step)
 
@@ -316,10 +313,9 @@ def test_verify_proves_the_lines_of_the_page(code: tuple[str, str]):
 def test_positions_that_are_not_in_the_rollouts(right: str, wrong: str, message: str):
     names = dict(zip(("model", "tokens", "labels", "advantages"), (models(1)[0], *tree_batch()), strict=True))
     names |= {"lengths": TREE.lengths, "parents": TREE.parents, "head_tail": head_tail}
-    code = on_the_page("tree").replace(right, wrong).replace("partial(by_work, mask=tree)", "head_tail")
-    with pytest.raises(RankError, match=message) as found:
+    code = example("tree").replace(right, wrong).replace("partial(by_work, mask=tree)", "head_tail")
+    with every_rank_raises(message):
         run_ranks(lambda _: on_a_rank(names, code), 2)
-    assert found.value.errors.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -328,9 +324,7 @@ def test_a_tree_around_a_backbone(ranks: int):
     (model,), (tokens, *_) = models(1), tree_batch()
 
     def on(rank: int, positions: torch.Tensor) -> torch.Tensor:
-        mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, BackboneContextParallel())
+        _, mine = under_style(model, ranks, BackboneContextParallel())
         with StayDouble(), torch.no_grad(), SequenceScope(head_tail(TREE.length, ranks), mask=TREE):
             return mine(tokens, position_ids=positions[None]).logits
 
@@ -341,9 +335,8 @@ def test_a_tree_around_a_backbone(ranks: int):
             expected[:, mine] = model(tokens[:, mine]).logits
     for found in run_ranks(on, ranks, TREE.position_ids):
         assert error(found, expected) < EXACT
-    with pytest.raises(RankError, match=r"position_ids are not the positions in the rollouts of the Tree") as refused:
+    with every_rank_raises(r"position_ids are not the positions in the rollouts of the Tree", ranks):
         run_ranks(on, ranks, torch.arange(TREE.length))
-    assert refused.value.errors.keys() == set(range(ranks))
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "lfm2"])
@@ -354,8 +347,7 @@ def test_states_do_not_branch(kind: str, ranks: int):
     tokens, labels, advantages = tree_batch()
     names = {"model": model, "tokens": tokens, "labels": labels, "advantages": advantages}
     names |= {"lengths": TREE.lengths, "parents": TREE.parents}
-    code = on_the_page("tree")
+    code = example("tree")
     code = code.replace(", position_ids=positions", "") if kind == "mamba2" else code
-    with pytest.raises(RankError, match=r"a Tree around a recurrence, .* Give this model whole rollouts") as found:
+    with every_rank_raises(r"a Tree around a recurrence, .* Give this model whole rollouts", ranks):
         run_ranks(lambda _: on_a_rank(names, code, ranks), ranks)
-    assert found.value.errors.keys() == set(range(ranks))

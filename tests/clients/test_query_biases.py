@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import (
     AllGather,
@@ -20,16 +19,15 @@ from cp_styles import (
     Ulysses,
     contiguous,
     head_tail,
-    parallelize_module,
     striped,
     sum_gradients,
 )
 from cp_styles.layouts import Balancer
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import (
     LENGTH,
-    NAME,
-    StayDouble,
+    batch_of,
+    checkpoint_layers,
     error_of,
     expected,
     gradients,
@@ -38,12 +36,14 @@ from tests.clients.hugging_face import (
     nearly_all_on_one,
     on_ranks,
     positions_of,
-    prefilled,
     step,
     tokens_of,
+    under_style,
+    with_attention,
 )
 from tests.clients.sweep import OWN, tiny_of
 from tests.covering import at_night, rows_at_night, sampled
+from tests.ranks.attention_case import every_rank_raises
 
 pytestmark = pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="transformers 5.24")
 
@@ -63,8 +63,7 @@ MODELS = "inkling_text", "inkling2_text", "inkling2_loop_text"
 def test_exact(model_type: str, length: int, ranks: int, layout: Balancer, strategy: Any, checkpointed: bool):
     model = tiny_of(model_type)
     if checkpointed:
-        contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        checkpoint_layers(model)
     style = {"layout": layout, "strategy": strategy}
     assert error_of(model, length, "eager", ranks=ranks, balancer=layout, style=style) < EXACT
 
@@ -97,9 +96,7 @@ def test_padding_in_blocks(cut: int | None):
     labels, model = labels_of(tokens).masked_fill(mask == 0, -100), tiny_of("inkling_text")
 
     def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, BackboneContextParallel(seq_dims={"conv_mask": cut}))
+        mesh, mine = under_style(model, 2, BackboneContextParallel(seq_dims={"conv_mask": cut}))
         loss = step(mine, inputs, labels)
         sum_gradients(mine, mesh)
         return loss, gradients(mine)
@@ -109,15 +106,12 @@ def test_padding_in_blocks(cut: int | None):
 
 def test_padding_of_another_form_is_refused():
     """A mask of convolutions that is not [B, S]."""
-    tokens = tokens_of()
     masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"), torch.ones(2, 1, LENGTH, LENGTH))
-    inputs, whole = {"input_ids": tokens, "position_ids": positions_of()}, {"attention_mask": masks}
-    words = "pads by a mask that is no tensor"
-    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        on_ranks(tiny_of("inkling_text"), inputs, labels_of(tokens), whole=whole)  # pyright: ignore
+    with every_rank_raises("pads by a mask that is no tensor", each=True):
+        on_ranks(tiny_of("inkling_text"), *batch_of(), whole={"attention_mask": masks})  # pyright: ignore
 
 
-@sampled(1, model_type=MODELS, ranks=[1, 2])
+@pytest.mark.parametrize(("model_type", "ranks"), [(MODELS[0], 2), *rows_at_night(*product(MODELS[1:], [1, 2]))])
 def test_biases_of_zero_are_trained(model_type: str, ranks: int):
     model = tiny_of(model_type)
     for name, parameter in model.named_parameters():
@@ -128,24 +122,15 @@ def test_biases_of_zero_are_trained(model_type: str, ranks: int):
 
 @pytest.mark.parametrize("model_type", [MODELS[0], *at_night(*MODELS[1:])])
 def test_a_number_that_the_trainer_hands_on(model_type: str):
-    tokens, model = tokens_of(), tiny_of(model_type)
-    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
+    (inputs, labels), model = batch_of(), tiny_of(model_type)
     found = on_ranks(model, inputs, labels, whole={"num_items_in_batch": torch.tensor(40)})
     assert largest_error(found, expected(model, inputs, labels, "eager")) < EXACT
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [MODELS[0], *at_night(*MODELS[1:])])
 def test_queries_that_change_ranks_are_refused(model_type: str):
-    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
+    with every_rank_raises("the score_mod reads query_rows of rank"):
         error_of(tiny_of(model_type), LENGTH, "eager", style={"layout": head_tail, "strategy": Ulysses()})
-    assert sorted(caught.value.errors) == [0, 1]
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_prefill_is_refused(model_type: str):
-    words = "generate on each rank alone"
-    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        prefilled(tiny_of(model_type).eval())
 
 
 @pytest.mark.parametrize(
@@ -162,8 +147,7 @@ def test_packed_documents(model_type: str, way: str):
     model = tiny_of(model_type)
     tokens, positions = tokens_of(), torch.cat([torch.arange(size) for size in sizes]).expand(2, -1)
     labels = torch.cat([labels_of(part) for part in tokens.split(sizes, 1)], 1)
-    alone = copy.deepcopy(model)
-    alone.set_attn_implementation("eager")
+    alone = with_attention(model, "eager")
     parts = zip(*(x.split(sizes, 1) for x in (tokens, positions, labels)), strict=True)
     loss = sum(step(alone, {"input_ids": x, "position_ids": at}, y) for x, at, y in parts)
     options: dict[str, Any] = {"scope": lambda layout: SequenceScope(layout, mask=Documents(sizes))}

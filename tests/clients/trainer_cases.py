@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -48,6 +47,7 @@ from cp_styles.torch_api import context_parallel
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
 from tests.clients.trainer_job import Training, mean_over_ranks
 from tests.oracle import dense_attention
+from tests.pages import example
 
 IGNORED = -100
 
@@ -169,10 +169,10 @@ def with_dropout() -> Training:
         trainer.model.register_forward_hook(lambda *_: drawn.append(draw(torch.ones(64))))
         if ranks() > 1:
             mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            seeds = on_the_page("trainer, dropout").split("trainer = ")[1].split("\n", 1)[1]
+            seeds = example("trainer, dropout").split("trainer = ")[1].split("\n", 1)[1]
             exec(seeds, {"mesh": mesh, "torch": torch, "seed": 3})
 
-    given = re.findall(r"data_seed=seed", on_the_page("trainer, dropout"))
+    given = re.findall(r"data_seed=seed", example("trainer, dropout"))
     done = hugging_face(args={"data_seed": 3} if given else {}, made=made)
     if ranks() > 1:
         torch.distributed.all_gather(each := [torch.empty(64) for _ in range(2)], drawn[-1])
@@ -187,12 +187,6 @@ def packed(**options: Any) -> Training:
     collate = DataCollatorWithFlattening()
     style = ModuleContextParallel(layout=contiguous)
     return hugging_face(data=samples(12, equal=False), data_collator=collate, batch=4, style=style, **options)
-
-
-def on_the_page(name: str) -> str:
-    page = (Path(__file__).parents[2] / "tutorials/hugging_face.md").read_text()
-    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
 
 
 def watched(model: torch.nn.Module) -> Training:
@@ -221,7 +215,7 @@ def accelerated() -> Training:
         if ranks() > 1:
             Accelerator(cpu=True)  # the processes of the page's are on CPU too
             mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            exec(on_the_page("accelerate"), {"model": model, "optimizer": optimizer, "loader": loader, "mesh": mesh})
+            exec(example("accelerate"), {"model": model, "optimizer": optimizer, "loader": loader, "mesh": mesh})
         else:
             for batch in loader:
                 model(**batch).loss.backward()
@@ -278,7 +272,7 @@ def trainer_of_the_page() -> Training:
         with StayDouble():
             Trainer(model, args, train_dataset=samples(6)).train()
         return Training(parameters={name: x.detach() for name, x in model.named_parameters()})
-    made, run = on_the_page("trainer").split("parallelize_module(model", 1)
+    made, run = example("trainer").split("parallelize_module(model", 1)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     names: dict[str, Any] = {"config": model.config, "mesh": mesh, "arguments": args, "dataset": samples(6)}
     exec(made, names)
@@ -294,7 +288,7 @@ def lightning() -> Training:
     from lightning import Trainer as Lightning
 
     names: dict[str, Any] = {"torch": torch}
-    exec(on_the_page("lightning"), names)
+    exec(example("lightning"), names)
 
     class Alone(LightningModule):
         configure_optimizers = names["Long"].configure_optimizers
@@ -345,7 +339,7 @@ def torchtitan() -> Training:
             dp_replicate=1, dp_shard=1, cp=2, tp=2, pp=1, ep=1, world_size=4, spmd_backend="partial_dtensor"
         )
         names["parallel_dims"].build_mesh()
-        begun, step = on_the_page("torchtitan").split("batch = ")
+        begun, step = example("torchtitan").split("batch = ")
         exec(begun, names)
     else:
         for layer in model.layers.values():
@@ -504,7 +498,7 @@ def of_pairs(name: str) -> Training:
             for each in (model, more["ref_model"]):
                 parallelize_module(each, names["mesh"]["cp"], BackboneContextParallel())
     elif ranks() > 1:  # by the lines of the page
-        exec(on_the_page("RewardTrainer").replace("trainer.train()", ""), names)
+        exec(example("RewardTrainer").replace("trainer.train()", ""), names)
         names["trainer"].eval_dataset = more["eval_dataset"]
         return train(names["trainer"])
     return train(kind(model, args=names["arguments"], **more))
@@ -573,7 +567,7 @@ def rollouts(
         if by_page and mesh is not None:
             names |= {"model": model, "mesh": mesh, "reward": scorer, "arguments": args}
             names |= {"prompts": data, "tokenizer": tokenizer()}
-            exec(on_the_page("GRPOTrainer").replace("trainer.train()", ""), names)
+            exec(example("GRPOTrainer").replace("trainer.train()", ""), names)
             trainer = names["trainer"]
         else:
             trainer = kind(model, scorer, args, train_dataset=data, processing_class=tokenizer(), **names)

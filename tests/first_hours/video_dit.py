@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles import ModuleContextParallel, contiguous, parallelize_module
+from tests.pages import example
 
 REFUSAL = r"made for the \d+ keys of one rank's part\. .* See \"A mask of one part\""
-PAGE = Path(__file__).parents[2] / "tutorials" / "training.md"
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -93,8 +91,7 @@ def before(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def after(model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
     """The lines of the page."""
-    (lines,) = re.findall(r"<!-- example: own tokens -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     scope = {"model": model, "mesh": mesh, "parallelize_module": parallelize_module, "loss_of": loss_of}
     scope |= {"video": VIDEO, "text": TEXT, "text_mask": TEXT_MASK, "time": TIME}
-    exec(lines, scope)
+    exec(example("own tokens"), scope)
     return scope["loss"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.layouts import Balancer, SequenceLayout, head_tail
 from cp_styles.styles import AttentionContextParallel
-from cp_styles.testing import run_ranks
+from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
 # Sums in another order: at most some hundred terms here, each a few 1e-16 from exact. A key counted twice or missed
@@ -140,6 +143,16 @@ def on_every_rank(
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def every_rank_raises(words: str, ranks: int = 2, *, each: bool = False) -> Iterator[pytest.ExceptionInfo[RankError]]:
+    """All of the ranks must raise. One error has these words, or with ``each`` every one of them."""
+    with pytest.raises(RankError, match=words) as found:
+        yield found
+    errors = found.value.errors
+    assert errors.keys() == set(range(ranks))
+    assert not each or all(re.search(words, str(error)) for error in errors.values()), errors
 
 
 def parallel(core: nn.Module, mesh: DeviceMesh, **style: Any) -> nn.Module:

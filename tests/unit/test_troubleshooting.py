@@ -100,7 +100,7 @@ REMEDIES = {
     "A scope in another thread": "ranks/doors/test_scope.py: a_scope_that_another_thread_has_opened",
     "A function without a name": "ranks/compile/test_compile.py: other_configurations_are_other_graphs",
     "Tensors in the mask of a scope": "ranks/compile/test_compile.py: masks_that_are_tensors",
-    "A module that cannot be pickled": "ranks/doors/test_state.py: a_checkpoint_of_cp_2_tp_2_goes_on_under_cp_4_tp_1",
+    "A module that cannot be pickled": "ranks/doors/test_training_page.py: a_checkpoint_that_other_ranks_go_on_with",
     "Buffers of different lengths": "ranks/doors/test_readme.py: a_table_that_is_longer_than_the_sequence",
     "A buffer that was cut before": "ranks/doors/test_torch_api.py: a_buffer_that_was_filled_again_is_a_whole_one",
     "A buffer that was computed": "ranks/doors/test_torch_api.py: a_result_is_cut_by_context_parallel_shard",

@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +44,7 @@ from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night, sampled
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.tiny_lm import SelfAttention
 
@@ -125,6 +125,11 @@ def off(found: Result, model: Any, **options: Any) -> float:
     return max(error(found[0], wanted[0]), *(error(found[1][name], x) for name, x in wanted[1].items()))
 
 
+def of_gradients(grads: dict[str, torch.Tensor], one: nn.Module) -> float:
+    """The largest error against the gradients of a model."""
+    return max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None)
+
+
 def errors_of(on: Callable[[int], Any], ranks: int = 2) -> str:
     with pytest.raises(RankError) as found:
         run_ranks(on, ranks)
@@ -137,6 +142,18 @@ def summed(model: Any, mesh: Any) -> torch.Tensor:
     loss = step(model)
     sum_gradients(model, mesh)
     return loss
+
+
+def trained(rank: int, model: Any, ranks: int = 2, way: Callable[[Any, Any], torch.Tensor] = summed, **options: Any):
+    """The result of a copy of the model under the style, on this rank."""
+    mesh, mine = cp_mesh(ranks), copy.deepcopy(model)
+    parallelize_module(mine, mesh, BackboneContextParallel(**options))
+    return result(way(mine, mesh), mine)
+
+
+def largest_error(model: Any, ranks: int = 2, *args: Any, **options: Any) -> float:
+    """Of all ranks, against one process."""
+    return max(off(found, model) for found in run_ranks(partial(trained, **options), ranks, model, ranks, *args))
 
 
 def by_ddp(model: Any, mesh: Any) -> torch.Tensor:
@@ -210,14 +227,7 @@ STYLES = {
 @sampled(1, way=WAYS, style=list(STYLES), ranks=[2, 3, 4])
 def test_each_way_to_train(way: Callable[[Any, Any], torch.Tensor], style: str, ranks: int):
     """17 tokens, which no number of ranks divides. No loss is divided, and nothing is said about the reducer."""
-    model = encoder()
-
-    def on(rank: int) -> Result:
-        mesh, mine = cp_mesh(ranks), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel(STYLES[style]))
-        return result(way(mine, mesh), mine)
-
-    assert max(off(found, model) for found in run_ranks(on, ranks)) < EXACT
+    assert largest_error(encoder(), ranks, way, style=STYLES[style]) < EXACT
 
 
 @pytest.mark.parametrize("reducer", ["sum_gradients", "FSDP2", *at_night("DDP")])
@@ -246,7 +256,7 @@ def test_with_data_parallel_ranks(reducer: str):
     one = copy.deepcopy(model)
     F.cross_entropy(one(PICTURES)["logits"], TARGETS).backward()
     for _, grads in run_ranks(on, 4):
-        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+        assert of_gradients(grads, one) < EXACT
 
 
 def test_with_tensor_parallel_ranks():
@@ -282,7 +292,7 @@ def test_outputs_that_are_dtensors():
     one = copy.deepcopy(model)
     F.cross_entropy(one(PICTURES)["logits"], TARGETS).backward()
     for _, grads in run_ranks(on, 4):
-        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+        assert of_gradients(grads, one) < EXACT
 
 
 class Dropping(nn.Module):
@@ -325,13 +335,8 @@ def test_frozen_blocks():
     model.start.requires_grad_(False)
     model.places.requires_grad_(False)
 
-    def on(rank: int, way: Callable[[Any, Any], torch.Tensor]) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel())
-        return result(way(mine, mesh), mine)
-
     for way in (summed, by_ddp, by_fsdp):
-        assert max(off(found, model) for found in run_ranks(on, 2, way)) < EXACT
+        assert largest_error(model, 2, way) < EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *at_night(torch.float16)])
@@ -395,7 +400,7 @@ def test_a_reentrant_checkpoint_around_the_model(reduced: bool):
     loss = run(lambda x: one(x)["logits"])
     for found, grads in run_ranks(on, 2):
         assert error(found, loss) < EXACT
-        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+        assert of_gradients(grads, one) < EXACT
 
 
 def test_gradients_of_inputs_are_shares():
@@ -470,16 +475,11 @@ def test_arguments_of_blocks():
     """Tables along the sequence, in a dict, and a number for all tokens: refused by default, exact with their dims."""
     model = encoder(angles={"angles": {"cos": randn(5, PATCHES + 1, WIDTH)}, "time": randn(6, 2, WIDTH)})
 
-    def on(rank: int, **options: Any) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel(**options))
-        return result(summed(mine, mesh), mine)
-
-    text = errors_of(on)
+    text = errors_of(partial(trained, model=model))
     assert "blocks is given angles of shape (17, 8), whose sequence dim is not known: give seq_dims=" in text
     dims = {"angles": 0, "time": None}
-    assert max(off(found, model) for found in run_ranks(lambda rank: on(rank, seq_dims=dims), 2)) < EXACT
-    wrong = errors_of(lambda rank: on(rank, seq_dims=dims | {"time": 0}))
+    assert largest_error(model, seq_dims=dims) < EXACT
+    wrong = errors_of(partial(trained, model=model, seq_dims=dims | {"time": 0}))
     assert "is given time with 2 rows for 17 tokens" in wrong
 
 
@@ -599,12 +599,7 @@ def test_detached_hidden_states_are_handed_to_the_block():
     model = between(RIGHT["a detached output of a block"])
     model.blocks = nn.ModuleList(Computing() for _ in range(3)).double()
 
-    def on(rank: int) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel(seq_dims={"angles": -2}))
-        return result(summed(mine, mesh), mine)
-
-    assert max(off(found, model) for found in run_ranks(on, 2)) < EXACT
+    assert largest_error(model, seq_dims={"angles": -2}) < EXACT
 
 
 class Reading(Block):
@@ -635,14 +630,7 @@ class ReadingEncoder(Encoder):
 def test_a_text_of_a_parts_length(length: int, hands_on: bool):
     """A text of 8 tokens is cut for each block although parts of the 16 patches have 8; what a block returns is not."""
     torch.manual_seed(0)
-    model = ReadingEncoder(length, hands_on=hands_on).double()
-
-    def on(rank: int) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel())
-        return result(summed(mine, mesh), mine)
-
-    assert max(off(found, model) for found in run_ranks(on, 2)) < EXACT
+    assert largest_error(ReadingEncoder(length, hands_on=hands_on).double()) < EXACT
 
 
 def test_a_dim_that_an_argument_does_not_have():
@@ -683,23 +671,16 @@ def test_blocks_that_are_named():
     staged, unnamed = Staged().double(), encoder()
     unnamed.blocks = nn.ModuleList(Unnamed() for _ in range(2)).double()
 
-    def on(rank: int, model: Any, **options: Any) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel(**options))
-        return result(summed(mine, mesh), mine)
+    def refused(model: Any, **options: Any) -> str:
+        return errors_of(partial(trained, model=model, **options))
 
-    assert "first argument of stages, argument 0, must be hidden states" not in errors_of(lambda r: on(r, staged))
+    assert "first argument of stages, argument 0, must be hidden states" not in refused(staged)
     for blocks in (("stages.0", "stages.1"), "stages.*", "stages.1", "stages.0.1"):
-        found = run_ranks(lambda rank, blocks=blocks: on(rank, staged, blocks=blocks), 2)
-        assert max(off(each, staged) for each in found) < EXACT
-    left_out = errors_of(lambda rank: on(rank, staged, blocks="stages.2"))
-    assert "the model has not run the last block of ['stages.2']" in left_out
-    assert "no list of blocks with attention was found among its lists ['blocks']" in errors_of(
-        lambda rank: on(rank, unnamed)
-    )
-    found = run_ranks(lambda rank: on(rank, unnamed, blocks="blocks"), 2)
-    assert max(off(each, unnamed) for each in found) < EXACT
-    assert "blocks='layers' names no module" in errors_of(lambda rank: on(rank, unnamed, blocks="layers"))
+        assert largest_error(staged, blocks=blocks) < EXACT
+    assert "the model has not run the last block of ['stages.2']" in refused(staged, blocks="stages.2")
+    assert "no list of blocks with attention was found among its lists ['blocks']" in refused(unnamed)
+    assert largest_error(unnamed, blocks="blocks") < EXACT
+    assert "blocks='layers' names no module" in refused(unnamed, blocks="layers")
 
 
 class Skipping(Encoder):
@@ -882,16 +863,14 @@ def test_outputs_that_torch_does_not_open(agreement: bool, kind: str):
 
 def test_losses_that_differ():
     """The remedy: all ranks take the whole loss. Without gradients, blocks run outside of a call of the model too."""
-    model = encoder()
 
-    def on(rank: int) -> Result:
-        mesh, mine = cp_mesh(2), copy.deepcopy(model)
-        parallelize_module(mine, mesh, BackboneContextParallel())
+    def way(mine: Any, mesh: Any) -> torch.Tensor:
         with torch.no_grad():
-            assert error(mine.run(mine.embed(PICTURES)), copy.deepcopy(model).run(mine.embed(PICTURES))) < EXACT
-        return result(summed(mine, mesh), mine)
+            assert error(mine.run(mine.embed(PICTURES)), model.run(model.embed(PICTURES))) < EXACT
+        return summed(mine, mesh)
 
-    assert max(off(found, model) for found in run_ranks(on, 2)) < EXACT
+    model = encoder()
+    assert largest_error(model, 2, way) < EXACT
 
 
 def test_a_head_outside_of_the_model():
@@ -992,14 +971,12 @@ def test_verify():
 
 @pytest.mark.parametrize("ranks", [2, *at_night(3)])
 def test_the_example_of_the_page(ranks: int):
-    page = (Path(__file__).parents[3] / "tutorials/training.md").read_text()
-    (code,) = re.findall(r"<!-- example: pooled -->\n```python\n(.*?)```", page, re.DOTALL)
     model = encoder()
 
     def on(rank: int) -> Result:
         names: dict[str, Any] = {"classifier": copy.deepcopy(model), "mesh": cp_mesh(ranks)}
         names["loss_of"] = lambda out, classes: F.cross_entropy(out["logits"], classes)
-        exec(code, names)
+        exec(example("pooled"), names)
         batch = {"tokens": PICTURES, "classes": TARGETS}
         verify(names["classifier"], names["mesh"], batch, names["step"], tolerance=1e-10)
         return result(names["step"](names["classifier"], batch, names["mesh"]).detach(), names["classifier"])
@@ -1009,7 +986,7 @@ def test_the_example_of_the_page(ranks: int):
     loss.backward()
     for found, grads in run_ranks(on, ranks):
         assert error(found, loss.detach()) < EXACT
-        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+        assert of_gradients(grads, one) < EXACT
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -1032,7 +1009,7 @@ def test_dropout_of_a_head_gives_the_mean_of_the_losses(inside: bool):
     plain = one(PICTURES)["logits"]
     (F.cross_entropy(plain * masks[0], TARGETS) / 2 + F.cross_entropy(plain * masks[1], TARGETS) / 2).backward()
     for _, grads in run_ranks(on, 2):
-        assert max(error(grads[name], x.grad) for name, x in one.named_parameters() if x.grad is not None) < EXACT
+        assert of_gradients(grads, one) < EXACT
 
 
 class Texts(nn.Module):

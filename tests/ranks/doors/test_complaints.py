@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,9 +28,10 @@ from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.first_hours import nanogpt
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 from tests.ranks.doors import test_module_sinks
-from tests.tiny_lm import LanguageModel
+from tests.tiny_lm import LanguageModel, language_model
 
 PROBLEM = Problem(length=13)
 HELD = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -211,8 +210,7 @@ def attend_to_passes(q, keys, values):
 
 def test_keys_of_several_passes():
     """Refused where they are concatenated before a mask, in modules and blocks, and exact as the page says."""
-    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(r"<!-- example: keys of several passes -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example("keys of several passes")
     torch.manual_seed(0)
     one, tokens = Drafts(attend_to_passes).double(), torch.randint(7, (2, 21))
 
@@ -277,8 +275,7 @@ def test_keys_that_are_concatenated_and_no_passes(dim: int):
 def test_an_evaluation_over_other_ranks():
     """Training over two ranks beside a data parallel axis, and an evaluation over all four, by a second model on the
     same memory, as the error of a second style says."""
-    torch.manual_seed(0)
-    whole, training, held_out = LanguageModel(7).double(), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
+    whole, training, held_out = language_model(7), torch.randint(7, (2, 20)), torch.randint(7, (1, 29))
 
     def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +33,7 @@ from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
 
 LENGTH, WIDTH = 9, 4
@@ -177,12 +176,6 @@ def test_keys_of_one_longer_sequence_are_exact(door: str, checkpointed: bool):
     assert max(run_ranks(on, 2)) < EXACT
 
 
-def example(name: str) -> str:
-    page = (Path(__file__).parents[3] / "tutorials/troubleshooting.md").read_text()
-    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)
-    return code
-
-
 @pytest.mark.parametrize("keys", ["of one sequence", "joined"])
 def test_a_function_tells_the_layout_of_the_keys(keys: str):
     """As the page says, where no module is given a part: without it, both are refused."""
@@ -207,8 +200,8 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
             "v": k,
         }
         names["context_attention"] = context_attention
-        exec(example("example: keys with a layout of their own"), names)
-        exec(example("example: keys of a known length"), names)
+        exec(example("keys with a layout of their own"), names)
+        exec(example("keys of a known length"), names)
         part, found = first.shard(wanted, 2, rank), [names["out"]]
         for told in ({"layout": names["look_up"]}, {"layout": first, "kv_layout": second}):
             found.append(parallelize_module(Core(), mesh, AttentionContextParallel(**told))(q, k, k, mask))
@@ -223,7 +216,7 @@ def test_a_function_tells_the_layout_of_the_keys(keys: str):
 
 @pytest.mark.parametrize("lengths", [(12, 20), (13, 21)])
 def test_the_page_lays_them_out(lengths: tuple[int, int]):
-    code = example("example: keys of several pieces")
+    code = example("keys of several pieces")
     whole = [[randn(10 * n + i, 1, 2, length, WIDTH) for i in range(3)] for n, length in enumerate(lengths)]
     joined = [torch.cat(parts, 2) for parts in zip(*whole, strict=True)]
     wanted = F.scaled_dot_product_attention(*joined, is_causal=True)

@@ -428,9 +428,8 @@ def test_a_call_is_explained():
     assert run_ranks(on, 2) == [((LATENT, ROTARY), same.sent())] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("large_blocks")
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()])
+@sampled(1, dtype=[torch.float32, torch.bfloat16], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()])
 def test_the_memory_is_as_explained(strategy: Any, dtype: torch.dtype):
     """Latents are kept, and no heads. The peaks include expanded heads, their gradients and the weight's."""
     heads, latent_dim, rotary_dim, dim, rows = 8, 64, 16, 64, 128

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +27,7 @@ from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import error
-from tests.ranks.attention_case import EXACT, Core, Projected, on_every_rank, parallel
+from tests.ranks.attention_case import EXACT, Core, on_every_rank, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
@@ -121,23 +120,6 @@ def test_inputs_are_freed(s: Scene) -> None:
     died = weakref.ref(query)
     del query
     assert died() is None
-
-
-@scenario
-def test_copies(s: Scene) -> None:
-    """A copy made before is not parallel; one made after is, for itself, on the same mesh."""
-    plain = Projected(Core())
-    before = deepcopy(plain)
-    parallel(plain.core, s.mesh)
-    after = deepcopy(plain)
-    assert not before.core._forward_pre_hooks
-    states = [next(iter(module.core._forward_pre_hooks.values())).__self__ for module in (plain, after)]
-    assert [state.module for state in states] == [plain.core, after.core]
-    s.run(after.core)
-    s.run(plain.core)
-    assert states[0]._binding is not states[1]._binding  # each leases a bound mesh of its own
-    with pytest.raises(ValueError, match="context parallel already"):
-        parallel(after.core, s.mesh)
 
 
 # -- others in the same process --

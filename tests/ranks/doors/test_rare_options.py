@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cp_styles import (
     Checks,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
     PrepareModuleOutput,
     SequenceParallel,
     UnreducedGradientsError,
@@ -23,6 +21,7 @@ from cp_styles import (
     contiguous,
     next_token_labels,
     parallelize_module,
+    styles,
 )
 from cp_styles.batch import chunked_token_losses
 from cp_styles.collectives import GradScale, gather, split
@@ -51,19 +50,12 @@ INPUTS = {
 OUTPUTS = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
 
 
-def ours(local: bool) -> list[Any]:
+def prepares(namespace: Any, local: bool) -> list[Any]:
+    """The styles of ``namespace`` that change where tensors are."""
     return [
-        PrepareModuleInput(**INPUTS, use_local_output=local),
-        PrepareModuleOutput(**OUTPUTS, use_local_output=local),
-        PrepareModuleInputOutput(**INPUTS, **OUTPUTS, use_local_input=not local, use_local_output=local),
-    ]
-
-
-def torchs(local: bool) -> list[Any]:
-    return [
-        parallel.PrepareModuleInput(**INPUTS, use_local_output=local),
-        parallel.PrepareModuleOutput(**OUTPUTS, use_local_output=local),
-        parallel.PrepareModuleInputOutput(**INPUTS, **OUTPUTS, use_local_input=not local, use_local_output=local),
+        namespace.PrepareModuleInput(**INPUTS, use_local_output=local),
+        namespace.PrepareModuleOutput(**OUTPUTS, use_local_output=local),
+        namespace.PrepareModuleInputOutput(**INPUTS, **OUTPUTS, use_local_input=not local, use_local_output=local),
     ]
 
 
@@ -73,7 +65,7 @@ def test_inputs_and_outputs_as_torchs_own(local: bool):
     """On the tp axis of a mesh as torch's on a mesh of that axis: what the module gets, and what it gives."""
     x, y = randn(0, 2, 4, 6), randn(1, 2, 4, 6)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    for own, original in zip(ours(local), torchs(local), strict=True):
+    for own, original in zip(prepares(styles, local), prepares(parallel, local), strict=True):
         modules = parallelize_module(Echo(), mesh, own), parallelize_module(Echo(), mesh["tp"], original)
         keywords = {} if isinstance(own, PrepareModuleOutput) else {"y": y}
         mine, theirs = (module(x, **keywords) for module in modules)

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +31,14 @@ from cp_styles import (
 from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests import pages
 from tests.conftest import QUICK
 from tests.first_hours import nanogpt
 from tests.oracle import dense_attention, document_of, error, randn
+from tests.pages import PAGES, README, ROOT, SHOWN
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
 
-ROOT = Path(__file__).parents[3]
-TESTS = ("tests", "tests/clients")
-README = (ROOT / "README.md").read_text()
-PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
 NOTEBOOKS = {
     path: "\n".join(
         "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"
@@ -49,22 +48,26 @@ NOTEBOOKS = {
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 RECORDS = {ROOT / "tests/records/README.md": (ROOT / "tests/records/README.md").read_text()}
 TEXTS = {ROOT / "README.md": README, ROOT / "CONTRIBUTING.md": CONTRIBUTING, **PAGES, **NOTEBOOKS, **RECORDS}
-SHOWN = "\n".join([README, *PAGES.values()])
 DOCUMENTS = (300, 10, 690)
 
 
 def example(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", SHOWN, re.DOTALL)
-    return re.sub(r"(torch\.randn\(.*), 64\b", r"\1, 8", found)  # an eighth of the work
+    return re.sub(r"(torch\.randn\(.*), 64\b", r"\1, 8", pages.example(name))  # an eighth of the work
+
+
+def examples(*names: str) -> dict[str, Any]:
+    """The variables of these examples, which run one after the other."""
+    scope: dict[str, Any] = {}
+    for name in names:
+        exec(example(name), scope)
+    return scope
 
 
 def run_example(*names: str, wanted: str) -> list[torch.Tensor]:
     """What the variables in ``wanted`` and their gradients are, whole, after these examples, one after the other."""
 
     def on(rank):
-        scope = {}
-        for name in names:
-            exec(example(name), scope)
+        scope = examples(*names)
         leaves = [scope[name] for name in wanted.split()]
         layout = scope.get("layout", head_tail(1000, 2))
         return layout, [x.detach() for x in leaves], [x.grad for x in leaves if x.is_leaf]
@@ -91,17 +94,14 @@ CAUSAL = torch.ones(1000, 1000, dtype=torch.bool).tril()
 
 
 def test_the_example_of_choosing():
-    names = {}
-    exec(example("example: choosing"), names)
+    names = examples("choosing")
     assert len(names["reports"]) == 3
     assert isinstance(names["best"].strategy, names["Ulysses"])  # 8 ranks of one machine
 
 
 def test_the_example_of_a_convolution():
     def on(rank):
-        scope = {}
-        for name in ("example", "example: convolution"):
-            exec(example(name), scope)
+        scope = examples("attention", "convolution")
         return [scope[name].detach() for name in ("x_BCL", "y_BCL")]
 
     x, y = (head_tail(1000, 2).unshard(parts, 2) for parts in zip(*run_ranks(on, 2), strict=True))
@@ -111,9 +111,7 @@ def test_the_example_of_a_convolution():
 
 def test_the_examples_of_a_halo_and_of_blocks():
     def on(rank):
-        scope = {}
-        for name in ("example", "example: halo", "example: blocks"):
-            exec(example(name), scope)
+        scope = examples("attention", "halo", "blocks")
         names = ("features_BLC", "pooled_BNC")
         return [scope[name].detach() for name in names], scope["numbers"]
 
@@ -129,8 +127,7 @@ def test_the_examples_of_a_halo_and_of_blocks():
 
 
 def test_the_example_of_keys_of_another_sequence():
-    names = ("example", "example: halo", "example: blocks", "example: other keys")
-    found = run_example(*names, wanted="q k v out")[:4]
+    found = run_example("attention", "halo", "blocks", "other keys", wanted="q k v out")[:4]
     q, k, v = (x.double() for x in found[:3])
     means = [x.unfold(2, 64, 64).mean(-1) for x in (k, v)]
     near = CAUSAL & ~CAUSAL.tril(-128)
@@ -140,7 +137,7 @@ def test_the_example_of_keys_of_another_sequence():
 
 
 def test_the_example_is_the_attention_of_all_tokens():
-    found = run_example("example", wanted="q k v out")
+    found = run_example("attention", wanted="q k v out")
     check(found, lambda q, k, v: dense_attention(q, k, v, CAUSAL))
 
 
@@ -149,9 +146,8 @@ def test_the_example_of_qk_clip(size: str):
     """With the new weights the largest score of a head is at the threshold, or smaller weights are as they were."""
 
     def on(rank):
-        scope = {}
-        exec(example("example"), scope)
-        exec(example("example: clip").replace("0.9", size), scope)
+        scope = examples("attention")
+        exec(example("clip").replace("0.9", size), scope)
         return scope["hidden"], scope["max_H"], [scope[name].weight.detach() for name in ("to_q", "to_k")]
 
     parts, (max_H, _), (weights, others) = zip(*run_ranks(on, 2), strict=True)
@@ -164,7 +160,7 @@ def test_the_example_of_qk_clip(size: str):
 
 
 def test_packed_documents_in_a_window_layer():
-    found = run_example("example", "example: packed", wanted="q k v out")
+    found = run_example("attention", "packed", wanted="q k v out")
     document, positions = torch.tensor([document_of(DOCUMENTS)(p) for p in range(1000)]), torch.arange(1000)
     near = positions[:, None] - positions[None, :] < 100
     mask = CAUSAL & near & (document[:, None] == document[None, :])
@@ -175,11 +171,10 @@ def test_sinks():
     """A key of its own with value 0; the sum of the ranks' shares is the gradient of its logit."""
 
     def on(rank):
-        scope = {}
-        exec(example("example"), scope)
+        scope = examples("attention")
         for leaf in (scope["q"], scope["k"], scope["v"]):
             leaf.grad = None
-        exec(example("example: sinks"), scope)
+        exec(example("sinks"), scope)
         scope["out"].sum().backward()
         q, k, v, sink = (scope[name] for name in ("q", "k", "v", "sink"))
         return [x.detach() for x in (q, k, v, scope["out"])], [q.grad, k.grad, v.grad], sink.grad
@@ -202,9 +197,7 @@ def test_keys_that_an_indexer_selects():
     """The attention to 64 keys, and the gradient of the indexer's loss."""
 
     def on(rank):
-        scope = {}
-        for name in ("example", "example: flex", "example: selected"):
-            exec(example(name), scope)
+        scope = examples("attention", "flex", "selected")
         tensors = [scope[name] for name in ("q", "k", "v", "out", "index_q", "index_k", "index_weights")]
         return [x.detach() for x in tensors] + [scope["index_q"].grad], scope["layout"]
 
@@ -259,9 +252,7 @@ def test_blocks_of_keys_for_each_head(name: str):
     gates = {length: randn(5, 3, 2, 4, length, 1) for length in inputs}
 
     def on(rank: int):
-        scope = {}
-        for each in ("example", "example: moba", *(["example: nsa"] if name == "nsa" else [])):
-            exec(example(each), scope)
+        scope = examples("attention", "moba", *(["nsa"] if name == "nsa" else []))
         found = []
         for length, block, make in cases:
             layout = make(length, 2)
@@ -287,7 +278,7 @@ def test_blocks_of_keys_for_each_head(name: str):
 
 
 def test_ulysses_by_hand():
-    found = run_example("example", "example: collectives", wanted="q k v out")[:4]
+    found = run_example("attention", "collectives", wanted="q k v out")[:4]
     assert error(found[3], dense_attention(*(x.double() for x in found[:3]), CAUSAL)) < 1e-5
 
 
@@ -311,7 +302,7 @@ def test_a_model_whose_code_stays_as_it_is():
 
     def on(rank):
         names = {"model": copy.deepcopy(model), "tokens": tokens, "mesh": cp_mesh(3)}
-        exec(example("example: five lines"), names)
+        exec(example("five lines"), names)
         found = [names["loss"].detach(), *(parameter.grad for parameter in names["model"].parameters())]
         return max(error(*pair) for pair in zip(found, expected, strict=True))
 
@@ -361,7 +352,7 @@ def test_a_whole_loop(tmp_path: Path):
                 names |= {"model": copy.deepcopy(model), "steps": until}
                 if until != parts[0]:
                     nn.init.zeros_(names["model"].head.weight)
-                exec(example("example: a whole loop"), names)
+                exec(example("a whole loop"), names)
             assert names["number"] + 1 == steps
             found = [x.detach() for x in names["model"].parameters()]
             # AdamW divides by the square root of the mean square of gradients, rounded apart by 1e-16 of their norm.
@@ -385,7 +376,7 @@ def test_gradients_that_fsdp_averages():
         names = {"torch": torch, "mesh": mesh, "model": mine, "positions": layout.positions(part)}
         names["mine"] = layout.shard(tokens[row : row + 1], 1, part)
         names["labels"] = layout.shard(next_token_labels(tokens[row : row + 1]), 1, part)
-        exec(example("example: fsdp"), names)
+        exec(example("fsdp"), names)
         found = [parameter.grad.full_tensor() for parameter in mine.parameters()]
         return max(error(*pair) for pair in zip(found, expected, strict=True))
 
@@ -400,7 +391,7 @@ def test_a_tensor_parallel_plan_and_the_style_on_the_whole_model():
     def on(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         names = {"model": copy.deepcopy(model), "mesh": mesh}
-        exec(example("example: tensor-parallel plan"), names)
+        exec(example("tensor-parallel plan"), names)
         sharder = BatchSharder(mesh["cp"])
         batch = sharder(tokens)
         loss = batch.loss(names["model"](batch.tokens, batch.positions))
@@ -442,7 +433,7 @@ def test_code_written_for_torch_s_context_parallel():
         names = {"mesh": cp_mesh(3), "tokens": tokens.clone(), "labels": labels.clone(), "table": table}
         names["model"] = WithTable(mine, table)
         names["loss_fn"] = lambda logits, wanted, **options: cross_entropy(logits, wanted.flatten(), **options)
-        exec(example("example: torch api"), names)
+        exec(example("torch api"), names)
         assert torch.equal(names["tokens"], tokens)
         assert torch.equal(table, positions)
         assert error(names["loss"], expected_loss) < EXACT
@@ -481,7 +472,7 @@ def test_a_table_that_is_longer_than_the_sequence():
         names |= {"context_parallel": context_parallel, "sum_gradients": sum_gradients}
         names |= {"global_loss": global_loss, "global_token_count": global_token_count}
         names["loss_fn"] = lambda logits, wanted: cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-        line, block = example("example: a longer table").split("\n", 1)
+        line, block = example("a longer table").split("\n", 1)
         with pytest.raises(ValueError, match=r"\[23, 23, 40\] positions .* write model.table = model.table\[:length\]"):
             exec(block, names)
         exec(f"{line}\n{block}", names)
@@ -498,7 +489,7 @@ def test_a_selective_checkpoint(mesh, rank: int):
     def attend(*qkv):
         names = {"save_attention": save_attention, "checkpoint": checkpoint}
         names |= {"layer": lambda qkv: core(*qkv), "x": qkv}
-        exec(example("example: selective"), names)
+        exec(example("selective"), names)
         return names["x"]
 
     return max(run_attention(attend, problem, rank, 3))
@@ -508,9 +499,7 @@ def test_biases_that_each_query_computes():
     """Each rank has weights of its own, and is compared with them for its queries."""
 
     def on(rank):
-        scope = {}
-        for name in ("example", "example: flex", "example: biases"):
-            exec(example(name), scope)
+        scope = examples("attention", "flex", "biases")
         linear, layout = scope["to_bias"], scope["layout"]
         return [scope[name].detach() for name in ("q", "k", "v", "out")], linear, layout.positions(rank, "cpu"), layout
 
@@ -526,7 +515,7 @@ def test_biases_that_each_query_computes():
 
 
 def test_flex_attention_with_sinks_in_a_window_and_softcap():
-    found = run_example("example", "example: flex", wanted="q k v out")
+    found = run_example("attention", "flex", wanted="q k v out")
     behind = torch.arange(1000)[:, None] - torch.arange(1000)[None, :]
     mask = (behind >= 0) & ((behind < 64) | (torch.arange(1000) < 4))
 
@@ -550,8 +539,7 @@ def test_dtensors_on_the_axis(mesh, rank: int):
 
 def test_a_users_own_step_is_verified(tmp_path: Path, capsys):
     """As a test of his, and by the command."""
-    parts = "example: verify", "example: verify in a test", "example: verify by the command"
-    code = "\n".join(map(example, parts))
+    code = "\n".join([example("verify"), example("verify in a test"), example("verify by the command")])
     file = tmp_path / "context_parallel_case.py"
     file.write_text(code)
     names = {}
@@ -586,9 +574,7 @@ def test_latents_that_travel():
     """The shares of the weight's gradient add up."""
 
     def on(rank):
-        scope = {}
-        exec(example("example"), scope)
-        exec(example("example: latents"), scope)
+        scope = examples("attention", "latents")
         up = scope["up"].weight
         return [scope[name].detach() for name in ("queries", "latent", "rot", "out")], up.detach(), up.grad
 
@@ -606,17 +592,13 @@ def test_latents_that_travel():
 
 
 def test_the_example_of_latents_or_heads():
-    names = {}
-    exec(example("example: choosing"), names)
-    exec(example("example: latents or heads"), names)
+    names = examples("choosing", "latents or heads")
     assert names["as_heads"].sent() * 576 == names["as_latents"].sent() * 40960
 
 
 def test_text_beside_an_image():
     def on(rank):
-        scope = {}
-        exec(example("example"), scope)
-        exec(example("example: joint"), scope)
+        scope = examples("attention", "joint")
         return scope["text"], [scope[name].detach() for name in ("q", "k", "v")], scope["out"]
 
     (text, first, out), (_, second, other) = run_ranks(on, 2)
@@ -631,10 +613,9 @@ def test_decoding():
     """The one with transformers is run in tests/clients."""
 
     def on(rank):
-        scope = {}
-        exec(example("example"), scope)
+        scope = examples("attention")
         parts = [scope[name].detach() for name in ("k", "v")]
-        exec(example("example: decode"), scope)
+        exec(example("decode"), scope)
         cache = scope["cache"]
         return parts, scope["q_new"], scope["out"], (cache.positions(), cache.keys, cache.values)
 
@@ -651,26 +632,22 @@ def test_decoding():
 def test_a_profiler_writes_a_trace_of_some_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = torch.ones(4, 4)
-    exec(example("example: profiler"), {"rank": 1, "batches": range(4), "train_step": lambda batch: x @ x})
+    exec(example("profiler"), {"rank": 1, "batches": range(4), "train_step": lambda batch: x @ x})
     names = [event.get("name") for event in json.loads((tmp_path / "trace_1.json").read_text())["traceEvents"]]
     assert names.count("aten::mm") == 2
 
 
 def test_the_flight_recorder_is_read_as_the_page_says():
     """With no buffer it is empty; what it holds on gloo is said on the page."""
-    scope: dict = {}
-    exec(example("example: flight recorder"), scope)
+    scope = examples("flight recorder")
     if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
         assert isinstance(scope["last_collectives"](), list)
 
 
 def test_every_example_is_run():
-    """Here, or in tests/first_hours and tests/clients, where other libraries are installed; there by its short name."""
-    here, clients = ("".join(path.read_text() for path in (ROOT / folder).rglob("*.py")) for folder in TESTS)
-    marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
-    for name in marked:
-        short = name.removeprefix("example: ")
-        assert f'"{name}"' in here or f"<!-- {name} -->" in here or f'"{short}"' in clients, name
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    marked = re.findall(r"<!-- example: (.*?) -->\n```python", SHOWN)
+    assert [each for each in marked if not re.search(rf'examples?\([^)]*"(example: )?{each}"', code)] == []
     # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; the
     # switch to FlashAttention 3, which needs its package and a GPU.
     assert SHOWN.count("```python") == len(marked) + 3
@@ -689,7 +666,7 @@ def test_a_fault_that_is_caught():
         "TransferError": TransferError,
     }
     with pytest.raises(TransferError):
-        exec(example("example: faults"), names)
+        exec(example("faults"), names)
     assert len(kept) == 1
 
 

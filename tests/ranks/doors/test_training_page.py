@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,16 +32,11 @@ from cp_styles.testing import run_ranks
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.tiny_lm import LanguageModel
+from tests.tiny_lm import LanguageModel, language_model
 
-PAGE = Path(__file__).parents[3] / "tutorials" / "training.md"
 RANKS, BATCH, LENGTH, WIDTH, WORDS, PICTURE = 2, 2, 32, 16, 64, 63
-
-
-def example(name: str) -> str:
-    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    return code
 
 
 class Language(LanguageModel):
@@ -89,7 +82,7 @@ def by_order(m: Language, x: torch.Tensor, tokens: torch.Tensor, pixels: torch.T
     if number is None:
         return x.masked_scatter(here[..., None], features)
     names = {"x": x, "features": features, "number": number, "tokens": tokens, "PICTURE": PICTURE}
-    exec(example("example: features by number").split("# in the model")[1].split("\n", 1)[1], names)
+    exec(example("features by number").split("# in the model")[1].split("\n", 1)[1], names)
     return names["x"]
 
 
@@ -105,7 +98,7 @@ def test_pictures_in_the_place_of_their_tokens():
         parallelize_module(mine, mesh, ModuleContextParallel())
         names: dict[str, Any] = {"tokens": tokens, "labels": labels, "PICTURE": PICTURE}
         names |= {"BatchSharder": BatchSharder, "mesh": mesh}
-        exec(example("example: features by number").split("# in the model")[0], names)
+        exec(example("features by number").split("# in the model")[0], names)
         batch = names["batch"]
         loss = batch.loss(mine(batch.tokens, batch.positions, pixels=pixels, number=batch["number"]))
         loss.backward()
@@ -141,7 +134,7 @@ class Windows(nn.Module):
             names = {"q": q, "k": k, "v": v, "S": len(self.window), "device": "cpu"}
             names |= {"window_of_each_token": self.window}
             names |= {"create_block_mask": create_block_mask}
-            exec(example("example: windows"), names)
+            exec(example("windows"), names)
             return names["out"]
         out, mine = torch.zeros_like(q), self.window[: q.shape[2]]
         for number in mine.unique():
@@ -204,7 +197,7 @@ def test_windows_of_a_part(layout: Any):
 def with_noise(m: Language, x: torch.Tensor, tokens: torch.Tensor, layout: Any = None, rank: int = 0) -> torch.Tensor:
     names = {"torch": torch, "B": BATCH, "S": LENGTH, "D": WIDTH, "x": x, "seed": 3, "number_of_the_step": 1}
     names |= {"layout": contiguous(LENGTH, 1) if layout is None else layout, "rank": rank}
-    exec(example("example: random numbers"), names)
+    exec(example("random numbers"), names)
     return names["x"]
 
 
@@ -234,7 +227,7 @@ def test_numbers_by_position():
         names |= {"seed": 3, "number_of_the_step": 1, "x": layout.shard(torch.zeros(BATCH, LENGTH, WIDTH), 1, rank)}
         names["model"] = torch.nn.Sequential(torch.nn.Dropout(0.1))
         with SequenceScope(layout):
-            exec(example("example: dropout by position"), names)
+            exec(example("dropout by position"), names)
         assert not isinstance(names["model"][0], torch.nn.Dropout)
         return names["noise"]
 
@@ -250,7 +243,7 @@ def test_a_seed_for_the_dropout_of_each_rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         names: dict[str, Any] = {"torch": torch, "DataLoader": DataLoader, "dataset": range(16), "seed": 3}
         with lock:
-            exec(example("example: dropout"), names | {"mesh": mesh}, out := {})
+            exec(example("dropout"), names | {"mesh": mesh}, out := {})
             return F.dropout(torch.ones(64)).tolist(), [int(x) for x in out["loader"]]
 
     (first, order), (first_tp, *_), (second, _), (second_tp, *_) = run_ranks(on, 4, may_seed=True)
@@ -275,7 +268,7 @@ class Float8(nn.Linear):
             largest = x.detach().abs().amax()
         else:
             names = {"torch": torch, "x": x, "group": self.group}
-            exec(example("example: scale"), names)
+            exec(example("scale"), names)
             largest = names["largest"]
         used = self.amax.clone() if self.delayed else largest
         self.amax.copy_(largest)
@@ -320,12 +313,6 @@ def test_the_scale_of_a_whole_tensor(delayed: bool):
     assert max(run_ranks(on, RANKS)) < EXACT
 
 
-def language_model() -> nn.Module:
-    """Drawn before there are threads, which would share the generator."""
-    torch.manual_seed(0)
-    return LanguageModel(WORDS, LENGTH, WIDTH).double()
-
-
 def sharded(one: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A copy of ``one``, by FSDP2 over cp, and by a plan over tp if there is one."""
     model = copy.deepcopy(one)
@@ -349,7 +336,7 @@ def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMe
 
 
 def of_one_process(steps: int) -> list[float]:
-    model, losses = language_model(), []
+    model, losses = language_model(WORDS, LENGTH, WIDTH), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         tokens = (TOKENS + step) % WORDS
@@ -363,13 +350,13 @@ def of_one_process(steps: int) -> list[float]:
 
 def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
     """Two ranks on cp and two on tp, then three on cp."""
-    one = language_model()
+    one = language_model(WORDS, LENGTH, WIDTH)
 
     def run(rank: int, shape: tuple[int, ...], steps: range) -> list[float]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp")[: len(shape)])
         model, optimizer = sharded(one, mesh)
         names: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        exec(example("example: checkpoint"), names)
+        exec(example("checkpoint"), names)
         if steps.start:
             for parameter in model.parameters():
                 parameter.detach().zero_()  # what is right afterwards was loaded
@@ -388,7 +375,7 @@ def test_a_checkpoint_that_other_ranks_go_on_with(tmp_path):
 
 def test_clipping_by_mesh():
     """The gradients of one process, whose norm is clipped to 1."""
-    one = language_model()
+    one = language_model(WORDS, LENGTH, WIDTH)
     loss = F.cross_entropy(one(TOKENS, torch.arange(LENGTH))[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()) * 9
     plain = copy.deepcopy(one)
     loss.backward()
@@ -401,7 +388,7 @@ def test_clipping_by_mesh():
         (batch.loss(model(batch.tokens, batch.positions)) * 9).backward()
         with pytest.raises(RuntimeError, match="must have the same mesh"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        exec(example("example: clip by mesh"), {"model": model, "torch": torch})
+        exec(example("clip by mesh"), {"model": model, "torch": torch})
         found = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
         return max(error(found[name], x.grad) for name, x in one.named_parameters())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,12 +25,11 @@ from cp_styles import (
     UnverifiedModelWarning,
     parallelize_module,
 )
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
-from tests.benchmarks import proved
 from tests.covering import at_night
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import cp_mesh, every_rank_raises
 from tests.ranks.training_scene import attended
 from tests.tiny_lm import LanguageModel
 
@@ -274,12 +272,6 @@ def test_a_training_as_it_was_proved_says_nothing(way):
     assert said(on) == []
 
 
-def test_the_benchmark_of_a_look_runs(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["proved.py", "--layers=1", "--tokens=16", "--steps=10"])
-    proved.main()
-    assert "% of the step" in capsys.readouterr().out
-
-
 def test_a_warning_that_is_an_error_is_one_on_every_rank():
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
@@ -289,9 +281,8 @@ def test_a_warning_that_is_an_error_is_one_on_every_rank():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovedPathWarning)
-        with pytest.raises(RankError, match="the model in eval mode") as caught:
+        with every_rank_raises("the model in eval mode"):
             run_ranks(on, 2)
-    assert set(caught.value.errors) == {0, 1}
 
 
 @pytest.mark.parametrize("door", ["style", "module", "block"])
