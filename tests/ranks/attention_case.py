@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,19 @@ def on_every_rank(
         return test
 
     return decorate
+
+
+def refused(
+    act: Callable[[int, DeviceMesh], object],
+    words: str,
+    kind: type[BaseException] | tuple[type[BaseException], ...] = ValueError,
+    *,
+    ranks: int = 2,
+) -> None:
+    """On every rank ``act(rank, mesh)`` raises an error of this kind with these words, a pattern."""
+    for problem in run_ranks(lambda rank: act(rank, cp_mesh(ranks)), ranks, return_errors=True):
+        assert isinstance(problem, kind), problem
+        assert re.search(words, str(problem)), problem
 
 
 def parallel(core: nn.Module, mesh: DeviceMesh, **style: Any) -> nn.Module:
