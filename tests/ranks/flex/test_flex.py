@@ -35,10 +35,8 @@ from tests.cases import Case, judge
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh, refused
-from tests.ranks.flex_case import FlexProblem
+from tests.ranks.flex_case import DOCUMENTS, FlexProblem
 
-# 28 documents, as torch's own test has them, and of all lengths.
-DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
 LENGTH = sum(DOCUMENTS)
 MASKS = {
     "28 documents": {"mask_mod": case.both(case.causal, case.of_documents(DOCUMENTS)), "block": (32, 8)},
