@@ -96,8 +96,7 @@ class OpCount(TorchDispatchMode):
         (512, torch.bfloat16, 1),
     ],
 )
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 3)])
-@pytest.mark.parametrize("scale", [0.3, -2.0])
+@pytest.mark.parametrize(("kv_heads", "value_dim", "scale"), [(4, 8, 0.3), (2, 3, -2.0)])
 def test_the_backward_of_a_causal_tile_of_some_hundred_rows_is_in_ranges(
     rows: int, dtype: torch.dtype, ranges: int, kv_heads: int, value_dim: int, scale: float
 ):

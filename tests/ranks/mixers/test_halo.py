@@ -35,6 +35,7 @@ from cp_styles.mixers.halo import halo_plan
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
+from tests.covering import sampled
 from tests.layouts import packs
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh, refused
@@ -199,11 +200,15 @@ def test_any_cut(kind, pack):
     check(kind, *pack)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("balancer", [contiguous, head_tail, striped])
-@pytest.mark.parametrize(("ranks", "documents"), [(1, (13,)), (1, (4, 9)), (2, (13,)), (3, (7, 1, 5)), (3, (2,))])
-def test_each_layout(kind, balancer, ranks: int, documents):
+@sampled(
+    2,
+    kind=KINDS,
+    balancer=[contiguous, head_tail, striped],
+    pack=[(1, (13,)), (1, (4, 9)), (2, (13,)), (3, (7, 1, 5)), (3, (2,))],
+)
+def test_each_layout(kind, balancer, pack: tuple[int, tuple[int, ...]]):
     """With parts that are shorter than the reach, and ranks without tokens."""
+    ranks, documents = pack
     check(kind, balancer(sum(documents), ranks), documents)
 
 
