@@ -24,8 +24,9 @@ from cp_styles.collectives.peers import check_dim, compare_calls, get_peers
 from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layouts import head_tail
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import randn
 from tests.ranks.attention_case import on_every_rank, refused
-from tests.ranks.collectives.collectives_reference import randn, world
+from tests.ranks.collectives.collectives_reference import world
 
 X = torch.zeros(4, 6, 8)
 Q = torch.zeros(1, 4, 6, 2)
@@ -143,4 +144,4 @@ def test_dtensors_are_refused_with_the_way_out():
 
 def test_scalars_have_no_dims():
     with pytest.raises(ValueError, match=r"dim=0 is not a dim of a tensor of shape \(\)"):
-        check_dim(randn((), 0), 0, "dim")
+        check_dim(randn(0), 0, "dim")
