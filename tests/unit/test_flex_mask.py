@@ -214,9 +214,3 @@ def test_mistakes():
     ):
         with pytest.raises(ValueError, match=message):
             mask.check(shape)
-    ids = torch.zeros(32, dtype=torch.int64)
-    block_mask = made(lambda b, h, q, kv: ids[q] == ids[kv], 32)
-    FlexMask(block_mask)
-    ids[20:] = 1
-    with pytest.raises(RuntimeError, match="changed in place after the BlockMask was first used"):
-        FlexMask(block_mask)

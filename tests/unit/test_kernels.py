@@ -363,10 +363,9 @@ def test_what_else_has_a_plan_of_its_own(few_shapes, other):
         assert kernels_of(LENGTHS[8]) == {CUDA_FLASH}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_each_phase_makes_plans(few_shapes, phase: str):
+def test_a_backward_alone_makes_plans(few_shapes):
     for length in LENGTHS[:16]:
-        assert kernels_of(length, phase=phase) == {CUDA_CUDNN_PREFERRED}
+        assert kernels_of(length, phase="backward") == {CUDA_CUDNN_PREFERRED}
     with pytest.warns(UserWarning, match="80 shapes"):
         assert kernels_of(LENGTHS[16]) == {CUDA_FLASH}
 

@@ -225,15 +225,6 @@ def test_one_token_less_is_another_result(kind):
     assert largest_error(found, [outs, *wanted]) < EXACT
 
 
-def test_the_backward_is_the_adjoint():
-    """A convolution without bias is linear: <y, A x> = <A* y, x>."""
-    module, (x,) = drawn(TwoSided, 11)
-    nn.init.zeros_(module.bias)
-    y = randn(7, *x.shape)
-    (out,), (grad,), *_ = on_ranks(module, head_tail(11, 3), [x], (6, 5), [y])
-    torch.testing.assert_close((y * out).sum(), (grad * x).sum(), rtol=1e-12, atol=1e-12)
-
-
 def test_bytes_and_calls():
     """2 rows of 8 bytes for each row of the batch from the rank before; ids need none back. A rank's parts are one
     call, but for documents that begin or end."""
