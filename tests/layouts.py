@@ -22,3 +22,11 @@ def layouts(draw: st.DrawFn, length: int | None = None, ranks: int | None = None
     for start, stop in pairwise(cuts):
         chunks[draw(st.integers(0, ranks - 1))].append((start, stop))
     return SequenceLayout.from_chunks(chunks)
+
+
+@st.composite
+def packs(draw: st.DrawFn, longest: int = 24) -> tuple[SequenceLayout, tuple[int, ...]]:
+    """A cut of 1 to ``longest`` positions, and the lengths of up to four documents in them."""
+    layout = draw(layouts(length=draw(st.integers(1, longest))))
+    ends = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
+    return layout, tuple(stop - start for start, stop in pairwise(ends))

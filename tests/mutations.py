@@ -518,16 +518,16 @@ doctor: gradients are not compared | ranks/test_doctor.py -k a_strategy_that_is_
 doctor: 16 bits have no limit | ranks/test_doctor.py -k a_strategy_that_is_wrong
     check_attention | _LIMITS.get(dtype, _RATIO * usual)
     becomes | _LIMITS.get(dtype, 1.0)
-doctor: the bytes of a message are not read | ranks/test_doctor.py -k other_bytes
+doctor: the bytes of a message are not read | ranks/test_doctor.py -k "a_fault and bytes"
     check_pairs | (received == peer % 256).all()
     becomes | True
-doctor: blocks are not read | ranks/test_doctor.py -k blocks
+doctor: blocks are not read | ranks/test_doctor.py -k "a_fault and blocks"
     check_blocks | not torch.equal(wait_tensor(start()).cpu(), wanted)
     becomes | False
-doctor: rows of the agreement are not read | ranks/test_doctor.py -k mixes_up
+doctor: rows of the agreement are not read | ranks/test_doctor.py -k "a_fault and mixed"
     agree | != expected
     becomes | is None
-doctor: an agreement over NCCL passes | ranks/test_doctor.py -k gloo_that
+doctor: an agreement over NCCL passes | ranks/test_doctor.py -k "a_fault and gloo"
     check_agreement | world.size > 1 and not
     becomes | False and not
 doctor: other versions pass | ranks/test_doctor.py -k versions
@@ -545,7 +545,7 @@ doctor: links between nodes count as links inside | ranks/test_doctor.py -k opti
 doctor: kernels by a list of its own | ranks/test_doctor.py -k kernels_are
     check_kernels | dict.fromkeys(call.kernel for run in runs for call in run.forward.calls)
     becomes | ["_scaled_dot_product_flash_attention_for_cpu"]
-doctor: the model is not compared | ranks/test_doctor.py -k model_that
+doctor: the model is not compared | ranks/test_doctor.py -k "a_fault and model"
     check_model | verify(model, world.mesh, tokens, step)
     becomes | type("Report", (), {"line": ": equal to one device", "worst": 0.0})
 doctor: measured links are dropped by explain | ranks/test_doctor.py -k options_that

@@ -148,11 +148,24 @@ def on_every_rank(
 @contextlib.contextmanager
 def every_rank_raises(words: str, ranks: int = 2, *, each: bool = False) -> Iterator[pytest.ExceptionInfo[RankError]]:
     """All of the ranks must raise. One error has these words, or with ``each`` every one of them."""
-    with pytest.raises(RankError, match=words) as found:
+    with pytest.raises(RankError, match=None if each else words) as found:
         yield found
     errors = found.value.errors
     assert errors.keys() == set(range(ranks))
     assert not each or all(re.search(words, str(error)) for error in errors.values()), errors
+
+
+def refused(
+    act: Callable[[int, DeviceMesh], object],
+    words: str,
+    kind: type[BaseException] | tuple[type[BaseException], ...] = ValueError,
+    *,
+    ranks: int = 2,
+) -> None:
+    """On every rank ``act(rank, mesh)`` raises an error of this kind with these words, a pattern."""
+    with every_rank_raises(words, ranks, each=True) as found:
+        run_ranks(lambda rank: act(rank, cp_mesh(ranks)), ranks)
+    assert all(isinstance(error, kind) for error in found.value.errors.values()), found.value.errors
 
 
 def parallel(core: nn.Module, mesh: DeviceMesh, **style: Any) -> nn.Module:

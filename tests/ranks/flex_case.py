@@ -12,6 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from cp_styles.layouts import SequenceLayout
 from tests.oracle import error, randn
 
+# 28 documents, as torch's own test has them, and of all lengths: of one row in a row, and rows of a rank that are the
+# end of one and the start of the next.
+DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
+
 Found = Sequence[torch.Tensor]
 """``[out, lse, dq, dk, dv, *gradients of what is learned]``."""
 
@@ -124,6 +128,31 @@ def sinks_and_window(b, h, q, kv):
     return (q >= kv) & ((kv < 3) | (q - kv < 7))
 
 
+# -- packs --
+
+
+def pack_of(lengths: Sequence[int], window: tuple[int, int], **shape: int) -> FlexProblem:
+    """One row of documents, in which a query sees so many keys on its left and on its right; -1 for all."""
+    (left, right), same = window, of_documents(lengths)
+
+    def mask_mod(b, h, q, kv):
+        allowed = same(b, h, q, kv)
+        allowed = allowed & (q - kv <= left) if left >= 0 else allowed
+        return allowed & (kv - q <= right) if right >= 0 else allowed
+
+    return FlexProblem(mask_mod, length=sum(lengths), batch=1, **shape)
+
+
+def as_pack(attend: Callable[..., tuple]) -> Callable[..., tuple]:
+    """``attend`` of [T, H, D] for a caller with [1, H, T, D]; the options of flex_attention are not passed on."""
+
+    def run(q, k, v, **_):
+        out, lse = attend(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)))
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+    return run
+
+
 # -- score_mods --
 
 
@@ -143,6 +172,11 @@ def softcap(learned, score, b, h, q, kv):
 def learned_softcap(learned, score, b, h, q, kv):
     cap, slopes = learned
     return cap * torch.tanh(score / cap) + slopes[h] * (q - kv) + 0.1 * b
+
+
+def biased_softcap(learned, score, b, h, q, kv):
+    table, slopes = learned
+    return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + table.shape[1] // 2] + slopes[h] * (q - kv)
 
 
 def own_mask(learned, score, b, h, q, kv):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cp_styles import AllGather, Ring, Ulysses
 from cp_styles._lib.compat import in_process_store
-from cp_styles.comm.point_to_point import exchange
+from cp_styles.comm.point_to_point import exchange, gather_numbers
 from cp_styles.doctor import checks, command
 from cp_styles.doctor.ranks import Line, RanksFailed, World
 from cp_styles.explain.command import main as explain
@@ -250,32 +250,37 @@ def test_attention_on_other_numbers_of_ranks(monkeypatch, capsys, tmp_path, rank
         assert all(-1 < ratio < -0.01 for ratio, _ in rows[str(number)]["facts"])
 
 
-def test_a_model_that_is_wrong(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(checks.BatchSharder, "sum_gradients", lambda *_: None)
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2, checks.check_model)
+def other_bytes(sends, receives, group):
+    sends = [(peer, x ^ 1 if dist.get_rank() == 2 and len(x) > 8 else x) for peer, x in sends]
+    return exchange(sends, receives, group)
+
+
+def other_numbers(start: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda sent, *rest: start(sent * 2, *rest)
+
+
+# What is another function in the checks, on how many ranks; the check whose row names the fault, or the agreement's.
+FAULTS: dict[str, tuple[str, Any, int, Callable[[World], Line] | None, str]] = {
+    "model": ("BatchSharder.sum_gradients", lambda *_: None, 2, checks.check_model,
+              "VerificationError: Model on 2 ranks"),
+    "bytes": ("exchange", other_bytes, 3, checks.check_pairs,
+              "rank 0: RuntimeError: a message of rank 2 has come with other bytes"),
+    "equal blocks": ("start_all_gather", other_numbers(checks.start_all_gather), 2, partial(checks.check_blocks, False),
+                     "blocks have come with other numbers"),
+    "other blocks": ("start_all_to_all", other_numbers(checks.start_all_to_all), 2, partial(checks.check_blocks, True),
+                     "blocks have come with other numbers"),
+    "gloo": ("Mailbox", type(None), 2, None, "set GLOO_SOCKET_IFNAME"),
+    "mixed up": ("gather_numbers", lambda *given: gather_numbers(*given)[::-1], 2, None, "each rank gave its number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault(monkeypatch, capsys, tmp_path, fault: str):
+    name, wrong, ranks, check, words = FAULTS[fault]
+    monkeypatch.setattr(f"cp_styles.doctor.checks.{name}", wrong)
+    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", ranks, *([] if check is None else [check]))
     assert status == 1
-    assert "VerificationError: Model on 2 ranks" in rows["0"]["result"]
-
-
-def test_a_message_with_other_bytes(monkeypatch, capsys, tmp_path):
-    def wrong(sends, receives, group):
-        sends = [(peer, x ^ 1 if dist.get_rank() == 2 and len(x) > 8 else x) for peer, x in sends]
-        return exchange(sends, receives, group)
-
-    monkeypatch.setattr(checks, "exchange", wrong)
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 3, checks.check_pairs)
-    assert status == 1
-    assert "rank 0: RuntimeError: a message of rank 2 has come with other bytes" in rows["0"]["result"]
-
-
-@pytest.mark.parametrize("differ", [False, True])
-def test_blocks_with_other_numbers(monkeypatch, capsys, tmp_path, differ: bool):
-    name = "start_all_to_all" if differ else "start_all_gather"
-    start = getattr(checks, name)
-    monkeypatch.setattr(checks, name, lambda sent, *rest: start(sent * 2, *rest))
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2, partial(checks.check_blocks, differ))
-    assert status == 1
-    assert "blocks have come with other numbers" in rows["0"]["result"]
+    assert words in rows["agreement" if check is None else "0"]["result"]
 
 
 def test_versions_that_differ(monkeypatch, capsys, tmp_path):
@@ -294,21 +299,6 @@ def test_hosts_that_differ_have_lines_of_their_own(monkeypatch, capsys, tmp_path
     first, *hosts = rows["0"]["result"].splitlines()
     assert first == "ranks: 4, hosts: 2"
     assert [line.split(";")[0] for line in hosts] == ["ranks 0 2: a", "ranks 1 3: b"]
-
-
-def test_gloo_that_does_not_connect_next_to_nccl(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(checks, "Mailbox", type(None))
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2)
-    assert status == 1
-    assert "set GLOO_SOCKET_IFNAME" in rows["agreement"]["result"]
-
-
-def test_agreement_that_mixes_up_ranks(monkeypatch, capsys, tmp_path):
-    gather = checks.gather_numbers
-    monkeypatch.setattr(checks, "gather_numbers", lambda *given: gather(*given)[::-1])
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2)
-    assert status == 1
-    assert "each rank gave its number" in rows["agreement"]["result"]
 
 
 def test_a_process_without_a_gpu_of_its_own(monkeypatch):

@@ -16,25 +16,12 @@ from cp_styles.masks.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover
 from tests.layouts import layouts
+from tests.ranks.flex_case import causal, of_documents, sinks_and_window, window
 from tests.unit.test_plan import check_plans, pairs_of, row_numbers
 
 
 def made(mask_mod, length: int, *, batch=None, heads=None, block=16, keys: int | None = None) -> BlockMask:
     return create_block_mask(mask_mod, batch, heads, length, keys or length, device="cpu", BLOCK_SIZE=block)
-
-
-def causal(b, h, q, kv):
-    return q >= kv
-
-
-def of_documents(lengths):
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return lambda b, h, q, kv: ids[q] == ids[kv]
-
-
-def sinks_and_window(b, h, q, kv):
-    """No band: the first positions, and the last few before the query."""
-    return (q >= kv) & ((kv < 3) | (q - kv < 7))
 
 
 def asked(mask_mod, length: int, batch: int = 1, heads: int = 1) -> torch.Tensor:
@@ -48,7 +35,7 @@ BANDS = {
     "causal": (causal, Causal()),
     "documents": (of_documents(LENGTHS), Documents(LENGTHS)),
     "causal documents": (and_masks(causal, of_documents(LENGTHS)), Documents(LENGTHS) & Causal()),
-    "window": (lambda b, h, q, kv: (q - kv < 9) & (q >= kv), SlidingWindow(8, 0)),
+    "window": (window(9), SlidingWindow(8, 0)),
 }
 
 
@@ -149,12 +136,12 @@ def holes(b, h, q, kv):
 
 
 @pytest.mark.parametrize("mask_mod", [sinks_and_window, holes])
-@pytest.mark.parametrize("window", [None, 30])
-def test_with_a_band_beside(mask_mod, window):
+@pytest.mark.parametrize("both_sides", [None, 30])
+def test_with_a_band_beside(mask_mod, both_sides: int | None):
     mods, mask = [mask_mod, of_documents((250, 50))], FlexMask(made(mask_mod, 300)) & Documents((250, 50))
-    if window:
-        mods.append(lambda b, h, q, kv: (q - kv).abs() <= window)
-        mask = mask & SlidingWindow(window, window)
+    if both_sides:
+        mods.append(lambda b, h, q, kv: (q - kv).abs() <= both_sides)
+        mask = mask & SlidingWindow(both_sides, both_sides)
     for layout in (contiguous(300, 1), contiguous(300, 2), head_tail(300, 3)):
         check_block_plans(layout, mask, asked(and_masks(*mods), 300), (16, 16))
 
@@ -227,9 +214,3 @@ def test_mistakes():
     ):
         with pytest.raises(ValueError, match=message):
             mask.check(shape)
-    ids = torch.zeros(32, dtype=torch.int64)
-    block_mask = made(lambda b, h, q, kv: ids[q] == ids[kv], 32)
-    FlexMask(block_mask)
-    ids[20:] = 1
-    with pytest.raises(RuntimeError, match="changed in place after the BlockMask was first used"):
-        FlexMask(block_mask)

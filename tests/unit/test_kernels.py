@@ -96,8 +96,7 @@ class OpCount(TorchDispatchMode):
         (512, torch.bfloat16, 1),
     ],
 )
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 3)])
-@pytest.mark.parametrize("scale", [0.3, -2.0])
+@pytest.mark.parametrize(("kv_heads", "value_dim", "scale"), [(4, 8, 0.3), (2, 3, -2.0)])
 def test_the_backward_of_a_causal_tile_of_some_hundred_rows_is_in_ranges(
     rows: int, dtype: torch.dtype, ranges: int, kv_heads: int, value_dim: int, scale: float
 ):
@@ -364,10 +363,9 @@ def test_what_else_has_a_plan_of_its_own(few_shapes, other):
         assert kernels_of(LENGTHS[8]) == {CUDA_FLASH}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_each_phase_makes_plans(few_shapes, phase: str):
+def test_a_backward_alone_makes_plans(few_shapes):
     for length in LENGTHS[:16]:
-        assert kernels_of(length, phase=phase) == {CUDA_CUDNN_PREFERRED}
+        assert kernels_of(length, phase="backward") == {CUDA_CUDNN_PREFERRED}
     with pytest.warns(UserWarning, match="80 shapes"):
         assert kernels_of(LENGTHS[16]) == {CUDA_FLASH}
 

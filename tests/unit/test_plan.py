@@ -25,6 +25,7 @@ from cp_styles.plan.tiles import Cover, Tile
 from cp_styles.strategies import AllGather, Ring
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
+from tests.ranks.flex_case import DOCUMENTS
 
 MASK_NAMES = sorted(mask_cases(8))
 
@@ -206,10 +207,6 @@ def test_dense_masks_need_an_explicit_mask_in_every_tile():
     layout = contiguous(6, 2)
     mask = Dense(torch.ones(6, 6, dtype=torch.bool)) & Causal()
     assert covers(layout, mask) == {Cover.PARTIAL}
-
-
-# Of all lengths; documents of one row in a row, and rows of a rank that are the end of one and the start of the next.
-DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
 
 
 @pytest.mark.parametrize("scale", [1, 7, 40])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -108,7 +107,3 @@ def test_lengths_that_do_not_add_up():
     with pytest.raises(ValueError, match="add up to 10"):
         whole_documents(10, 2, documents=[3, 3])
     assert per_document_head_tail(6, 2, documents=[3, 3]).length == 6
-
-
-def test_as_a_balancer():
-    assert partial(whole_documents, documents=(5, 5))(10, 2) == whole_documents(10, 2, documents=[5, 5])

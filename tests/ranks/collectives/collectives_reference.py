@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from cp_styles.testing import run_ranks
+from tests.oracle import randn
 
 RANKS = st.integers(1, 5)
 # Few worlds are started for each property: shapes are drawn so that empty parts, one element and remainders are common.
@@ -17,10 +18,6 @@ SIZE = st.integers(0, 7)
 def cut(draw: st.DrawFn, ranks: int, most: int = 4) -> tuple[int, ...]:
     """Sizes of the parts of a dim, some of them empty."""
     return tuple(draw(st.lists(st.integers(0, most), min_size=ranks, max_size=ranks)))
-
-
-def randn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def parts(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> list[torch.Tensor]:
@@ -41,11 +38,11 @@ def adjoint_gap(
 
     def rank_main(rank: int) -> tuple[float, float, float]:
         xs = [x.clone().requires_grad_() for x in inputs[rank]]
-        dxs = [randn(tuple(x.shape), 100 + index + (0 if replicated_in else 10 * rank)) for index, x in enumerate(xs)]
+        dxs = [randn(100 + index + (0 if replicated_in else 10 * rank), *x.shape) for index, x in enumerate(xs)]
         ys, image = fn(*xs), fn(*dxs)
         ys = ys if isinstance(ys, tuple) else (ys,)
         image = image if isinstance(image, tuple) else (image,)
-        gs = [randn(tuple(y.shape), 200 + index + (0 if replicated_out else 10 * rank)) for index, y in enumerate(ys)]
+        gs = [randn(200 + index + (0 if replicated_out else 10 * rank), *y.shape) for index, y in enumerate(ys)]
         grads = torch.autograd.grad(ys, xs, gs)
         left = sum(float((grad * dx).sum()) for grad, dx in zip(grads, dxs, strict=True))
         right = sum(float((g * y).sum()) for g, y in zip(gs, image, strict=True))

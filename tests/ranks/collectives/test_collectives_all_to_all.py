@@ -11,7 +11,8 @@ from cp_styles import Checks
 from cp_styles.collectives import Pending, all_to_all
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives.collectives_reference import RANKS, SIZE, adjoint_gap, cut, parts, randn, world
+from tests.oracle import randn
+from tests.ranks.collectives.collectives_reference import RANKS, SIZE, adjoint_gap, cut, parts, world
 
 
 @st.composite
@@ -34,7 +35,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 @given(problem=problems(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
 def test_cuts_one_dim_and_joins_the_other(problem, dtype):
     shape, scatter, gather, scatter_sizes, gather_sizes = problem
-    whole = randn(shape, 0, dtype)
+    whole = randn(0, *shape, dtype=dtype)
     mine, expected = parts(whole, gather_sizes, gather), parts(whole, scatter_sizes, scatter)
 
     def main(rank):
@@ -61,7 +62,7 @@ def test_cuts_one_dim_and_joins_the_other(problem, dtype):
 @given(problem=problems(), async_op=st.booleans())
 def test_backward_is_the_adjoint(problem, async_op):
     shape, scatter, gather, scatter_sizes, gather_sizes = problem
-    mine = parts(randn(shape, 0), gather_sizes, gather)
+    mine = parts(randn(0, *shape), gather_sizes, gather)
 
     def fn(x):
         y = all_to_all(x, scatter, gather, world(), scatter_sizes=scatter_sizes, async_op=async_op)
@@ -73,7 +74,7 @@ def test_backward_is_the_adjoint(problem, async_op):
 @settings(max_examples=8, deadline=None)
 @given(ranks=RANKS, scatter=SIZE, gather=SIZE)
 def test_remainders_go_to_the_first_ranks(ranks, scatter, gather):
-    whole = randn((scatter, 2, gather), 0)
+    whole = randn(0, scatter, 2, gather)
     mine, expected = whole.tensor_split(ranks, 2), whole.tensor_split(ranks, 0)
     for rank, y in enumerate(run_ranks(lambda rank: all_to_all(mine[rank], 0, 2, world()), ranks)):
         assert torch.equal(y, expected[rank])
@@ -83,7 +84,7 @@ def test_remainders_go_to_the_first_ranks(ranks, scatter, gather):
     "dtype", [torch.float16, torch.complex64, torch.float8_e4m3fn, torch.int8, torch.int16, torch.uint16], ids=str
 )
 def test_dtypes_that_gloo_does_not_know_travel_as_bytes(dtype):
-    whole = randn((3, 5), 0).mul(8).to(dtype)
+    whole = randn(0, 3, 5).mul(8).to(dtype)
     mine, expected = whole.tensor_split(2, 1), whole.tensor_split(2, 0)
     for rank, y in enumerate(run_ranks(lambda rank: all_to_all(mine[rank], 0, 1, world()), 2)):
         assert torch.equal(y.view(torch.uint8), expected[rank].contiguous().view(torch.uint8))
@@ -109,7 +110,7 @@ def test_copies_once_on_each_side_and_once_in_all_without_a_batch(scatter, gathe
     shape[gather] = 6 // ranks
 
     def main(rank):
-        x = randn(tuple(shape), rank)
+        x = randn(rank, *shape)
         with Copies() as copies:
             all_to_all(x, scatter, gather, world(), checks=Checks(agreement=False))
         return copies.elements / x.numel()
@@ -119,14 +120,14 @@ def test_copies_once_on_each_side_and_once_in_all_without_a_batch(scatter, gathe
 
 def test_second_derivative():
     """The backward is differentiable: an all-to-all again."""
-    mine = parts(randn((4, 3, 5), 0), (2, 3), 2)
+    mine = parts(randn(0, 4, 3, 5), (2, 3), 2)
 
     def main(rank):
         x = mine[rank].clone().requires_grad_()
         fn = lambda x: all_to_all(x.sin(), 0, 2, world())  # noqa: E731
-        weights = randn(tuple(fn(x).shape), 7 + rank)
+        weights = randn(7 + rank, *fn(x).shape)
         (grad,) = torch.autograd.grad((fn(x) ** 3 * weights).sum(), x, create_graph=True)
-        direction = randn(tuple(x.shape), 17 + rank)
+        direction = randn(17 + rank, *x.shape)
         (hessian_times_direction,) = torch.autograd.grad((grad * direction).sum(), x)
         whole_weights = all_to_all(weights, 2, 0, world(), scatter_sizes=(2, 3))
         local = x.detach().clone().requires_grad_()
@@ -166,7 +167,7 @@ def test_async_sends_at_once_and_receives_in_wait_and_in_the_backward_likewise(m
         monkeypatch.setattr(Exchange, name, logged(name))
 
     def main(rank):
-        x, other = (randn((4, 2), seed + rank).requires_grad_() for seed in (0, 5))
+        x, other = (randn(seed + rank, 4, 2).requires_grad_() for seed in (0, 5))
         pending = all_to_all(x, 0, 1, world(), async_op=True)
         assert isinstance(pending, Pending)
         worked = Work.apply(other, rank)
@@ -182,7 +183,7 @@ def test_async_sends_at_once_and_receives_in_wait_and_in_the_backward_likewise(m
 
 @pytest.mark.parametrize("kind", ["group", "mesh", "axis"])
 def test_every_form_of_group(kind):
-    whole = randn((4, 2, 6), 0)
+    whole = randn(0, 4, 2, 6)
 
     def main(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -196,6 +197,6 @@ def test_every_form_of_group(kind):
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_no_group_is_the_identity(async_op):
-    x = randn((4, 3), 0)
+    x = randn(0, 4, 3)
     y = all_to_all(x, 0, 1, None, async_op=async_op)
     assert (y.wait() if isinstance(y, Pending) else y) is x

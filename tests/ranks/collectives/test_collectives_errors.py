@@ -23,9 +23,10 @@ from cp_styles.collectives import (
 from cp_styles.collectives.peers import check_dim, compare_calls, get_peers
 from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layouts import head_tail
-from cp_styles.testing import CommunicationTrace, RankError, run_ranks
-from tests.ranks.attention_case import on_every_rank
-from tests.ranks.collectives.collectives_reference import randn, world
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import on_every_rank, refused
+from tests.ranks.collectives.collectives_reference import world
 
 X = torch.zeros(4, 6, 8)
 Q = torch.zeros(1, 4, 6, 2)
@@ -87,10 +88,8 @@ def test_every_rank_raises_what_one_did_wrong(text: str):
 
 
 def test_ranks_that_call_different_functions():
-    errors = run_ranks(lambda rank: RIGHT["summed" if rank == 1 else "reduce_scatter"](world()), 3, return_errors=True)
-    for error in errors:
-        assert "disagree on call: ranks [1] differ" in str(error)
-        assert "(rank 0: reduce_scatter, rank 1: gather, rank 2: reduce_scatter)" in str(error)
+    words = r"disagree on call: ranks \[1\] differ .*\(rank 0: reduce_scatter, rank 1: gather, rank 2: reduce_scatter\)"
+    refused(lambda rank, mesh: RIGHT["summed" if rank == 1 else "reduce_scatter"](mesh), words, ranks=3)
 
 
 def test_the_check_is_one_small_all_gather_and_can_be_left_out():
@@ -109,13 +108,10 @@ def test_the_check_is_one_small_all_gather_and_can_be_left_out():
 def test_long_facts_are_compared_by_a_digest():
     """What differs lies far behind what fits into the message."""
 
-    def main(rank):
-        compare_calls(
-            get_peers(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True
-        )
+    def act(rank: int, mesh) -> None:
+        compare_calls(get_peers(mesh), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True)
 
-    with pytest.raises(RankError, match=r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc"):
-        run_ranks(main, 2)
+    refused(act, r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc")
 
 
 @on_every_rank(2)
@@ -148,4 +144,4 @@ def test_dtensors_are_refused_with_the_way_out():
 
 def test_scalars_have_no_dims():
     with pytest.raises(ValueError, match=r"dim=0 is not a dim of a tensor of shape \(\)"):
-        check_dim(randn((), 0), 0, "dim")
+        check_dim(randn(0), 0, "dim")

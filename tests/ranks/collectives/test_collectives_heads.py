@@ -19,7 +19,8 @@ from cp_styles.kernels import ReferenceKernel
 from cp_styles.layouts import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.strategies import Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
+from tests.oracle import randn
+from tests.ranks.collectives.collectives_reference import adjoint_gap, world
 
 DIMS = {"BHSD": (2, 1), "BSHD": (1, 2), "SBHD": (0, 2), "HSBD": (1, 0)}
 """(seq_dim, head_dim) of the orders people keep their heads in."""
@@ -56,7 +57,7 @@ def qkv(
     heads: int, kv_heads: int, length: int, v_dim: int = 3, dtype: torch.dtype = torch.float64
 ) -> list[torch.Tensor]:
     return [
-        randn((2, count, length, dim), seed, dtype)
+        randn(seed, 2, count, length, dim, dtype=dtype)
         for seed, (count, dim) in enumerate([(heads, 4), (kv_heads, 4), (kv_heads, v_dim)])
     ]
 
@@ -137,7 +138,7 @@ def test_backward_of_the_way_back_is_the_adjoint(problem, async_op):
 @settings(max_examples=8, deadline=None)
 @given(ranks=st.integers(1, 5), length=st.integers(1, 9), multiple=st.sampled_from([1, 3]), seed=st.integers(0, 9))
 def test_padding_is_removed_forward_and_restored_backward(ranks, length, multiple, seed):
-    whole = randn((1, 5, length, 2), seed)
+    whole = randn(seed, 1, 5, length, 2)
     layout = Padded(length, multiple)
     shard = layout.shard_size(ranks)
     assert shard % multiple == 0

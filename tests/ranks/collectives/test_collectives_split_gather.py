@@ -23,8 +23,8 @@ from cp_styles.collectives.rows import Rows, make_rows
 from cp_styles.layouts import SequenceLayout, head_tail, per_document_head_tail, striped
 from cp_styles.layouts.ranges import even_sizes
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.oracle import error
-from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
+from tests.oracle import error, randn
+from tests.ranks.collectives.collectives_reference import adjoint_gap, world
 
 LENGTH = 11
 PAGE = Path(__file__).parents[3].joinpath("tutorials/functions.md").read_text()
@@ -80,7 +80,7 @@ def rows(layout, ranks: int) -> Rows:
 @given(problem=problems(), dtype=st.sampled_from([torch.float64, torch.int32, torch.complex64]))
 def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(problem, dtype):
     ranks, layout, dim, shape = problem
-    whole = randn(shape, 0, torch.float64).mul(9).to(dtype)
+    whole = randn(0, *shape).mul(9).to(dtype)
 
     def main(rank):
         row = whole.numel() // LENGTH * whole.element_size()
@@ -110,7 +110,7 @@ def test_even_parts_are_gathered_without_a_copy_for_each_rank():
     def main(rank):
         with CommunicationTrace() as trace:
             gather(
-                randn((4, 2), rank),
+                randn(rank, 4, 2),
                 1,
                 world(),
                 reduce_gradients=False,
@@ -126,7 +126,7 @@ def test_even_parts_are_gathered_without_a_copy_for_each_rank():
 @given(problem=problems(), kind=st.sampled_from(["split", "gather same", "gather different", "reduce_scatter"]))
 def test_backward_is_the_adjoint(problem, kind):
     ranks, layout, dim, shape = problem
-    whole = randn(shape, 0)
+    whole = randn(0, *shape)
     shards = [[expected_part(whole, dim, layout, ranks, rank)] for rank in range(ranks)]
     if kind == "split":
         gap = adjoint_gap(lambda x: split(x, dim, world(), layout=layout), [[whole]] * ranks, replicated_in=True)
@@ -137,7 +137,7 @@ def test_backward_is_the_adjoint(problem, kind):
         gap = adjoint_gap(lambda x: gather(x, dim, world(), layout=layout, reduce_gradients=True), shards)
     else:
         gap = adjoint_gap(
-            lambda x: reduce_scatter(x, dim, world(), layout=layout), [[randn(shape, rank)] for rank in range(ranks)]
+            lambda x: reduce_scatter(x, dim, world(), layout=layout), [[randn(rank, *shape)] for rank in range(ranks)]
         )
     assert gap < 1e-13
 
@@ -146,7 +146,7 @@ def test_backward_is_the_adjoint(problem, kind):
 @given(problem=problems())
 def test_reduce_scatter_sums_and_sends_what_is_not_its_own(problem):
     ranks, layout, dim, shape = problem
-    summands = [randn(shape, rank) for rank in range(ranks)]
+    summands = [randn(rank, *shape) for rank in range(ranks)]
     total = torch.stack(summands).sum(0)
 
     def main(rank):
@@ -163,8 +163,8 @@ def test_reduce_scatter_sums_and_sends_what_is_not_its_own(problem):
 @pytest.mark.parametrize("op", ["split", "gather same", "gather different"])
 def test_grad_scale_is_a_sum_or_a_mean_over_the_group(op, scale):
     factor = {GradScale.NONE: 1.0, GradScale.DOWN: 1 / 3, GradScale.UP: 3.0}[scale]
-    whole, part = randn((6, 2), 0), randn((2, 2), 1)
-    cotangents = [randn((2, 2) if op == "split" else (6, 2), 5 + rank) for rank in range(3)]
+    whole, part = randn(0, 6, 2), randn(1, 2, 2)
+    cotangents = [randn(5 + rank, *(2, 2) if op == "split" else (6, 2)) for rank in range(3)]
 
     def main(rank):
         if op == "split":
@@ -188,7 +188,7 @@ def test_grad_scale_is_a_sum_or_a_mean_over_the_group(op, scale):
 def test_gather_over_the_inner_axis_of_a_hybrid_gives_what_the_outer_rank_holds():
     outer = head_tail(13, 2)
     layout = nested_layout(outer, 3)
-    whole = randn((2, 13), 0)
+    whole = randn(0, 2, 13)
 
     def main(rank):
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("ring", "ulysses"))
@@ -202,7 +202,7 @@ def test_gather_over_the_inner_axis_of_a_hybrid_gives_what_the_outer_rank_holds(
 
 
 def test_no_group_is_the_identity():
-    x = randn((3, 4), 0)
+    x = randn(0, 3, 4)
     assert torch.equal(split(x, 1, None), x)
     assert torch.equal(gather(x, 1, None, reduce_gradients=True), x)
     assert torch.equal(reduce_scatter(x, 1, None), x)
@@ -223,7 +223,7 @@ def test_each_document_contiguously_as_migration_says():
     exec(example("example: each document"), scope)
     documents, ranks = [5, 7, 1, 0, 4], 3
     layout = scope["each_contiguous"](documents, ranks)
-    x, cotangent = (randn((sum(documents), 2), seed) for seed in (1, 2))
+    x, cotangent = (randn(seed, sum(documents), 2) for seed in (1, 2))
     parts = [piece.tensor_split(ranks) for piece in x.split(documents)]
     expected = [torch.cat([piece[rank] for piece in parts]) for rank in range(ranks)]
 
@@ -240,7 +240,7 @@ def test_each_document_contiguously_as_migration_says():
 @pytest.mark.parametrize("sums", [False, True])
 def test_gradients_of_what_slice_inputs_cut(sums: bool):
     """A slice leaves a rank its share; split leaves it the whole, which is not summed, or a P-th with DOWN."""
-    x, weight = randn((LENGTH, 3), 1), randn((3, 3), 2)
+    x, weight = randn(1, LENGTH, 3), randn(2, 3, 3)
     whole = weight.clone().requires_grad_()
     (x @ whole).square().sum().backward()
 

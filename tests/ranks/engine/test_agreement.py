@@ -39,7 +39,7 @@ RANKS, LENGTH = 2, 21
 DOORS = ["style", "module", "function", "flex", "varlen", "block"]
 
 
-def attended(name: str, mesh: Any, layout: Any, checks: Checks | None) -> Any:
+def attended(name: str, mesh: Any, layout: Any, checks: Checks) -> Any:
     return door(name, mesh, length=LENGTH, layout=layout, checks=checks)
 
 
@@ -162,26 +162,6 @@ def test_an_error_that_a_disagreement_may_have_caused(mesh, rank: int):
     attend(x, x, x)
     with pytest.raises(OSError, match="mine"):
         attend(x, x, x, strategy=Failing())
-
-
-def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_timeout():
-    """As Checks says: loud, and late."""
-
-    def on(rank: int) -> None:
-        attend = attended("function", cp_mesh(RANKS), head_tail(LENGTH, RANKS), Checks(agreement=False))
-        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
-        for step in range(2):
-            attend(x, x.double() if rank and step else x, x)
-
-    errors = run_ranks(on, RANKS, timeout_seconds=4.0, return_errors=True, may_time_out=True)
-    assert "TransferError" in repr(errors[0])
-    assert "must share one floating-point dtype" in str(errors[1])
-
-
-@on_every_rank(RANKS)
-def test_what_is_no_agreement_is_refused(mesh):
-    with pytest.raises(TypeError, match=r"checks must be a Checks object such as Checks\(\), got None"):
-        attended("style", mesh, head_tail, None)
 
 
 @pytest.mark.parametrize("how", ["plain", "selective"])

@@ -36,7 +36,7 @@ from tests.cases import Case, sensible
 from tests.covering import sampled
 from tests.doors import DOORS, EACH, cut_contiguously, door
 from tests.oracle import randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, on_every_rank, parallel, refused, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -122,18 +122,16 @@ def test_ranks_that_leave_out_different_layers(which: str, steps: int):
     """As many calls, of equal shapes. The ranks say which module calls: its path, and its number under its style."""
     layout = contiguous(6, 2)
 
-    def on(rank: int) -> None:
+    def act(rank: int, mesh: DeviceMesh) -> None:
         style, path = OF_LAYERS[which]
         model = Layers()
-        model = parallelize_module(model, cp_mesh(2), {path: style(layout=layout)} if path else style(layout=layout))
+        model = parallelize_module(model, mesh, {path: style(layout=layout)} if path else style(layout=layout))
         x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
         for _ in range(steps):
             model(x, -1).sum().backward()
         model(x, rank).sum().backward()
 
-    for error in run_ranks(on, 2, return_errors=True):
-        assert isinstance(error, ValueError)
-        assert re.search(r"are not at the same place: .* in module", str(error))
+    refused(act, "are not at the same place: .* in module")
 
 
 class Failing(nn.Module):
@@ -282,14 +280,13 @@ def test_one_rank_is_given_a_wrong_argument(name: str, wrong):
 def test_one_rank_attends_where_the_others_recompute():
     """The same call of the same module, with other inputs: no rank may take the first one for the second."""
 
-    def on(rank: int):
-        s = Even(rank, threading.Barrier(1))
-        core, (leaves, cotangent) = parallel(Core(), s.mesh), s.leaves()
+    def act(rank: int, mesh: DeviceMesh) -> None:
+        core, (leaves, cotangent) = parallel(Core(), mesh), Even.problem.shard(head_tail, rank, RANKS)
         out = checkpoint(core, *leaves, use_reentrant=False)
         (core(*(2 * x for x in leaves)) if rank == 1 else out).backward(cotangent)
 
-    for error in run_ranks(on, RANKS, return_errors=True):
-        assert "rank 0 is about to attend (call 1 of its module's forward) again, in a backward" in str(error)
+    words = r"rank 0 is about to attend \(call 1 of its module's forward\) again, in a backward"
+    refused(act, words, ranks=RANKS)
 
 
 class Catches(nn.Module):
@@ -365,18 +362,6 @@ def test_functions_that_cut_alike(rank: int):
     s.run(parallel(Core(), s.mesh, layout=of_rank if rank else cut_by([LENGTH])))
 
 
-def test_functions_that_cut_differently():
-    """By one name, in parts of equal lengths."""
-
-    def act(s: Scene):
-        def of_rank(length: int, ranks: int):
-            return (contiguous if s.rank else head_tail)(length, ranks)
-
-        context_attention(*s.leaves(contiguous)[0], s.mesh, layout=of_rank)
-
-    assert "disagree on layout: ranks [1, 2] differ from rank 0" in refusals(act)
-
-
 def mask_mods(rank: int):
     """Of the same first, last and number of keys a row."""
     hidden = 1 + (rank == 1)
@@ -421,14 +406,12 @@ def test_a_composed_mesh_in_another_order_on_some_ranks(door: str):
     are in order, 3 and 1 are not: all refuse."""
     ready = threading.Barrier(4)
 
-    def on(rank: int):
+    def act(*_: Any) -> None:
         mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("cp", "tp"))
         ready.wait(20)  # a rank that ends while another one still connects to it leaves that one waiting for ever
-        return MESHES[door](mesh["cp"], *(randn(seed, 1, 2, 4, 8) for seed in range(3)))
+        MESHES[door](mesh["cp"], *(randn(seed, 1, 2, 4, 8) for seed in range(3)))
 
-    errors = run_ranks(on, 4, return_errors=True)
-    words = "has the ranks [3, 1], in another order than its process group, [1, 3]"
-    assert all(isinstance(error, ValueError) and words in str(error) for error in errors), errors
+    refused(act, r"has the ranks \[3, 1\], in another order than its process group, \[1, 3\]", ranks=4)
 
 
 DOCUMENTS = ([4, 8], [6, 6], [8, 4])

@@ -34,7 +34,8 @@ from tests.gpu_tensors import gpus, put, read
 from tests.oracle import allowed, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem
 from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
-from tests.ranks.flex_case import FlexProblem, both, causal, of_documents
+from tests.ranks.engine.test_gpu_rules import errors_on_gpu
+from tests.ranks.flex_case import FlexProblem, as_pack, both, causal, of_documents, pack_of
 from tutorials.llama import parallel_plan
 
 BACKENDS = {"nccl": True, "cpu:gloo,cuda:nccl": False}
@@ -57,15 +58,7 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
     def on(rank: int) -> float:
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
         attend = door(name, mesh, layout=layout, strategy=strategy, kernel=ON_GPU)
-        leaves, cotangent = problem.shard(layout, rank, ranks)
-        worst = 0.0
-        for _ in range(2):
-            given = [put(x) for x in leaves]
-            out = attend(*given)
-            out.backward(put(cotangent))
-            found = [read(out), *(read(leaf.grad) for leaf in given)]
-            worst = max(worst, *problem.errors(found, layout, rank, ranks))
-        return worst
+        return max(errors_on_gpu(attend, problem, layout, rank, ranks) for _ in range(2))
 
     with gpus(nccl_only=BACKENDS[backend], waits=[TOKENS]) as gpu:
         assert max(run_ranks(on, ranks)) < EXACT
@@ -102,15 +95,11 @@ def test_dense_masks(door, way: tuple[Strategy, int], kind: str, monkeypatch):
     def on(rank: int) -> float:
         core, mesh = Masked(), init_device_mesh("cuda", (ranks,))
         attend = parallelize_module(core, mesh, door(strategy=strategy, layout=layout, kernel=ON_GPU))
-        leaves, cotangent = problem.shard(layout, rank, ranks)
         worst = 0.0
         for step in range(4):
             if step != 1:  # the last of other numbers with the same softmax
                 core.mask = put(added + 1.0 if step == 3 and kind != "bool" else added.clone())
-            given = [put(x) for x in leaves]
-            out = attend(*given)
-            out.backward(put(cotangent))
-            worst = max(worst, *problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, ranks))
+            worst = max(worst, errors_on_gpu(attend, problem, layout, rank, ranks))
         return worst
 
     with gpus(waits=[DIGEST, LEVELS]) as gpu:
@@ -127,18 +116,13 @@ CU_SEQLENS = torch.tensor([0, 9, 10, 26], dtype=torch.int32)
 def test_packed_documents(way: tuple[Strategy, int], backend: str):
     """With their bounds on the device: read once, when they are new."""
     strategy, ranks = way
-    mask_mod = both(of_documents(DOCUMENTS), causal)
-    problem, layout = FlexProblem(mask_mod, length=LENGTH, batch=1), head_tail(LENGTH, ranks)
+    problem, layout = pack_of(DOCUMENTS, (-1, 0)), head_tail(LENGTH, ranks)
 
     def on(rank: int) -> list[torch.Tensor]:
         mesh, bounds = init_device_mesh("cuda", (ranks,)), put(CU_SEQLENS)
 
-        def attend(q, k, v):
-            packed = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]
-            options = {"layout": layout, "strategy": strategy, "return_lse": True}
-            out, lse = context_varlen_attention(*packed, mesh, bounds, window_size=(-1, 0), **options)
-            return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-
+        options = {"layout": layout, "strategy": strategy, "return_lse": True, "window_size": (-1, 0)}
+        attend = as_pack(lambda *qkv: context_varlen_attention(*qkv, mesh, bounds, **options))
         return flex_steps(problem, attend, layout, rank)
 
     with gpus(nccl_only=BACKENDS[backend], waits=["cp_styles.masks.bands.Documents.from_cu_seqlens"]) as gpu:

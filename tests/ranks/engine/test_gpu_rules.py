@@ -4,6 +4,7 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -72,6 +73,15 @@ def sees(mask: str):
     }[mask]
 
 
+def errors_on_gpu(attend: Callable[..., torch.Tensor], problem: Problem, layout, rank: int, ranks: int) -> float:
+    """The largest of a forward and a backward over this rank's tensors, which say that they are on a GPU."""
+    leaves, cotangent = problem.shard(layout, rank, ranks)
+    given = [put(x) for x in leaves]
+    out = attend(*given)
+    out.backward(put(cotangent))
+    return max(problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, ranks))
+
+
 def on_gpus(
     problem: Problem,
     ranks: int,
@@ -86,15 +96,8 @@ def on_gpus(
     """The largest error of each rank after so many forwards and backwards, and the log of what was communicated."""
 
     def on(rank: int) -> float:
-        leaves, cotangent = problem.shard(layout, rank, ranks)
-        worst = 0.0
-        for _ in range(steps):
-            given, grad = [put(x) for x in leaves], put(cotangent)
-            out = context_attention(*given, dist.group.WORLD, layout=layout, **options)
-            out.backward(grad)
-            found = [read(out), *(read(leaf.grad) for leaf in given)]
-            worst = max(worst, *problem.errors(found, layout, rank, ranks))
-        return worst
+        attend = partial(context_attention, mesh=dist.group.WORLD, layout=layout, **options)
+        return max(errors_on_gpu(attend, problem, layout, rank, ranks) for _ in range(steps))
 
     with gpus(nccl_only=nccl_only, batches=batches, waits=waits) as gpu:
         errors = run_ranks(on, ranks)

@@ -21,17 +21,13 @@ from cp_styles.comm.point_to_point import (
 )
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import on_every_rank
+from tests.ranks.collectives.collectives_reference import world
 
 RANKS = 3
 
 
 def row(*numbers: int) -> list[int]:
     return [*numbers, *[0] * (WIDTH - len(numbers))]
-
-
-def everybody() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def rows_of(gather: int) -> list[list[int]]:
@@ -67,7 +63,7 @@ class Interruptible:
 @on_every_rank(RANKS)
 def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one(rank: int):
     """Each rank leaves others; nothing waits for a rank that has left, and what it got is forgotten."""
-    group = everybody()
+    group = world()
     for gather in range(30):
         finish = start_numbers(row(rank, gather), group)
         if gather % RANKS != rank:
@@ -78,7 +74,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one(rank: int):
 
 def test_nothing_is_kept_of_gathers_that_were_left_unread():
     def on(rank: int) -> int:
-        mailbox = Mailbox(cpu_backend_of(everybody(), "gloo"))
+        mailbox = Mailbox(cpu_backend_of(world(), "gloo"))
         for gather in range(30):
             number, rows = mailbox.start(torch.tensor(row(rank, gather)))
             if rank or gather == 29:
@@ -93,7 +89,7 @@ def test_nothing_is_kept_of_gathers_that_were_left_unread():
 @on_every_rank(RANKS)
 def test_a_rank_that_was_interrupted_and_goes_on(rank: int, at: int):
     """In the middle of its messages. The rest of them are sent first, and each rank reads the rows of one gather."""
-    gloo = cpu_backend_of(everybody(), "gloo")
+    gloo = cpu_backend_of(world(), "gloo")
     mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo)
     for gather in range(4):
         mine = torch.tensor(row(rank, gather))
@@ -111,7 +107,7 @@ def test_a_rank_that_was_interrupted_and_goes_on(rank: int, at: int):
 @on_every_rank(RANKS)
 def test_a_row_that_is_offered_waits_for_ranks_that_come_late(rank: int):
     """The patience of the rank that offers it is over by then. The connections are not."""
-    group = everybody()
+    group = world()
     for gather in (0, 2):
         if rank == 1:
             start = time.monotonic()
@@ -128,7 +124,7 @@ def test_a_row_is_read_after_its_rank_has_ended():
     store = in_process_store()
 
     def on(rank: int) -> None:
-        group = everybody()
+        group = world()
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
         if rank == 1:
             start_numbers(row(rank, 1), group)
@@ -150,7 +146,7 @@ def test_a_gather_waits_as_long_as_the_group_says(others: str):
     store = in_process_store()
 
     def on(rank: int) -> None:
-        group = everybody()
+        group = world()
         if rank == 0:
             with pytest.raises(TransferError, match=r"a transfer with rank [12] .* Timed out waiting 2000ms"):
                 gather_numbers(row(0), group)
@@ -168,7 +164,7 @@ def test_a_gather_waits_as_long_as_the_group_says(others: str):
 @on_every_rank(RANKS)
 def test_rows_belong_to_no_mode(rank: int):
     """The receives of a gather are posted with the one before. A checkpoint asks for the version of what it keeps."""
-    group = everybody()
+    group = world()
     with torch.inference_mode():
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
     rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
@@ -181,7 +177,7 @@ def test_no_profiler_hears_of_messages_that_may_outlive_it():
     """torch ends the process with a segmentation fault if a transfer that a profiler has heard of ends after it."""
 
     def on(rank: int) -> set[str]:
-        group = everybody()
+        group = world()
         gather_numbers(row(rank), group)
         with (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -204,6 +200,6 @@ def test_other_backends_gather_as_they_can():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        assert list(map(list, gather_numbers(row(7), everybody()))) == [row(7)] * 4
+        assert list(map(list, gather_numbers(row(7), world()))) == [row(7)] * 4
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from tests.benchmarks import figures
 from tests.covering import rows_at_night, sampled
 from tests.cuda_ops import ON_GPU
 from tests.oracle import allowed
-from tests.ranks.attention_case import EXACT, Problem
+from tests.ranks.attention_case import EXACT, Problem, run_attention
 from tests.ranks.engine.test_gpu_rules import MASKS, on_gpus, sees
 
 
@@ -125,16 +126,12 @@ def test_a_kernel_is_bound_anew_when_a_switch_changes():
     problem = Problem(length=24)
 
     def on(rank: int) -> tuple[list[int], float]:
-        counts, worst = [], 0.0
+        options = {"layout": head_tail, "mask": Causal(), "strategy": Ring(), "kernel": Switched()}
+        attend, counts, worst = partial(context_attention, mesh=dist.group.WORLD, **options), [], 0.0
         for NOW.allows in (True, True, False, True):
             NOW.tiles = 0
-            leaves, cotangent = problem.shard(head_tail, rank, 2)
-            out = context_attention(
-                *leaves, dist.group.WORLD, layout=head_tail, mask=Causal(), strategy=Ring(), kernel=Switched()
-            )
-            out.backward(cotangent)
+            worst = max(worst, *run_attention(attend, problem, rank, 2))
             counts.append(NOW.tiles)
-            worst = max(worst, *problem.errors([out, *(x.grad for x in leaves)], head_tail, rank, 2))
         return counts, worst
 
     for counts, worst in run_ranks(on, 2):

@@ -35,7 +35,7 @@ from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.covering import at_night, sampled
 from tests.oracle import randn
 from tests.ranks import composition
-from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank
+from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank, refused
 from tests.ranks.composition import RANKS, cp_of, dp_cp, shard, training
 from tests.ranks.training_scene import DOORS, RIGHT, ByHand, Two, attended, inputs, raised, steps_of, warned
 
@@ -400,14 +400,6 @@ def test_experts_that_live_on_one_rank(named: bool):
         assert "Checks(local=[experts])" in text
 
 
-def test_an_optimizer_of_somebodys_own():
-    def on(rank: int) -> None:
-        model = attended("module", cp_mesh(2))
-        steps_of(model, model, optimizer=ByHand(model.parameters()))
-
-    raised(on)
-
-
 def test_ranks_that_begin_apart():
     def on(rank: int) -> None:
         model = attended("module", cp_mesh(2))
@@ -464,14 +456,13 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
 def test_tensor_parallel_shards_are_compared_along_cp_alone():
     """Told when they are not reduced, and silent (see the compositions above) when they are."""
 
-    def on(rank: int) -> None:
+    def act(*_) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         attention = composition.AttentionContextParallel(layout=composition.LAYOUTS[2])
         model = parallelize_module(composition.new_model(), mesh, composition.parallel_plan(attention))
         training(model, mesh, cp_of).run(3)
 
-    errors = run_ranks(on, RANKS, return_errors=True)
-    assert {type(error) for error in errors} == {UnreducedGradientsError}, errors
+    refused(act, "mesh axis 'cp' hold different parameters", UnreducedGradientsError, ranks=RANKS)
 
 
 @sampled(1, door=DOORS, case=list(RIGHT))

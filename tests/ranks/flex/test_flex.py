@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex_module
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
@@ -33,11 +34,9 @@ from cp_styles.torch_api import context_parallel
 from tests.cases import Case, judge
 from tests.oracle import randn
 from tests.ranks import flex_case as case
-from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.flex_case import FlexProblem
+from tests.ranks.attention_case import EXACT, cp_mesh, refused
+from tests.ranks.flex_case import DOCUMENTS, FlexProblem
 
-# 28 documents, as torch's own test has them, and of all lengths.
-DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
 LENGTH = sum(DOCUMENTS)
 MASKS = {
     "28 documents": {"mask_mod": case.both(case.causal, case.of_documents(DOCUMENTS)), "block": (32, 8)},
@@ -208,7 +207,7 @@ REFUSED = {
     ),
     "BACKEND": ({"kernel_options": {"BACKEND": "FLASH"}}, "BACKEND='FLASH' asks for a kernel"),
     "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse"),
-    "one rank alone": (lambda rank: {"kernel_options": {"BACKEND": "FLASH"} if rank else None}, "have failed"),
+    "one rank alone": (lambda rank: {"kernel_options": {"BACKEND": "FLASH"} if rank else None}, "BACKEND='FLASH' asks"),
 }
 
 
@@ -217,14 +216,12 @@ def test_what_is_refused(name: str):
     given, message = REFUSED[name]
     q, k, v = (randn(seed, 1, 2, LENGTH // 2, 8) for seed in range(3))
 
-    def rank_main(rank: int):
+    def act(rank: int, mesh: DeviceMesh) -> None:
         options = given(rank) if callable(given) else given
-        module = parallelize_module(Attention(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        module = parallelize_module(Attention(), mesh, ModuleContextParallel(layout=contiguous))
         module(q, k, v, **options)
 
-    errors = run_ranks(rank_main, 2, return_errors=True)
-    assert all(isinstance(error, (ValueError, NotImplementedError)) for error in errors), errors
-    assert any(message in str(error) for error in errors), errors
+    refused(act, message, (ValueError, NotImplementedError))
 
 
 def test_it_is_called_as_torchs_is():
@@ -235,8 +232,7 @@ def test_it_is_called_as_torchs_is():
     assert [(x.name, x.kind, x.default) for x in ours] == [(x.name, x.kind, x.default) for x in torchs]
 
 
-def behind(door: str, module: nn.Module):
-    mesh = cp_mesh(2)
+def behind(door: str, mesh: DeviceMesh, module: nn.Module):
     if door == "module":
         return parallelize_module(module, mesh, ModuleContextParallel(layout=contiguous))
     return context_parallel(mesh, layout=contiguous)(module)
@@ -256,21 +252,19 @@ def test_torchs_own_function_is_refused(door: str, how: str, monkeypatch):
     monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "operator" in how)
     parts = [randn(seed, 1, 2, LENGTH // 2, 8).requires_grad_(how == "with gradients") for seed in range(3)]
 
-    def rank_main(rank: int):
-        behind(door, Around(Attention(flex_module.flex_attention)))(*parts, **TORCHS[how])
+    def act(_: int, mesh: DeviceMesh) -> None:
+        behind(door, mesh, Around(Attention(flex_module.flex_attention)))(*parts, **TORCHS[how])
 
-    for error in run_ranks(rank_main, 2, return_errors=True):
-        assert isinstance(error, NotImplementedError), error
-        named = "Around (ModuleContextParallel over" if door == "module" else "context_parallel (over"
-        assert str(error).startswith(named), error
-        assert "write `from cp_styles import flex_attention` in place of torch's import" in str(error)
+    named = r"^Around \(ModuleContextParallel over" if door == "module" else r"^context_parallel \(over"
+    remedy = "write `from cp_styles import flex_attention` in place of torch's import"
+    refused(act, f"(?s){named}.*{remedy}", NotImplementedError)
 
 
 def test_all_ranks_hear_of_one_that_calls_torchs():
     parts = [randn(seed, 1, 2, LENGTH // 2, 8) for seed in range(3)]
 
     def rank_main(rank: int):
-        behind("module", Attention(flex_module.flex_attention if rank else flex_attention))(*parts)
+        behind("module", cp_mesh(2), Attention(flex_module.flex_attention if rank else flex_attention))(*parts)
 
     first, second = run_ranks(rank_main, 2, return_errors=True)
     assert "ranks [1] of mesh axis 'cp' have failed" in str(first), first
@@ -299,22 +293,15 @@ def test_an_error_of_a_score_mod_stays_as_it_is():
     def fails(score, b, h, q_idx, kv_idx):
         raise ZeroDivisionError("a score")
 
-    def rank_main(rank: int):
-        behind("module", Attention())(*parts, score_mod=fails)
-
-    for error in run_ranks(rank_main, 2, return_errors=True):
-        assert isinstance(error, ZeroDivisionError), error
+    refused(lambda _, mesh: behind("module", mesh, Attention())(*parts, score_mod=fails), "a score", ZeroDivisionError)
 
 
 def test_dtensors_are_no_input():
     """Inside AttentionContextParallel all tensors are DTensors, which torch's operators do not take."""
     q, k, v = (randn(seed, 1, 2, 16, 8) for seed in range(3))
 
-    def rank_main(rank: int):
-        mesh = cp_mesh(2)
+    def act(_: int, mesh: DeviceMesh) -> None:
         module = parallelize_module(Attention(), mesh, AttentionContextParallel())
         module(*(distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)))
 
-    for error in run_ranks(rank_main, 2, return_errors=True):
-        assert isinstance(error, NotImplementedError), error
-        assert "use ModuleContextParallel, or call context_flex_attention" in str(error)
+    refused(act, "use ModuleContextParallel, or call context_flex_attention", NotImplementedError)

@@ -214,15 +214,7 @@ def test_inductor(rank: int):
 
 
 CU = torch.tensor([0, 20, 21, 21, 30, LENGTH], dtype=torch.int32)
-PACKED = FlexProblem(
-    case.both(case.of_documents((20, 1, 9, LENGTH - 30)), case.causal), length=LENGTH, batch=1, kv_heads=4
-)
-
-
-def packed(model: Callable[..., Any], q, k, v, **_):
-    """A model of packs [T, H, D] for a caller with [1, H, T, D]."""
-    out, lse = model(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)))
-    return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+PACKED = case.pack_of((20, 1, 9, LENGTH - 30), (-1, 0), kv_heads=4)
 
 
 def varlen(q, k, v):
@@ -235,7 +227,7 @@ def varlen(q, k, v):
 def test_varlen_in_a_compiled_model(rank: int, door: str):
     counter = CompileCounterWithBackend("aot_eager")
     model = behind(door, Model(varlen), LAYOUT, partial(torch.compile, backend=counter))
-    check(PACKED, partial(packed, model), LAYOUT, rank)
+    check(PACKED, case.as_pack(model), LAYOUT, rank)
     assert counter.op_count >= 4
     dist.barrier()
 
@@ -252,7 +244,7 @@ def test_the_functions_in_a_compiled_caller(mesh, rank: int, documents):
 
     compiled = torch.compile(attend, backend="eager")
     for _ in range(2):
-        check(PACKED, partial(packed, compiled), LAYOUT, rank)
+        check(PACKED, case.as_pack(compiled), LAYOUT, rank)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +265,7 @@ def test_one_graph_of_all_is_refused(door: str, attention, alone: bool):
     def on(rank: int):
         attend = torch.compile(attention, backend="eager", fullgraph=True) if alone else attention
         model = behind(door, Model(attend), LAYOUT, compiler)
-        run = partial(packed, model) if attention is varlen else model
+        run = case.as_pack(model) if attention is varlen else model
         with pytest.raises(Exception, match="compile without fullgraph=True, which breaks the graph there"):
             run(*(LAYOUT.shard(x, 2, rank) for x in inputs))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex_module
 
 from cp_styles import flex_attention
@@ -20,9 +19,8 @@ from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.layouts import contiguous
 from tests.oracle import randn
 from tests.ranks import flex_case as case
-from tests.ranks.attention_case import EXACT
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
-from tests.ranks.flex.test_flex_compiled import Model, behind
+from tests.ranks.flex.test_flex_compiled import Model, behind, check
 from tests.ranks.flex_case import FlexProblem
 
 pytestmark = cannot_compile_on_threads
@@ -56,25 +54,10 @@ def _in_plain_ops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return keys
 
 
-def errors(whole: FlexProblem, attend: Callable[..., Any], rank: int) -> list[float]:
-    parts: list[Any] = [None] * RANKS
-    dist.all_gather_object(parts, whole.run(attend, LAYOUT, rank))
-    return whole.errors(parts, LAYOUT)
-
-
-def logsumexp_too(model: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: model(*args, return_lse=True, **options)
-
-
-def biased_softcap(learned, score, b, h, q, kv):
-    table, slopes = learned
-    return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
-
-
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
-        pytest.param(case.causal, biased_softcap, marks=pytest.mark.nightly),
+        pytest.param(case.causal, case.biased_softcap, marks=pytest.mark.nightly),
         pytest.param(case.sinks_and_window, case.own_mask, marks=pytest.mark.nightly),
         pytest.param(case.of_documents((31, 65)), case.learned_softcap, marks=pytest.mark.nightly),
     ],
@@ -90,14 +73,14 @@ def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score:
     monkeypatch.setattr(engine, "compiled_takes", lambda *tensors: True)
     monkeypatch.setattr(flex_compiled, "tile_gradients", lambda *args: tiles.append(args) or gradients(*args))
     learned = {
-        biased_softcap: (randn(20, 4, 2 * LENGTH), randn(22, 4) * 0.1),
+        case.biased_softcap: (randn(20, 4, 2 * LENGTH), randn(22, 4) * 0.1),
         case.learned_softcap: (randn(21) ** 2 + 1, randn(22, 4) * 0.1),
     }.get(score, ())
     whole = FlexProblem(mask, score, learned, length=LENGTH)
 
     def on(rank: int):
-        found = errors(whole, logsumexp_too(behind("module", Model(torch.compile(flex_attention)), LAYOUT)), rank)
-        assert max(found) < EXACT
+        model = behind("module", Model(torch.compile(flex_attention)), LAYOUT)
+        check(whole, partial(model, return_lse=True), LAYOUT, rank)
 
     run_ranks(on, RANKS)
     assert bool(tiles) == (score is not case.learned_softcap)

@@ -31,11 +31,6 @@ LENGTH = 61
 DIM = 16
 
 
-def biased_softcap(learned, score, b, h, q, kv):
-    table, slopes = learned
-    return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
-
-
 TABLES = (randn(20, 4, 2 * LENGTH), randn(22, 4) * 0.1)
 MASKS: dict[str, Callable[..., torch.Tensor] | None] = {
     "none": None,
@@ -43,7 +38,7 @@ MASKS: dict[str, Callable[..., torch.Tensor] | None] = {
     "window": case.sinks_and_window,
     "documents": case.both(case.of_documents((20, 1, 9, 31)), case.causal),
 }
-SCORES = {"own mask": (case.own_mask, ()), "biased": (biased_softcap, TABLES)}
+SCORES = {"own mask": (case.own_mask, ()), "biased": (case.biased_softcap, TABLES)}
 STRATEGIES = [(Ring(), 3), (Ring(keep=0), 2), (AllGather(), 2), (Ulysses(), 2), (Ulysses(size=2), 4)]
 LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous, "striped": striped}
 
@@ -99,7 +94,7 @@ def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
     strategy, ranks = way
     dtype, layout = torch.float32, head_tail(LENGTH, ranks)
     tables = [x.to(dtype) for x in TABLES]
-    problem = FlexProblem(None, biased_softcap, tuple(tables), length=LENGTH, dim=dim, dtype=dtype)
+    problem = FlexProblem(None, case.biased_softcap, tuple(tables), length=LENGTH, dim=dim, dtype=dtype)
     cotangents = problem.cotangents[0], problem.cotangents[1].to(dtype)
 
     def on(rank: int) -> list[torch.Tensor]:
@@ -108,7 +103,7 @@ def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
         found: list[torch.Tensor] = []
 
         def score_mod(score, b, h, q, kv):
-            return biased_softcap(learned, score, b, h, q, kv)
+            return case.biased_softcap(learned, score, b, h, q, kv)
 
         for _ in range(2):
             leaves = [put(layout.shard(x, 2, rank).requires_grad_()) for x in problem.inputs]
@@ -125,7 +120,7 @@ def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
 
 
 def test_head_dims_below_16_are_computed_in_plain_ops():
-    problem, layout = FlexProblem(case.causal, biased_softcap, TABLES, length=LENGTH, dim=15), head_tail(LENGTH, 2)
+    problem, layout = FlexProblem(case.causal, case.biased_softcap, TABLES, length=LENGTH, dim=15), head_tail(LENGTH, 2)
     with compiled_flex_on_cpu() as calls:
         found = run_ranks(lambda rank: problem.run(attend_on(layout, Ring()), layout, rank), 2)
     assert max(problem.errors(found, layout)) < EXACT
@@ -166,7 +161,7 @@ def test_the_stand_in_reads_a_tile_in_its_place():
 
 def test_the_largest_scores_of_a_compiled_call():
     """They equal the scores of a call that is not compiled: plain operations compute both."""
-    whole, layout = FlexProblem(case.causal, biased_softcap, TABLES, length=LENGTH, dim=DIM), head_tail(LENGTH, 2)
+    whole, layout = FlexProblem(case.causal, case.biased_softcap, TABLES, length=LENGTH, dim=DIM), head_tail(LENGTH, 2)
 
     def on(rank: int, compiled: bool) -> torch.Tensor:
         found = []

@@ -30,10 +30,10 @@ from cp_styles.engine.binding import binding_of_call
 from cp_styles.functions.max_scores import max_scores
 from cp_styles.kernels import FlexKernel
 from cp_styles.mixers import query_rows
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import error, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import cp_mesh, on_every_rank, refused
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, REACH = 2, 4, 2, 23, 8, 6
 EXACT = 1e-13  # sums of float64 in another order
@@ -117,6 +117,9 @@ def test_the_largest_scores_have_the_bias():
     assert error(cut.unshard(run_ranks(on, 2), 2), wanted) < EXACT
 
 
+OF_OTHERS = "the score_mod reads query_rows of rank"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -127,17 +130,15 @@ def test_the_largest_scores_have_the_bias():
 )
 def test_rows_of_other_queries_are_refused_on_every_rank(options: dict[str, Any]):
     cut = options.get("layout", head_tail(LENGTH, 2))
-    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
-        run_ranks(lambda rank: attend(cp_mesh(2), cut, Causal(), **options), 2)
-    assert sorted(caught.value.errors) == [0, 1]
+    refused(lambda _, mesh: attend(mesh, cut, Causal(), **options), OF_OTHERS)
 
 
 def test_each_of_several_rows_is_checked():
     """The second one has another layout."""
     cut, other = contiguous(24, 2), SequenceLayout.from_chunks([[(12, 24)], [(0, 12)]])
 
-    def on(rank: int) -> None:
-        mesh, q = cp_mesh(2), torch.zeros(1, 1, 12, 4)
+    def act(_: int, mesh: Any) -> None:
+        q = torch.zeros(1, 1, 12, 4)
         rows = [query_rows(torch.zeros(1, 1, 12, REACH), 2, mesh, layout=layout) for layout in (cut, other)]
 
         def bias(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
@@ -145,40 +146,34 @@ def test_each_of_several_rows_is_checked():
 
         context_flex_attention(q, q, q, mesh, score_mod=bias, layout=cut)
 
-    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
-        run_ranks(on, 2)
-    assert sorted(caught.value.errors) == [0, 1]
+    refused(act, OF_OTHERS)
 
 
 def test_rows_of_another_axis_are_refused():
-    """Rows over dp, whose ranks have as many queries, for an attention over cp."""
+    """Rows over dp, whose ranks have as many queries, for an attention over cp. Ranks 0 and 3 have the same place on
+    both axes."""
 
-    def on(rank: int) -> None:
+    def act(*_: Any) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         q, cut = torch.zeros(1, 1, 12, 4), contiguous(24, 2)
         mod = bias_of(query_rows(torch.zeros(1, 1, 12, REACH), 2, mesh["dp"], layout=cut))
         context_flex_attention(q, q, q, mesh["cp"], score_mod=mod, layout=cut)
 
-    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
-        run_ranks(on, 4)
-    errors = caught.value.errors  # also of ranks 0 and 3, whose rank is the same on both axes
-    assert [type(errors[rank]) for rank in range(4)] == [ValueError] * 4
+    refused(act, OF_OTHERS, ranks=4)
 
 
 def test_maxima_of_other_queries_are_refused():
     """The first pass, over the keys, has queries of all ranks too."""
     cut = contiguous(24, 2)
 
-    def on(rank: int) -> None:
+    def act(_: int, mesh: Any) -> None:
         q = torch.zeros(1, 2, 12, 4)
-        mod = bias_of(query_rows(torch.zeros(1, 2, 12, REACH), 2, cp_mesh(2), layout=cut))
-        binding = binding_of_call("largest", cp_mesh(2), Ulysses(), cut, Full(), None, None, checks=Checks())
+        mod = bias_of(query_rows(torch.zeros(1, 2, 12, REACH), 2, mesh, layout=cut))
+        binding = binding_of_call("largest", mesh, Ulysses(), cut, Full(), None, None, checks=Checks())
         read = [(x, 0) for x in captured_tensors(mod, (0.0, 0, 0, 0, 0), q.device)]
         max_scores(binding, q, q, scale=None, modified=FlexKernel(mod, read=tuple(read)))
 
-    with pytest.raises(RankError, match="the score_mod reads query_rows of rank") as caught:
-        run_ranks(on, 2)
-    assert sorted(caught.value.errors) == [0, 1]
+    refused(act, OF_OTHERS)
 
 
 def test_a_position_of_another_rank_is_nan():
@@ -199,27 +194,24 @@ def test_a_position_of_another_rank_is_nan():
     assert all(run_ranks(on, 2))
 
 
-def test_bad_indices_and_integers_are_refused():
-    def on(rank: int) -> None:
-        mesh, x = cp_mesh(2), torch.zeros(3, 4)
-        rows = query_rows(x, 1, mesh, layout=contiguous(8, 2))
-        for indices in ((0,), (slice(None), 0), (0, ...), (0, None)):
-            with pytest.raises(TypeError, match="a tensor of 2 dims needs as many indices"):
-                rows[indices]
-        with pytest.raises(TypeError, match="only numbers with a NaN"):
-            query_rows(x.long(), 1, mesh, layout=contiguous(8, 2))
-        with pytest.raises(ValueError, match="the layout cuts 10 positions"):
-            query_rows(x, 1, mesh, layout=contiguous(10, 2))
-
-    run_ranks(on, 2)
+@on_every_rank(2)
+def test_bad_indices_and_integers_are_refused(mesh):
+    x = torch.zeros(3, 4)
+    rows = query_rows(x, 1, mesh, layout=contiguous(8, 2))
+    for indices in ((0,), (slice(None), 0), (0, ...), (0, None)):
+        with pytest.raises(TypeError, match="a tensor of 2 dims needs as many indices"):
+            rows[indices]
+    with pytest.raises(TypeError, match="only numbers with a NaN"):
+        query_rows(x.long(), 1, mesh, layout=contiguous(8, 2))
+    with pytest.raises(ValueError, match="the layout cuts 10 positions"):
+        query_rows(x, 1, mesh, layout=contiguous(10, 2))
 
 
 def test_a_tensor_that_is_read_beside_its_rows_is_compared():
     """The mark is of the rows alone: the same tensor, read as it is, differs between ranks."""
     cut = contiguous(24, 2)
 
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
+    def act(rank: int, mesh: Any) -> None:
         q = k = v = torch.randn(1, 1, 12, 4, generator=torch.Generator().manual_seed(rank))
         rows = query_rows(q, 2, mesh, layout=cut)
 
@@ -228,5 +220,4 @@ def test_a_tensor_that_is_read_beside_its_rows_is_compared():
 
         context_flex_attention(q, k, v, mesh, score_mod=bias, layout=cut)
 
-    with pytest.raises(RankError, match="the contents of the kernel"):
-        run_ranks(on, 2)
+    refused(act, "the contents of the kernel")

@@ -18,35 +18,13 @@ from cp_styles.masks import Causal, Documents
 from cp_styles.plan import make_plan
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.flex_case import FlexProblem, of_documents
+from tests.ranks.attention_case import EXACT, cp_mesh, refused
+from tests.ranks.flex_case import as_pack, pack_of
 
 LENGTHS = (20, 1, 9, 31)
 TOTAL = sum(LENGTHS)
 # An empty document is one that a batch of fixed size pads with.
 CU = torch.tensor([0, 20, 21, 21, 30, 61], dtype=torch.int32)
-
-
-def whole(window: tuple[int, int], **shape) -> FlexProblem:
-    left, right = window
-    same = of_documents(LENGTHS)
-
-    def mask_mod(b, h, q, kv):
-        allowed = same(b, h, q, kv)
-        allowed = allowed & (q - kv <= left) if left >= 0 else allowed
-        return allowed & (kv - q <= right) if right >= 0 else allowed
-
-    return FlexProblem(mask_mod, length=TOTAL, batch=1, **shape)
-
-
-def packed(attend, scale=None):
-    """``attend`` of [T, H, D] for a caller with [1, H, T, D]; the options of flex_attention are not passed on."""
-
-    def run(q, k, v, **_):
-        out, lse = attend(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), scale=scale)
-        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-
-    return run
 
 
 class Packed(nn.Module):
@@ -73,32 +51,32 @@ class Nested(nn.Module):
 @pytest.mark.parametrize(("how", "window"), [("by name", (-1, 0)), ("by attribute", (3, 2)), ("nested", (-1, -1))])
 def test_torch_s_own_inside_a_module(window: tuple[int, int], how: str):
     knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    problem, layout = whole(window), head_tail(TOTAL, 2)
+    problem, layout = pack_of(LENGTHS, window), head_tail(TOTAL, 2)
 
     def rank_main(rank: int):
         module = Nested() if how == "nested" else Packed(how == "by name")
         parallelize_module(module, cp_mesh(2), ModuleContextParallel(layout=layout))
 
-        def attend(*args, scale):
+        def attend(*args):
             options = {"enable_gqa": True} if knows_gqa else {}
             options["return_aux"] = varlen.AuxRequest(lse=True)
             return module(*args, CU, CU.clone(), 31, 31, window_size=window, **options)
 
-        return problem.run(packed(attend), layout, rank)
+        return problem.run(as_pack(attend), layout, rank)
 
     assert max(problem.errors(run_ranks(rank_main, 2), layout)) < EXACT
 
 
 def test_rows_stay_within_documents():
-    problem, layout = whole((-1, 0)), contiguous(TOTAL, 3)
+    problem, layout = pack_of(LENGTHS, (-1, 0)), contiguous(TOTAL, 3)
 
     def rank_main(rank: int):
-        def attend(*args, scale):
+        def attend(*args):
             options = {"window_size": (-1, 0), "return_lse": True, "layout": layout}
             return context_varlen_attention(*args, dist.group.WORLD, CU, **options)
 
         with CommunicationTrace() as trace:
-            problem.run(packed(attend), layout, rank)
+            problem.run(as_pack(attend), layout, rank)
         return sum(size for name, size in trace.events if name == "send")
 
     plans = [make_plan(layout, layout, Documents(LENGTHS) & Causal(), rank) for rank in range(3)]
@@ -123,11 +101,9 @@ def test_what_is_refused(name: str):
         pytest.skip("this torch has no such argument")
     layout = head_tail(TOTAL, 2)
 
-    def rank_main(rank: int):
-        module = parallelize_module(Packed(), cp_mesh(2), ModuleContextParallel(layout=layout))
+    def act(rank: int, mesh) -> None:
+        module = parallelize_module(Packed(), mesh, ModuleContextParallel(layout=layout))
         q = torch.zeros(layout.lengths[rank], 2, 8)
         module(q, q, q, *(args(rank) if callable(args) else args), **options)
 
-    errors = run_ranks(rank_main, 2, return_errors=True)
-    assert all(isinstance(error, (ValueError, NotImplementedError)) for error in errors), errors
-    assert all(message in str(error) for error in errors), errors
+    refused(act, message, (ValueError, NotImplementedError))

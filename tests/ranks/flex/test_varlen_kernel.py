@@ -24,12 +24,11 @@ from cp_styles.testing import run_ranks
 from tests.covering import plain, sampled
 from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
-from tests.ranks.flex_case import FlexProblem, of_documents
+from tests.ranks.flex_case import DOCUMENTS, as_pack, pack_of
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
 # Short and long ones, on both sides of the plan's shortest run (32 rows); empty ones are none.
 LENGTHS = (40, 3, 70, 1, 35, 5, 33, 64)
-DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
 STRATEGIES = [
     (Ring(), 2),
     (Ring(keep=0), 3),
@@ -190,32 +189,13 @@ def test_windows_need_no_mask(way, window: str, layout, documents: bool):
 def test_the_function_with_gradients_of_its_logsumexp(window: tuple[int, int], monkeypatch):
     """By the kernel that a call finds for itself, as on CUDA it finds flash."""
     monkeypatch.setattr("cp_styles.kernels.choice_by_tile.SDPA_KERNELS", (STAND_IN,))
-    same = of_documents(LENGTHS)
-
-    def mask_mod(b, h, q, kv):
-        allowed = same(b, h, q, kv)
-        allowed = allowed & (q - kv <= window[0]) if window[0] >= 0 else allowed
-        return allowed & (kv <= q) if window[1] == 0 else allowed
-
-    problem, ranks = FlexProblem(mask_mod, length=sum(LENGTHS), batch=1), 3
+    problem, ranks = pack_of(LENGTHS, window), 3
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     for layout in (contiguous(sum(LENGTHS), ranks), per_document_head_tail(sum(LENGTHS), ranks, documents=LENGTHS)):
 
         def rank_main(rank: int, layout=layout):
-            def attend(*qkv, **_):
-                q, k, v = (x.squeeze(0).transpose(0, 1) for x in qkv)
-                out, lse = context_varlen_attention(
-                    q,
-                    k,
-                    v,
-                    cp_mesh(ranks),
-                    cu,
-                    window_size=window,
-                    return_lse=True,
-                    layout=layout,
-                )
-                return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-
+            options = {"window_size": window, "return_lse": True, "layout": layout}
+            attend = as_pack(lambda *qkv: context_varlen_attention(*qkv, cp_mesh(ranks), cu, **options))
             return problem.run(attend, layout, rank)
 
         with varlen_ops_on_cpu():

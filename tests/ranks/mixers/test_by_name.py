@@ -17,6 +17,7 @@ from cp_styles import ModuleContextParallel, contiguous, head_tail, sum_gradient
 from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
+from tests.ranks.attention_case import cp_mesh, on_every_rank, refused
 from tests.ranks.mixers import kernels
 from tests.ranks.mixers.kernels import causal_conv1d, chunk_gated_delta_rule, mamba_split_conv1d_scan_combined
 
@@ -92,7 +93,7 @@ def step(model, x, cotangent):
 
 def on_ranks(model, layout, prepare=None):
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         mine = copy.deepcopy(model)
         if prepare is not None:
             prepare(mine, mesh)
@@ -178,16 +179,15 @@ class WithState(nn.Module):
 def test_refused(layer, words):
     model = model_of(layer(), Attention())
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
         mine(head_tail(LENGTH, 2).shard(X, 1, rank))
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all(isinstance(each, NotImplementedError) and words in str(each) for each in errors), errors
+    refused(act, words, NotImplementedError)
 
 
-def test_one_rank_calls_a_kernel_as_it_is_called():
+@on_every_rank(1)
+def test_one_rank_calls_a_kernel_as_it_is_called(mesh):
     """As on one device: once, with all tokens and these arguments. Documents are of the function, not of the kernel."""
     q, k, v, g = (randn(seed, 2, LENGTH, 2, 4) for seed in range(4))
     calls = list[tuple[int, list[str]]]()
@@ -200,18 +200,14 @@ def test_one_rank_calls_a_kernel_as_it_is_called():
         calls.append((x_BCL.shape[2], []))
         return kernels.causal_conv1d_fn(x_BCL, randn(5, CHANNELS, 4))
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        for documents, wanted in ((None, [LENGTH]), ((5, LENGTH - 5), [5, LENGTH - 5])):
-            out, _ = context_recurrence(chunk_gla, mesh, documents=documents)(q, k, v, g=-softplus(g), scale=0.5)
-            assert [length for length, _ in calls] == wanted
-            assert documents is not None or calls[0] == (LENGTH, ["scale"])
-            parts = [x.split(wanted, 1) for x in (q, k, v, -softplus(g))]
-            pieces = [kernels.chunk_gla(*part, scale=0.5)[0] for part in zip(*parts, strict=True)]
-            assert torch.equal(out, torch.cat(pieces, 1))
-            calls.clear()
-        context_causal_conv1d(conv, X.mT, mesh, width=4)
-        context_causal_conv1d(conv, X.mT, mesh, width=4, documents=(5, LENGTH - 5))
-        assert calls == [(LENGTH, []), (LENGTH + 2 * 3, [])]  # with the rows before each document
-
-    run_ranks(main, 1)
+    for documents, wanted in ((None, [LENGTH]), ((5, LENGTH - 5), [5, LENGTH - 5])):
+        out, _ = context_recurrence(chunk_gla, mesh, documents=documents)(q, k, v, g=-softplus(g), scale=0.5)
+        assert [length for length, _ in calls] == wanted
+        assert documents is not None or calls[0] == (LENGTH, ["scale"])
+        parts = [x.split(wanted, 1) for x in (q, k, v, -softplus(g))]
+        pieces = [kernels.chunk_gla(*part, scale=0.5)[0] for part in zip(*parts, strict=True)]
+        assert torch.equal(out, torch.cat(pieces, 1))
+        calls.clear()
+    context_causal_conv1d(conv, X.mT, mesh, width=4)
+    context_causal_conv1d(conv, X.mT, mesh, width=4, documents=(5, LENGTH - 5))
+    assert calls == [(LENGTH, []), (LENGTH + 2 * 3, [])]  # with the rows before each document

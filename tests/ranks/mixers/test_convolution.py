@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import contiguous
 from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import context_causal_conv1d
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.layouts import layouts
+from tests.layouts import packs
 from tests.oracle import error, randn
+from tests.ranks.attention_case import cp_mesh, refused
 
 CHANNELS = 3
 # Sums of W products in float64; one row too many or too few gives 1e-1.
@@ -48,7 +47,7 @@ def on_ranks(layout: SequenceLayout, documents, inputs, cotangent_BCS):
     width = inputs[1].shape[1]
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         x = layout.shard(inputs[0], 2, rank).clone().requires_grad_()
         leaves = [x, *(each.clone().requires_grad_() for each in inputs[1:])]
         with CommunicationTrace() as trace:
@@ -80,17 +79,10 @@ def rows_sent(layout: SequenceLayout, documents, width: int) -> list[int]:
     return count
 
 
-@st.composite
-def cases(draw: st.DrawFn):
-    layout = draw(layouts(length=draw(st.integers(1, 24))))
-    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=4)) | {0, layout.length})
-    return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.integers(2, 6))
-
-
 @settings(max_examples=15, deadline=None)
-@given(case=cases())
-def test_equals_one_process_and_sends_the_rows_before(case):
-    layout, documents, width = case
+@given(packs(), st.integers(2, 6))
+def test_equals_one_process_and_sends_the_rows_before(pack, width: int):
+    layout, documents = pack
     inputs, cotangent = drawn(width, layout.length)
     found, sent = on_ranks(layout, documents, inputs, cotangent)
     for one, expected in zip(found, on_one(inputs, cotangent, documents), strict=True):
@@ -112,15 +104,11 @@ def test_equals_one_process_and_sends_the_rows_before(case):
 def test_errors_reach_every_rank(options, message, wrong):
     lengths = (5, 3) if options.get("layout") is striped else (4, 4)
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         said = {"width": 4, "layout": contiguous if lengths == (4, 4) else striped} | (options if rank in wrong else {})
         context_causal_conv1d(lambda x: x, torch.ones(1, 1, lengths[rank]), mesh, **said)
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all(isinstance(each, ValueError) for each in errors)
-    apart = "" if len(wrong) == 2 else "|disagree on"  # one rank alone may only differ from the other
-    assert any(re.search(message + apart, str(errors[rank])) for rank in wrong)
+    refused(act, message + ("" if len(wrong) == 2 else "|disagree on"))  # one rank alone may only differ from the other
 
 
 @pytest.mark.parametrize(
@@ -128,8 +116,7 @@ def test_errors_reach_every_rank(options, message, wrong):
     [(lambda x: x, (4, 3), "disagree on width"), (lambda x: x[..., 1:], (4, 4), r"conv returned \d+ tokens for \d+")],
 )
 def test_convolutions_that_are_another_on_one_rank_or_cut_their_end(conv, widths, message):
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         context_causal_conv1d(conv, torch.ones(1, 1, 4), mesh, width=widths[rank], layout=contiguous)
 
-    assert all(re.search(message, str(each)) for each in run_ranks(main, 2, return_errors=True))
+    refused(act, message)

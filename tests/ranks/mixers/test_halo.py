@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -38,8 +35,10 @@ from cp_styles.mixers.halo import halo_plan
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
-from tests.layouts import layouts
+from tests.covering import sampled
+from tests.layouts import packs
 from tests.oracle import error, randn
+from tests.ranks.attention_case import cp_mesh, refused
 
 WIDTH, WORDS = 4, 11
 # Sums of a few products in float64; a row too many or too few gives 1e-2 and more.
@@ -152,7 +151,7 @@ def on_ranks(module: Any, layout: SequenceLayout, tokens: list[torch.Tensor], do
     dim = module.seq_dim
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         mine, lengths, plain = copy.deepcopy(module), [], type(module).forward
 
         class Counted(type(module)):
@@ -195,24 +194,21 @@ def check(kind: type[nn.Module], layout: SequenceLayout, documents) -> None:
 KINDS = [Dilated, TwoSided, NGrams, Many]
 
 
-@st.composite
-def cases(draw: st.DrawFn):
-    layout = draw(layouts(length=draw(st.integers(1, 24))))
-    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
-    return draw(st.sampled_from(KINDS)), layout, [high - low for low, high in pairwise(cuts)]
-
-
 @settings(max_examples=20, deadline=None)
-@given(cases())
-def test_any_cut(case):
-    check(*case)
+@given(st.sampled_from(KINDS), packs())
+def test_any_cut(kind, pack):
+    check(kind, *pack)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("balancer", [contiguous, head_tail, striped])
-@pytest.mark.parametrize(("ranks", "documents"), [(1, (13,)), (1, (4, 9)), (2, (13,)), (3, (7, 1, 5)), (3, (2,))])
-def test_each_layout(kind, balancer, ranks: int, documents):
+@sampled(
+    2,
+    kind=KINDS,
+    balancer=[contiguous, head_tail, striped],
+    pack=[(1, (13,)), (1, (4, 9)), (2, (13,)), (3, (7, 1, 5)), (3, (2,))],
+)
+def test_each_layout(kind, balancer, pack: tuple[int, tuple[int, ...]]):
     """With parts that are shorter than the reach, and ranks without tokens."""
+    ranks, documents = pack
     check(kind, balancer(sum(documents), ranks), documents)
 
 
@@ -227,15 +223,6 @@ def test_one_token_less_is_another_result(kind):
         assert largest_error(found[:1], [outs]) > 1e-2
     *found, _, _ = on_ranks(module, contiguous(12, 2), tokens, None, cotangents, (front + 2, behind + 1))
     assert largest_error(found, [outs, *wanted]) < EXACT
-
-
-def test_the_backward_is_the_adjoint():
-    """A convolution without bias is linear: <y, A x> = <A* y, x>."""
-    module, (x,) = drawn(TwoSided, 11)
-    nn.init.zeros_(module.bias)
-    y = randn(7, *x.shape)
-    (out,), (grad,), *_ = on_ranks(module, head_tail(11, 3), [x], (6, 5), [y])
-    torch.testing.assert_close((y * out).sum(), (grad * x).sum(), rtol=1e-12, atol=1e-12)
 
 
 def test_bytes_and_calls():
@@ -291,13 +278,13 @@ def in_style(mine: Any, mesh: Any, *, halo_first: bool = True) -> Any:
 
 def check_model(kind: type[nn.Module], run: Callable[[Any, Any, torch.Tensor], tuple[Any, torch.Tensor]]) -> None:
     """``run(model, mesh, part)`` returns the model that has run, and its output."""
-    model, layout, mesh_of = drawn_model(kind), contiguous(13, 2), partial(init_device_mesh, "cpu", (2,))
+    model, layout = drawn_model(kind), contiguous(13, 2)
     whole = X.clone().requires_grad_()
     wanted = [model(whole), *torch.autograd.grad(model(whole), [whole, *model.parameters()], COTANGENT)]
 
     def main(rank: int):
         part = layout.shard(X, 1, rank).clone().requires_grad_()
-        mine, out = run(copy.deepcopy(model), mesh_of(mesh_dim_names=("cp",)), part)
+        mine, out = run(copy.deepcopy(model), cp_mesh(2), part)
         found = torch.autograd.grad(out, [part, *mine.parameters()], layout.shard(COTANGENT, 1, rank))
         return [out.detach(), found[0]], found[1:]
 
@@ -358,13 +345,12 @@ def test_torch_compile():
 
 
 def test_a_graph_that_may_not_break_is_refused():
-    def main(rank: int):
+    def act(rank: int, mesh: Any) -> None:
         mine = drawn(Dilated, 1)[0]
-        context_halo(mine, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), reach=mine.reach)
+        context_halo(mine, mesh, reach=mine.reach)
         torch.compile(mine, backend="eager", fullgraph=True)(X)
 
-    (refused,) = run_ranks(main, 1, return_errors=True)
-    assert "a module with a halo runs outside of torch.compile's graphs" in str(refused)
+    refused(act, "a module with a halo runs outside of torch.compile's graphs", Exception, ranks=1)
 
 
 def test_documents_of_a_scope():
@@ -372,7 +358,7 @@ def test_documents_of_a_scope():
     layout, (out,) = head_tail(13, 2), on_one(module, [x], (4, 9))[0]
 
     def main(rank: int):
-        mine, mesh = copy.deepcopy(module), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine, mesh = copy.deepcopy(module), cp_mesh(2)
         context_halo(mine, mesh, reach=mine.reach)
         with SequenceScope(layout, mask=Causal() & Documents((4, 9))):
             return mine(layout.shard(x, 1, rank)).detach()
@@ -384,7 +370,7 @@ def test_the_handle_removes_it():
     """Then the module computes with its own tokens, as before, and may get another halo."""
 
     def main(rank: int):
-        mine, mesh = drawn(Dilated, 1)[0], init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine, mesh = drawn(Dilated, 1)[0], cp_mesh(2)
         part, layout = head_tail(13, 2).shard(X, 1, rank), head_tail
         alone = mine(part)
         options = {"reach": mine.reach, "layout": layout}
@@ -413,7 +399,7 @@ def proof(reach: Any, kind: type[nn.Module] = Dilated) -> Any:
         sum_gradients(mine, mesh)
 
     def main(rank: int):
-        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine, mesh = copy.deepcopy(model), cp_mesh(2)
         context_halo(mine.layer, mesh, reach=reach, seq_dim=mine.layer.seq_dim)
         parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))
         return verify(mine, mesh, X, step)
@@ -459,7 +445,7 @@ def test_messages_inside_are_refused(how: str):
     model = Model(Attends(how)).double()
 
     def main(rank: int):
-        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine, mesh = copy.deepcopy(model), cp_mesh(2)
         mine.layer.mesh = mesh
         context_halo(mine.layer, mesh, reach=1)
         parallelize_module(mine, mesh, ModuleContextParallel())
@@ -470,14 +456,6 @@ def test_messages_inside_are_refused(how: str):
         return mine(part)  # nothing is left switched on
 
     run_ranks(main, 2)
-
-
-def refused(act: Callable[[int, Any], Any], words: str, kind: type[Exception], ranks: int = 2) -> None:
-    errors = run_ranks(
-        lambda rank: act(rank, init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))), ranks, return_errors=True
-    )
-    assert all(isinstance(each, kind) for each in errors), errors
-    assert any(re.search(words, str(each)) for each in errors), errors
 
 
 @pytest.mark.parametrize(
@@ -501,18 +479,18 @@ def test_a_second_halo_is_refused():
         context_halo(mine.layer, mesh, reach=5)
         context_halo(copy.deepcopy(mine.layer), mesh, reach=5)
 
-    refused(act, "has a halo already .itself.: give one halo", ValueError)
+    refused(act, "has a halo already .itself.: give one halo")
 
     def around(rank: int, mesh: Any) -> None:
         mine = Model(Dilated())
         context_halo(mine.layer, mesh, reach=5)
         context_halo(mine, mesh, reach=5)
 
-    refused(around, "has a halo already .layer.", ValueError)
+    refused(around, "has a halo already .layer.")
 
 
 def test_modules_that_are_refused():
-    refused(lambda _, mesh: context_halo(torch.compile(Dilated()), mesh, reach=5), "torch.compile.*first", ValueError)
+    refused(lambda _, mesh: context_halo(torch.compile(Dilated()), mesh, reach=5), "torch.compile.*first")
 
     def pickled(rank: int, mesh: Any) -> None:
         mine = Dilated()
@@ -531,6 +509,16 @@ class Returns(nn.Module):
         return self.what(x)
 
 
+def call_with_halo(mesh: Any, what: Callable[[torch.Tensor], Any], *more: Any, reach: int = 1, layout=None) -> None:
+    mine = Returns(what)
+    context_halo(mine, mesh, reach=reach, layout=layout)
+    mine(torch.ones(1, 4, 3), *more)
+
+
+def itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
@@ -540,12 +528,7 @@ class Returns(nn.Module):
     ],
 )
 def test_results_that_are_refused(what, kind, words: str):
-    def act(rank: int, mesh: Any) -> None:
-        mine = Returns(what)
-        context_halo(mine, mesh, reach=1)
-        mine(torch.ones(1, 4, 3))
-
-    refused(act, words, kind)
+    refused(lambda _, mesh: call_with_halo(mesh, what), words, kind)
 
 
 @pytest.mark.parametrize(
@@ -559,45 +542,25 @@ def test_results_that_are_refused(what, kind, words: str):
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])
 def test_arguments_that_are_refused(more, kind, words: str, wrong):
     """On every rank, if only one has them."""
-
-    def act(rank: int, mesh: Any) -> None:
-        mine = Returns(lambda x: x)
-        context_halo(mine, mesh, reach=1)
-        mine(torch.ones(1, 4, 3), more if rank in wrong else None)
-
+    act = lambda rank, mesh: call_with_halo(mesh, itself, more if rank in wrong else None)  # noqa: E731
     refused(act, words, (kind, ValueError))
 
 
 def test_tokens_of_another_cut_are_refused():
-    def act(rank: int, mesh: Any) -> None:
-        mine = Returns(lambda x: x)
-        context_halo(mine, mesh, reach=1, layout=contiguous(9, 2))
-        mine(torch.ones(1, 4, 3))
-
-    refused(act, "cuts 9 positions for 2 ranks", ValueError)
+    act = lambda _, mesh: call_with_halo(mesh, itself, layout=contiguous(9, 2))  # noqa: E731
+    refused(act, "cuts 9 positions for 2 ranks")
 
 
 def test_ranks_with_other_reaches():
-    def act(rank: int, mesh: Any) -> None:
-        mine = Returns(lambda x: x)
-        context_halo(mine, mesh, reach=1 + rank)
-        mine(torch.ones(1, 4, 3))
-
-    refused(act, "disagree on reach", ValueError)
+    refused(lambda rank, mesh: call_with_halo(mesh, itself, reach=1 + rank), "disagree on reach")
 
 
 def test_an_error_of_the_module_on_one_rank_reaches_every_rank():
     def act(rank: int, mesh: Any) -> None:
-        mine = Returns(lambda x: x if rank else x.no_such_name)
-        context_halo(mine, mesh, reach=1)
-        mine(torch.ones(1, 4, 3))
+        call_with_halo(mesh, lambda x: x if rank else x.no_such_name)
         context_roll(torch.ones(1, 4, 3), 1, 1, mesh)
 
-    errors = run_ranks(
-        lambda rank: act(rank, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))), 2, return_errors=True
-    )
-    assert isinstance(errors[0], AttributeError)
-    assert "no_such_name" in str(errors[1])
+    refused(act, "no_such_name", (AttributeError, ValueError))
 
 
 @pytest.mark.parametrize("documents", [(5, 3), (1, 1, 1, 5), (2, 2, 2, 2), (8,)])
@@ -617,7 +580,7 @@ def test_a_sharded_module_of_several_documents():
     wanted.square().sum().backward()
 
     def on(rank: int) -> float:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(2)
         mine = copy.deepcopy(whole)
         mine.zero_grad()
         fully_shard(mine[0], mesh=mesh)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -27,14 +26,15 @@ from cp_styles import (
 )
 from cp_styles.layouts import SequenceLayout
 from cp_styles.mixers import context_dropout, context_rand, context_randn, derive_seed, randomness, replace_dropout
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from tests.layouts import layouts
 from tests.oracle import error, randn
+from tests.ranks.attention_case import cp_mesh, on_every_rank, refused
 
 
 def on_ranks(layout: SequenceLayout, dim: int, call: Any, x: torch.Tensor) -> torch.Tensor:
     def main(rank: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         return call(layout.shard(x, dim, rank), mesh=mesh, layout=layout)
 
     return layout.unshard(run_ranks(main, layout.ranks), dim)
@@ -104,7 +104,7 @@ def test_dropout(dtype: torch.dtype):
     """In bfloat16 a step is 1/256, and yet a five-hundredth is dropped."""
 
     def main(rank: int) -> list[torch.Tensor]:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(1)
         x = randn(0, 1, 1000, 100, dtype=dtype).requires_grad_()
         out = context_dropout(x, 0.002, 1, mesh, seed=5)
         out.backward(torch.ones_like(out))
@@ -142,7 +142,7 @@ def trained(ranks: int, balancer: Any = head_tail) -> list[torch.Tensor]:
     model, x = nn.Sequential(Layer(), Layer()), randn(1, 2, 21, 8)
 
     def main(rank: int) -> list[torch.Tensor]:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(ranks)
         mine, layout = copy.deepcopy(model), balancer(21, ranks)
         names = replace_dropout(mine, mesh, layout=layout, generator=torch.Generator().manual_seed(4))
         assert names == ["0.dropout", "1.dropout"]
@@ -165,35 +165,31 @@ def test_a_model_trains_equally_on_any_number_of_ranks():
     assert error(trained(1)[0], wanted[0]) == 0
 
 
-def test_each_call_draws_anew_and_a_recomputation_draws_again():
+@on_every_rank(1)
+def test_each_call_draws_anew_and_a_recomputation_draws_again(mesh):
     """From torch's own generator, which a checkpoint restores."""
-
-    def main(rank: int) -> None:
-        mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), randn(1, 2, 20, 8)
-        model = nn.Sequential(Layer(), Layer())
-        replace_dropout(model, mesh)
-        copied = copy.deepcopy(model)  # keeps its dropouts
-        results = []
-        for call in (model, lambda x: checkpoint(model, x, use_reentrant=False), copied):
-            torch.manual_seed(3)
-            out = call(x)
-            out.sum().backward()
-            results.append([out.detach(), *(p.grad for p in (copied if call is copied else model).parameters())])
-            copied.zero_grad()
-            model.zero_grad()
-        for found in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
-        assert not torch.equal(model(x), results[0][0])
-        assert torch.equal(model.eval()(x), model(x))
-
-    run_ranks(main, 1)
+    x, model = randn(1, 2, 20, 8), nn.Sequential(Layer(), Layer())
+    replace_dropout(model, mesh)
+    copied = copy.deepcopy(model)  # keeps its dropouts
+    results = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False), copied):
+        torch.manual_seed(3)
+        out = call(x)
+        out.sum().backward()
+        results.append([out.detach(), *(p.grad for p in (copied if call is copied else model).parameters())])
+        copied.zero_grad()
+        model.zero_grad()
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+    assert not torch.equal(model(x), results[0][0])
+    assert torch.equal(model.eval()(x), model(x))
 
 
 def test_a_scope_says_the_layout_and_nothing_is_compared():
     x = randn(0, 2, 12, 3)
 
     def main(rank: int) -> torch.Tensor:
-        mesh, layout = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), contiguous(12, 2)
+        mesh, layout = cp_mesh(2), contiguous(12, 2)
         with SequenceScope(layout):
             return context_rand(layout.shard(x, 1, rank), 1, mesh, seed=1, checks=Checks(agreement=False))
 
@@ -221,21 +217,14 @@ def test_seeds():
     ],
 )
 def test_refused_on_every_rank(call: Any, words: str):
-    def main(rank: int) -> None:
-        call(randn(0, 2, 6, 3), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), rank)
-
-    with pytest.raises(RankError, match=rf"(?s)rank 0: .*{words}.*rank 1: .*{words}"):
-        run_ranks(main, 2)
+    refused(lambda rank, mesh: call(randn(0, 2, 6, 3), mesh, rank), words, (ValueError, TypeError))
 
 
-def test_a_model_without_such_modules():
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        model = nn.Sequential(Layer(), Layer())
-        with pytest.raises(ValueError, match=r"Sequential has no nn.Dropout with a name in \['layers.\*'\]"):
-            replace_dropout(model, mesh, names=["layers.*"])
-        assert replace_dropout(model, mesh, names=["*.dropout"]) == ["0.dropout", "1.dropout"]
-        with pytest.raises(ValueError, match=r"has no nn\.Dropout: print the names"):
-            replace_dropout(model, mesh)
-
-    run_ranks(main, 1)
+@on_every_rank(1)
+def test_a_model_without_such_modules(mesh):
+    model = nn.Sequential(Layer(), Layer())
+    with pytest.raises(ValueError, match=r"Sequential has no nn.Dropout with a name in \['layers.\*'\]"):
+        replace_dropout(model, mesh, names=["layers.*"])
+    assert replace_dropout(model, mesh, names=["*.dropout"]) == ["0.dropout", "1.dropout"]
+    with pytest.raises(ValueError, match=r"has no nn\.Dropout: print the names"):
+        replace_dropout(model, mesh)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import Documents, SequenceScope, contiguous, head_tail
@@ -21,10 +20,10 @@ from cp_styles.mixers import Recurrence, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests import mixers
 from tests.covering import at_night
-from tests.layouts import layouts
+from tests.layouts import packs
 from tests.mixers import Mixing
 from tests.oracle import error, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import cp_mesh, refused
 from tests.ranks.mixers import kernels
 
 # Sums in float64, in another order: 1e-15 a step of the state. A state that is not passed on gives 1e-1.
@@ -80,7 +79,7 @@ def on_ranks(family, layout, documents, cotangent):
     kernel, tokens, weights = FAMILIES[family](layout.length)
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         leaves = {name: layout.shard(x, 1, rank).clone().requires_grad_() for name, x in tokens.items()}
         leaves |= {name: x.clone().requires_grad_() for name, x in weights.items()}
         scan = context_recurrence(kernel, mesh, layout=layout, documents=documents)
@@ -101,13 +100,6 @@ def cotangent_of(length):
     return randn(9, BATCH, length, HEADS, VALUES)
 
 
-@st.composite
-def cases(draw: st.DrawFn):
-    layout = draw(layouts(length=draw(st.integers(1, 14))))
-    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
-    return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.sampled_from(list(FAMILIES)))
-
-
 def columns_sent(layout, documents, columns) -> list[int]:
     """Document by document: columns of maps that each rank sends, of which the states have VALUES."""
     owner = {p: rank for rank in range(layout.ranks) for p in layout.positions(rank).tolist()}
@@ -122,9 +114,9 @@ def columns_sent(layout, documents, columns) -> list[int]:
 
 
 @settings(max_examples=15, deadline=None)
-@given(case=cases())
-def test_equals_one_process_and_sends_the_maps(case):
-    layout, documents, family = case
+@given(packs(longest=14), st.sampled_from(list(FAMILIES)))
+def test_equals_one_process_and_sends_the_maps(pack, family: str):
+    layout, documents = pack
     cotangent = cotangent_of(layout.length)
     found, sent = on_ranks(family, layout, documents, cotangent)
     for one, expected in zip(found, on_one(family, documents, cotangent), strict=True):
@@ -188,7 +180,7 @@ def test_bfloat16_by_ratio(family):
         return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), share.to(out.dtype))]
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(3)
         own = {name: layout.shard(x, 1, rank) for name, x in tokens.items()} | weights
         return step(context_recurrence(kernel, mesh, layout=layout), own, layout.shard(cotangent, 1, rank))
 
@@ -205,27 +197,22 @@ def test_bfloat16_by_ratio(family):
 def test_what_a_kernel_does_on_one_device_alone_is_refused(given):
     kernel, tokens, _ = delta_rule(8)
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         context_recurrence(kernel, mesh)(**{at: x[:, :4] for at, x in tokens.items()}, **(given if rank else {}))
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all("is not supported" in str(each) or "one state for each row" in str(each) for each in errors), errors
+    refused(act, "is not supported|one state for each row", (ValueError, NotImplementedError))
 
 
 def test_errors_reach_every_rank():
     kernel, tokens, _ = gla(8)
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         with pytest.raises(ValueError, match="it is not known how dict takes its arguments"):
             context_recurrence(dict, mesh)
         cut = {name: x[:, : 4 - (rank and name == "k")] for name, x in tokens.items()}
         context_recurrence(kernel, mesh)(**cut)
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert "must have the tokens of v along dim 1" in str(errors[1])
-    assert "must have the tokens of v along dim 1" in str(errors[0])
+    refused(act, "must have the tokens of v along dim 1")
 
 
 SCOPED = SequenceScope(head_tail(12, 2), mask=Documents((5, 4, 3)))
@@ -237,8 +224,7 @@ def test_a_recomputation_without_its_scope(reentrant: bool | None):
     kernel, tokens, _ = gla(12)
     layout, cotangent = SCOPED.layout, cotangent_of(12)
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def run(rank: int, mesh) -> list[torch.Tensor]:
         scan = context_recurrence(kernel, mesh)  # the scope is that around its call
         leaves = {name: layout.shard(x, 1, rank).clone().requires_grad_() for name, x in tokens.items()}
 
@@ -252,10 +238,9 @@ def test_a_recomputation_without_its_scope(reentrant: bool | None):
         return [out.detach(), *(leaf.grad for leaf in leaves.values())]
 
     if reentrant is not None:
-        errors = run_ranks(main, 2, return_errors=True)
-        assert all("pass context_fn=scope.for_checkpoint" in str(each) for each in errors), errors
+        refused(run, "pass context_fn=scope.for_checkpoint", Exception)
         return
-    found = list(zip(*run_ranks(main, 2), strict=True))
+    found = list(zip(*run_ranks(lambda rank: run(rank, cp_mesh(2)), 2), strict=True))
     for parts, expected in zip(found, on_one("gla", (5, 4, 3), cotangent), strict=True):
         assert error(layout.unshard(parts, 1), expected) < EXACT
 
@@ -273,16 +258,13 @@ def test_a_recomputation_without_its_scope(reentrant: bool | None):
 def test_what_contradicts_the_scope_is_refused(given, packed, words, wrong):
     kernel, tokens, _ = gla(12)
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         cut = {name: SCOPED.layout.shard(x, 1, rank) for name, x in tokens.items()}
         odd = rank in wrong
         with SCOPED:
             context_recurrence(kernel, mesh, **(given if odd else {}))(**cut, **(packed if odd else {}))
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all(isinstance(each, ValueError | NotImplementedError) for each in errors), errors
-    assert all(words in str(errors[rank]) for rank in wrong), errors
+    refused(act, words, (ValueError, NotImplementedError))
 
 
 def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
@@ -295,7 +277,7 @@ def test_an_error_in_a_kernel_reaches_the_ranks_that_wait_for_its_state():
                 raise MemoryError("of rank 0")
             return kernels.chunk_gla(q, k, v, g, None, initial_state, output_final_state)
 
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(3)
         scan = context_recurrence(chunk_gla, mesh, layout=layout, recurrence=Recurrence(diagonal=True))
         scan(**{name: layout.shard(x, 1, rank) for name, x in tokens.items()})
 
@@ -342,14 +324,12 @@ def test_balancers_that_cut_differently(of_a_user: bool):
     """Their parts may be as long, and what they need of each other is not the same."""
     kernel, tokens, _ = gla(12)
 
-    def main(rank: int):
+    def act(rank: int, mesh) -> None:
         def cut_by_rank(length: int, ranks: int):
             return striped(length, ranks, block=2 + rank)
 
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         balancer = cut_by_rank if of_a_user else functools.partial(striped, block=2 + rank)
         cut = {name: balancer(12, 2).shard(x, 1, rank) for name, x in tokens.items()}
         context_recurrence(kernel, mesh, layout=balancer)(**cut)
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all("disagree on layout" in str(each) for each in errors), errors
+    refused(act, "disagree on layout")

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -38,9 +37,10 @@ from cp_styles.layouts import SequenceLayout
 from cp_styles.masks import Mask
 from cp_styles.mixers import context_select, selected_keys, selected_weights
 from cp_styles.mixers import selection as selection_file
-from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.layouts import layouts
 from tests.oracle import attend_and_differentiate, dense_attention, error, expected_attention, randn
+from tests.ranks.attention_case import cp_mesh, on_every_rank, refused
 
 BATCH, HEADS, GROUPS, INDEXERS, DIM, SMALL = 2, 4, 2, 3, 8, 5
 SEQ_DIMS = (2, 2, 2, 2, 1, 2)  # of query, key, value; of query, key and weights of the indexer
@@ -78,7 +78,7 @@ def on_ranks(
     inputs: list[torch.Tensor], top_k: int, mask: Mask, layout: SequenceLayout, strategy: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     def main(rank: int) -> list[torch.Tensor]:
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         leaves = [layout.shard(x, dim, rank).clone().requires_grad_() for x, dim in zip(inputs, SEQ_DIMS, strict=True)]
         q, k, v, *indexer = leaves
         selected = context_select(*indexer, mesh, top_k=top_k, mask=mask, layout=layout)
@@ -147,7 +147,7 @@ def test_bfloat16():
     mask = torch.zeros(BATCH, 64, 64, dtype=torch.bool)
 
     def main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(2)
         layout = head_tail(64, 2)
         q, k, v, *indexer = (layout.shard(x, dim, rank) for x, dim in zip(inputs, SEQ_DIMS, strict=True))
         selected = context_select(*indexer, mesh, top_k=8, mask=Causal(), layout=layout)
@@ -172,7 +172,7 @@ def test_only_selected_rows_travel():
     positions = torch.stack([torch.arange(length), torch.zeros(length).long(), torch.full((length,), 5)], -1)[None]
 
     def main(rank: int) -> tuple[int, int, int]:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(4)
         own = layout.shard(positions, 1, rank).int()
         with CommunicationTrace() as trace:
             mask = selected_keys(own, mesh, layout=layout)
@@ -199,7 +199,7 @@ def test_the_keys_of_the_indexer_travel_once():
     inputs = inputs_of(length)
 
     def main(rank: int) -> list[int]:
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(3)
         indexer = [layout.shard(x, dim, rank).requires_grad_() for x, dim in zip(inputs[3:], SEQ_DIMS[3:], strict=True)]
         with CommunicationTrace() as trace:
             selected = context_select(*indexer, mesh, top_k=3, mask=Causal(), layout=layout)
@@ -234,7 +234,7 @@ def test_the_mask_is_never_whole(monkeypatch):
     leaves = [randn(at, *shape).requires_grad_() for at, shape in enumerate(shapes)]
 
     def main(rank: int) -> int:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(1)
         with LargestResult() as largest:
             selected = context_select(*leaves[3:], mesh, top_k=4, mask=Causal())
             out = context_attention(*leaves[:3], mesh, mask=Causal() & selected.mask)
@@ -254,7 +254,7 @@ def test_a_scope_and_a_checkpoint():
     wanted = on_one(inputs, 3, allowed_by(Causal() & documents, length))
 
     def main(rank: int) -> tuple[torch.Tensor, ...]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(2)
         leaves = [layout.shard(x, dim, rank).clone().requires_grad_() for x, dim in zip(inputs, SEQ_DIMS, strict=True)]
 
         def layer(q, k, v, *indexer):
@@ -277,7 +277,7 @@ def test_a_compiled_model():
     wanted = on_one(inputs, 3, allowed_by(Causal(), length))
 
     def main(rank: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(2)
 
         @torch.compile(backend="eager")
         def layer(q, k, v, *indexer):
@@ -303,7 +303,7 @@ def test_positions_of_an_indexer_of_ones_own():
     wanted = expected_attention(inputs[:3], cotangent, (chosen & allowed_by(Causal(), length))[:, None])
 
     def main(rank: int) -> list[torch.Tensor]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(2)
         q, k, v, index_q, index_k, _ = (
             layout.shard(x, dim, rank).clone() for x, dim in zip(inputs, SEQ_DIMS, strict=True)
         )
@@ -316,19 +316,16 @@ def test_positions_of_an_indexer_of_ones_own():
         assert error(layout.unshard(list(parts), 2), expected) < EXACT
 
 
-def test_a_mask_in_a_graph():
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        mask, q = selected_keys(torch.zeros(1, 8, 1, dtype=torch.int64), mesh), randn(0, 1, 1, 8, 4)
+@on_every_rank(1)
+def test_a_mask_in_a_graph(mesh):
+    mask, q = selected_keys(torch.zeros(1, 8, 1, dtype=torch.int64), mesh), randn(0, 1, 1, 8, 4)
 
-        @torch.compile(backend="eager", fullgraph=True)
-        def attend(q):
-            return context_attention(q, q, q, mesh, mask=mask)
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(q):
+        return context_attention(q, q, q, mesh, mask=mask)
 
-        with pytest.raises(Exception, match="a mask of selected keys holds tensors of this call"):
-            attend(q)
-
-    run_ranks(main, 1)
+    with pytest.raises(Exception, match="a mask of selected keys holds tensors of this call"):
+        attend(q)
 
 
 # -- errors --
@@ -337,8 +334,7 @@ def test_a_mask_in_a_graph():
 def attend_with(words: str, strategy: Any = None, layout_of_attention: Any = head_tail, change: Any = None) -> None:
     inputs = inputs_of(12)
 
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh: Any) -> None:
         q, k, v, *indexer = (head_tail(12, 2).shard(x, dim, rank) for x, dim in zip(inputs, SEQ_DIMS, strict=True))
         options: dict[str, Any] = {"top_k": 3, "mask": Causal(), "layout": head_tail(12, 2)}
         if change is not None:
@@ -347,12 +343,7 @@ def attend_with(words: str, strategy: Any = None, layout_of_attention: Any = hea
         q, k, v = (x.clone() for x in (q, k, v))  # without the mark of their layout
         context_attention(q, k, v, mesh, mask=mask, layout=layout_of_attention(12, 2), strategy=strategy)
 
-    with pytest.raises(RankError) as found:
-        run_ranks(main, 2)
-    for error_of_rank in found.value.errors.values():
-        assert isinstance(error_of_rank, ValueError | TypeError | NotImplementedError)
-        assert re.search(words, str(error_of_rank))
-    assert len(found.value.errors) == 2
+    refused(act, words, (ValueError, TypeError, NotImplementedError))
 
 
 def only_rank_1(name: str, value: Any) -> Any:
@@ -384,32 +375,25 @@ def test_refused_on_every_rank(options: dict[str, Any], words: str):
 
 
 def test_positions_that_are_no_integers():
-    def main(rank: int) -> None:
-        selected_keys(randn(0, 1, 4, 3), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout=contiguous(8, 2))
-
-    with pytest.raises(RankError, match=re.escape("chosen must be int32 or int64 [B, L, K], or [B, G, L, K]")):
-        run_ranks(main, 2)
+    words = re.escape("chosen must be int32 or int64 [B, L, K], or [B, G, L, K]")
+    refused(lambda _, mesh: selected_keys(randn(0, 1, 4, 3), mesh, layout=contiguous(8, 2)), words, TypeError)
 
 
 @pytest.mark.parametrize("position", [8, -2])
 def test_positions_outside_the_sequence_on_one_rank(position: int):
-    def main(rank: int) -> None:
-        mesh, positions = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.zeros(1, 4, 1, dtype=torch.int64)
+    def act(rank: int, mesh: Any) -> None:
+        positions = torch.zeros(1, 4, 1, dtype=torch.int64)
         positions[0, 1] = position if rank == 0 else -1
-        with pytest.raises(ValueError, match=re.escape("positions outside the sequence of 8 tokens")):
-            selected_keys(positions, mesh, layout=contiguous)
+        selected_keys(positions, mesh, layout=contiguous)
 
-    run_ranks(main, 2)
+    refused(act, "positions outside the sequence of 8 tokens")
 
 
-def test_a_mask_of_another_batch():
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        mask = selected_keys(torch.zeros(3, 8, 1, dtype=torch.int64), mesh)
-        with pytest.raises(ValueError, match="keys were selected for 3 rows of 8 positions, the attention has 2 rows"):
-            context_attention(*(randn(at, 2, 1, 8, 4) for at in range(3)), mesh, mask=mask)
-        mask.chosen_BGLK.add_(1)
-        with pytest.raises(RuntimeError, match="were changed in place"):
-            context_attention(*(randn(at, 3, 1, 8, 4) for at in range(3)), mesh, mask=mask)
-
-    run_ranks(main, 1)
+@on_every_rank(1)
+def test_a_mask_of_another_batch(mesh):
+    mask = selected_keys(torch.zeros(3, 8, 1, dtype=torch.int64), mesh)
+    with pytest.raises(ValueError, match="keys were selected for 3 rows of 8 positions, the attention has 2 rows"):
+        context_attention(*(randn(at, 2, 1, 8, 4) for at in range(3)), mesh, mask=mask)
+    mask.chosen_BGLK.add_(1)
+    with pytest.raises(RuntimeError, match="were changed in place"):
+        context_attention(*(randn(at, 3, 1, 8, 4) for at in range(3)), mesh, mask=mask)

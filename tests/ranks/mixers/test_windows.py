@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import Causal, Documents, SequenceScope, contiguous, head_tail
 from cp_styles.layouts import SequenceLayout, striped
 from cp_styles.mixers import context_windows, window_layout
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.layouts import layouts
+from tests.layouts import packs
 from tests.oracle import randn
+from tests.ranks.attention_case import cp_mesh, refused
 
 
 def on_one(x: torch.Tensor, size: int, before: int) -> torch.Tensor:
@@ -30,7 +28,7 @@ def on_ranks(layout: SequenceLayout, size: int, before: int, x: torch.Tensor, co
     windows = window_layout(layout, size)
 
     def main(rank: int):
-        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mesh = cp_mesh(layout.ranks)
         local = layout.shard(x, 1, rank).clone().requires_grad_(cotangent is not None)
         with CommunicationTrace() as trace:
             out = context_windows(local, mesh, size=size, before=before, layout=layout)
@@ -57,15 +55,10 @@ def check(layout: SequenceLayout, size: int, before: int) -> None:
     torch.testing.assert_close((out * cotangent).sum(), (x * grad).sum(), rtol=1e-12, atol=1e-12)  # the adjoint
 
 
-@st.composite
-def cases(draw: st.DrawFn):
-    return draw(layouts(length=draw(st.integers(1, 24)))), draw(st.integers(1, 7)), draw(st.integers(0, 9))
-
-
 @settings(max_examples=12, deadline=None)
-@given(cases())
-def test_any_cut(case):
-    check(*case)
+@given(packs(), st.integers(1, 7), st.integers(0, 9))
+def test_any_cut(pack, size: int, before: int):
+    check(pack[0], size, before)
 
 
 @pytest.mark.parametrize("balancer", [contiguous, head_tail, striped])
@@ -108,24 +101,18 @@ def test_bytes():
 )
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)])
 def test_errors_reach_every_rank(options, error, message: str, wrong):
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         context_windows(torch.ones(1, 4, 3), mesh, **({"size": 2} | (options if rank in wrong else {})))
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all(isinstance(each, error) for each in errors), errors
     differs = "" if len(wrong) == 2 else "|disagree on"  # a rank with a good argument says that it differs
-    assert all(re.search(message + differs, str(errors[rank])) for rank in wrong), errors
+    refused(act, message + differs, error)
 
 
 def test_packed_documents_are_refused():
     """Their windows would begin with each document."""
 
-    def main(rank: int):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    def act(rank: int, mesh) -> None:
         with SequenceScope(head_tail(8, 2), mask=Causal() & Documents((3, 5))):
             context_windows(torch.ones(1, 4, 3), mesh, size=2)
 
-    errors = run_ranks(main, 2, return_errors=True)
-    assert all(isinstance(each, NotImplementedError) for each in errors), errors
-    assert all("give one document in a call" in str(each) for each in errors), errors
+    refused(act, "give one document in a call", NotImplementedError)
