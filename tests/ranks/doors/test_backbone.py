@@ -526,8 +526,7 @@ MADE_IN_THE_LOOP = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("makes", RIGHT)
+@sampled(1, reentrant=[None, True, False], makes=list(RIGHT))
 def test_positions_between_the_blocks(makes: str, reentrant: bool | None):
     """Made once, in front of the loop, they are cut for each block. Hidden states go from block to block."""
 
