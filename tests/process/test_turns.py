@@ -53,4 +53,4 @@ def test_cells_in_processes(on_processes, name: str):
     for cell in by_rank[0]:
         words, wrong, seconds = zip(*(told[cell] for told in by_rank), strict=True)
         judged([Heard(*each) for each in zip(words, wrong, strict=True)])
-        assert max(seconds) < 20  # the timeout of a group is half an hour
+        assert max(seconds) < 300  # on a machine as busy as it may be; the timeout of a group is half an hour

@@ -135,8 +135,8 @@ def test_peers_hear_at_once_of_a_rank_that_leaves_half_way(monkeypatch, capsys, 
         return Line("well")
 
     start = time.monotonic()
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 3, leave, timeout=60)
-    assert time.monotonic() - start < 40
+    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 3, leave, timeout=300)
+    assert time.monotonic() - start < 200  # on a machine as busy as it may be
     assert status == 1
     assert rows["0"]["facts"].keys() == {"0", "1", "2"}
     assert rows["0"]["result"].startswith("rank 1: RuntimeError: planted\n")
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come(monkeypatch, capsys, tmp_path):
 
     start = time.monotonic()
     status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2, sleep, timeout=0.5)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert status == 1
     assert rows["0"]["result"].startswith("rank 1: has not come to the end in 2 s")
     assert rows["agreement"]["state"] == "skipped"
