@@ -201,7 +201,7 @@ def _generator_of_nothing() -> Iterator[None]:
 
 
 class _Look(NamedTuple):
-    """What a thread was seen to run: from ``first`` until ``last``, and not yet at ``before``."""
+    """Instruction that a thread was seen to run from ``first`` until ``last``, and not yet at ``before``."""
 
     instruction: tuple[int, CodeType, int]
     line: str
@@ -212,7 +212,8 @@ class _Look(NamedTuple):
     def waited(self, seconds: float, now: float) -> bool:
         """Whether it ran this for ``seconds``, if it runs something else ``now`` or ends."""
         # On a busy machine it may have begun long before it was first seen. So the time in which it was seen is no
-        # measure: it is less than what has passed.
+        # measure: it is less than what has passed. Most of it must have been seen all the same, because a loop that is
+        # seen twice at one instruction has not waited in between.
         return now - self.before >= seconds and self.last - self.first > 0.75 * seconds
 
 

@@ -35,7 +35,7 @@ class _Meter:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        by_file, by_test, tests = Counter[str](), Counter[str](), Counter[str]()
+        by_file, by_test, by_row, tests = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
         for report in (each for reports in terminalreporter.stats.values() for each in reports):
             # A report has the properties of the ones before it: the last is its own.
             own = [value for name, value in getattr(report, "user_properties", ()) if name == _NAME][-1:]
@@ -44,13 +44,19 @@ class _Meter:
                 file = test.partition("::")[0]
                 by_file[file] += seconds
                 by_test[test] += seconds
+                by_row[report.nodeid] += seconds
                 for name in (file, test):
                     tests[name] += report.when == "call"
         by_folder = Counter[str]()
         for file, seconds in by_file.items():
             parts = PurePath(file).parts[:-1]
             by_folder["/".join(parts[: _FOLDERS_OF["ranks" in parts]])] += seconds
+        shortest = dict[str, float]()
+        for row, seconds in by_row.items():
+            test = row.partition("[")[0]
+            shortest[test] = min(seconds, shortest.get(test, seconds))
         terminalreporter.section(f"{_NAME}: {sum(by_file.values()):.0f}")
+        terminalreporter.line(f"{sum(shortest.values()):8.1f}  the shortest row of each of {len(shortest)} tests")
         for folder, seconds in by_folder.most_common():
             terminalreporter.line(f"{seconds:8.1f}  {folder}")
         for name, seconds in by_file.most_common(40) + by_test.most_common(80):

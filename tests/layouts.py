@@ -26,7 +26,7 @@ def layouts(draw: st.DrawFn, length: int | None = None, ranks: int | None = None
 
 @st.composite
 def packs(draw: st.DrawFn, longest: int = 24) -> tuple[SequenceLayout, tuple[int, ...]]:
-    """A cut of 1 to ``longest`` positions, and the lengths of up to four documents in them."""
+    """A cut of 1 to ``longest`` positions, and the lengths of up to five documents in them."""
     layout = draw(layouts(length=draw(st.integers(1, longest))))
-    ends = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
+    ends = sorted(draw(st.sets(st.integers(1, layout.length), max_size=4)) | {0, layout.length})
     return layout, tuple(stop - start for start, stop in pairwise(ends))

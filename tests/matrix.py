@@ -178,30 +178,26 @@ class Run:
         gc.freeze()
         records = results()
         self._control({test for each in records[self._part :: self._parts] for test in each["noticed"].values()})
-        before = {each["name"]: each for each in records}
+        done = {each["name"] for each in records}
         # First those that few tests reach: what they need is what the files differ in.
         left = sorted(self._mistakes, key=lambda mistake: len(found[mistake.name]))[self._part :: self._parts]
-        for mistake in left:
-            record = before.get(mistake.name)
-            if record is not None and (record["noticed"] or "named" in record):
-                continue
+        for mistake in [each for each in left if each.name not in done]:
             start = time.perf_counter()
             tests = [test for test in found[mistake.name] if test in self._items]
             planted = changes(place_of(mistake), live)
-            noticed, ran = dict[str, str](), Counter[str](record and record["passed"])
-            if planted and record is None:
+            noticed, ran = dict[str, str](), Counter[str]()
+            if planted:
                 most = self._most if len(set(map(file_of, tests))) <= MANY else 1
                 chosen = choose(tests, self._times, most, skip=())
                 self._try(planted, chosen, noticed, ran, len(chosen))
-                if len(noticed) < ENOUGH:
-                    others = choose(tests, self._times, len(tests), skip=noticed)
-                    self._try(planted, self._of_seconds(set(others) - set(chosen)), noticed, ran, ENOUGH)
-            named = [] if noticed or not planted else self._of_seconds(named_for(mistake, self._items))
-            self._try(planted, named, noticed, ran, 1)
+            if planted and len(noticed) < ENOUGH:
+                others = choose(tests, self._times, len(tests), skip=noticed)
+                self._try(planted, self._of_seconds(set(others) - set(chosen)), noticed, ran, ENOUGH)
+            if planted and not noticed:
+                self._try(planted, self._of_seconds(named_for(mistake, self._items)), noticed, ran, 1)
             record = {
                 "name": mistake.name,
                 "functions": len(planted),
-                "named": len(named),
                 "noticed": noticed,
                 "passed": {file: count for file, count in sorted(ran.items()) if file not in noticed},
                 "seconds": round(time.perf_counter() - start, 1),
@@ -211,7 +207,7 @@ class Run:
         return True
 
     def _of_seconds(self, tests: Iterable[str]) -> list[str]:
-        """Those that take the shortest, of so many seconds together."""
+        """Choose the tests that take the shortest, of so many seconds together."""
         ordered = sorted(tests, key=lambda test: (self._times.get(test, 0.0), test))
         ends = [*accumulate(self._times.get(test, 0.0) for test in ordered)]
         return ordered[: bisect_right(ends, self._seconds)]
@@ -327,8 +323,7 @@ def results() -> list[dict[str, Any]]:
     names = {mistake.name for mistake in FUZZED + OTHERS}
     unsound = {test for path in DATA.glob("unsound.*") for test in path.read_text().splitlines()}
     lines = [line for path in sorted(DATA.glob("results.*")) for line in path.read_text().splitlines()]
-    latest = {each["name"]: each for each in sorted(map(json.loads, lines), key=lambda each: "named" in each)}
-    records = [each for name, each in latest.items() if name in names]
+    records = [each for each in map(json.loads, lines) if each["name"] in names]
     for each in records:
         each["noticed"] = {file: test for file, test in each["noticed"].items() if test not in unsound}
     return records
@@ -347,7 +342,8 @@ def table(records: list[dict[str, Any]]) -> Iterator[str]:
     counts = Counter(min(len(files), ENOUGH) for files in noticed.values())
     yield (
         f"{len(records)} of {len(FUZZED + OTHERS)} mistakes, {len(numbers)} files. {counts[ENOUGH]} are noticed by "
-        f"{ENOUGH} files or more, {counts[1]} by one, {counts[0]} by none. +: {len(kept)} files that notice as much."
+        f"{ENOUGH} files or more, {counts[1]} by one, {counts[0]} by none. +: {len(kept)} files that notice as much. "
+        f"Further ones have {sum(map(lines_of, numbers.keys() - kept)):,} lines."
     )
     for file, number in numbers.items():
         names = by_file[file]
@@ -355,6 +351,10 @@ def table(records: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{number:3} {'+' if file in kept else ' '} {file}: {len(names)} noticed, {few} by at most {ENOUGH} files"
     for name, files in sorted(noticed.items(), key=lambda each: (len(each[1]), each[0])):
         yield f"{len(files):3} {name}: {' '.join(str(numbers[file]) for file in files)}"
+
+
+def lines_of(file: str) -> int:
+    return (ROOT / "tests" / file).read_text().count("\n")
 
 
 def cover(noticed: dict[str, list[str]]) -> set[str]:
@@ -393,7 +393,7 @@ def main() -> int:
     parser.add_argument("--tests", type=int, default=2, help="of each file, where enough files notice a mistake")
     parser.add_argument("--seconds", type=float, default=60, help="of further tests, where few files notice a mistake")
     parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     DATA.mkdir(parents=True, exist_ok=True)
     pytest_command = [sys.executable, "-m", "pytest", "-p", "tests.matrix", "-p", "no:cacheprovider"]
     if options.what == "reach":

@@ -578,6 +578,12 @@ verify: a proof that sees nothing passes | ranks/verify/test_verify.py -k blind
 verify: another model of the step is proved too | ranks/verify/test_verify.py -k only_what
     _Verification.report | model is None or self._others.isdisjoint(map(id, model.parameters()))
     becomes | True
+ranks as threads: a wait counts from when it was seen | ranks/engine/test_testing.py -k sees_late
+    _Look.waited | now - self.before >= seconds
+    becomes | now - self.first >= seconds
+ranks as threads: a wait of which little was seen counts | ranks/engine/test_testing.py -k sees_late
+    _Look.waited | > 0.75 * seconds
+    becomes | >= 0.0 * seconds
 ranks as threads: the count of a higher-order operator stays | ranks/engine/test_testing.py -k graph_breaks
     thread_local_world | set_count(count)
     becomes | None

@@ -44,5 +44,5 @@ def language_model(words: int, places: int = 0, width: int = 16) -> LanguageMode
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """Of all parameters, as one vector."""
+    """Gradients of all parameters, as one vector."""
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])

@@ -530,7 +530,7 @@ def file_of(folder: Path, **changes: Any) -> list[str]:
 
 
 def ended(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> Any:
-    """What the command has printed when it ends with this exit status."""
+    """Run the command, which ends with this exit status. Returns its output."""
     with pytest.raises(SystemExit) as found:
         command.main(arguments)
     assert found.value.code == code

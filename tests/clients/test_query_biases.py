@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ def test_padding_of_another_form_is_refused():
         on_ranks(tiny_of("inkling_text"), *batch_of(), whole={"attention_mask": masks})  # pyright: ignore
 
 
-@pytest.mark.parametrize(("model_type", "ranks"), [(MODELS[0], 2), *rows_at_night(*product(MODELS[1:], [1, 2]))])
+@sampled(1, model_type=MODELS, ranks=[1, 2])
 def test_biases_of_zero_are_trained(model_type: str, ranks: int):
     model = tiny_of(model_type)
     for name, parameter in model.named_parameters():
@@ -127,7 +126,7 @@ def test_a_number_that_the_trainer_hands_on(model_type: str):
     assert largest_error(found, expected(model, inputs, labels, "eager")) < EXACT
 
 
-@pytest.mark.parametrize("model_type", [MODELS[0], *at_night(*MODELS[1:])])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_queries_that_change_ranks_are_refused(model_type: str):
     with every_rank_raises("the score_mod reads query_rows of rank"):
         error_of(tiny_of(model_type), LENGTH, "eager", style={"layout": head_tail, "strategy": Ulysses()})

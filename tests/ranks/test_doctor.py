@@ -135,8 +135,8 @@ def test_peers_hear_at_once_of_a_rank_that_leaves_half_way(monkeypatch, capsys, 
         return Line("well")
 
     start = time.monotonic()
-    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 3, leave, timeout=300)
-    assert time.monotonic() - start < 200  # on a machine as busy as it may be
+    status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 3, leave, timeout=60)
+    assert time.monotonic() - start < 40
     assert status == 1
     assert rows["0"]["facts"].keys() == {"0", "1", "2"}
     assert rows["0"]["result"].startswith("rank 1: RuntimeError: planted\n")
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come(monkeypatch, capsys, tmp_path):
 
     start = time.monotonic()
     status, rows, _ = rows_with(monkeypatch, capsys, tmp_path / "rows", 2, sleep, timeout=0.5)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 20
     assert status == 1
     assert rows["0"]["result"].startswith("rank 1: has not come to the end in 2 s")
     assert rows["agreement"]["state"] == "skipped"
@@ -259,7 +259,8 @@ def other_numbers(start: Callable[..., Any]) -> Callable[..., Any]:
     return lambda sent, *rest: start(sent * 2, *rest)
 
 
-# What is another function in the checks, on how many ranks; the check whose row names the fault, or the agreement's.
+# A name of the checks and the wrong function in its place; the number of ranks; the check whose row has the words, or
+# None for the row of the agreement.
 FAULTS: dict[str, tuple[str, Any, int, Callable[[World], Line] | None, str]] = {
     "model": ("BatchSharder.sum_gradients", lambda *_: None, 2, checks.check_model,
               "VerificationError: Model on 2 ranks"),

@@ -1,8 +1,5 @@
 """split, gather, reduce_scatter: layouts, bytes, and what each gradient means."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,16 +21,10 @@ from cp_styles.layouts import SequenceLayout, head_tail, per_document_head_tail,
 from cp_styles.layouts.ranges import even_sizes
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error, randn
+from tests.pages import example
 from tests.ranks.collectives.collectives_reference import adjoint_gap, world
 
 LENGTH = 11
-PAGE = Path(__file__).parents[3].joinpath("tutorials/functions.md").read_text()
-
-
-def example(name: str) -> str:
-    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    return found
-
 
 KINDS = {
     "remainder first": lambda ranks: None,
@@ -220,7 +211,7 @@ def test_layouts_for_no_ranks_are_refused(ranks):
 def test_each_document_contiguously_as_migration_says():
     """MindSpeed's split of packed samples: parts of each sample, and in the backward their gradients, over P."""
     scope: dict = {}
-    exec(example("example: each document"), scope)
+    exec(example("each document"), scope)
     documents, ranks = [5, 7, 1, 0, 4], 3
     layout = scope["each_contiguous"](documents, ranks)
     x, cotangent = (randn(seed, sum(documents), 2) for seed in (1, 2))

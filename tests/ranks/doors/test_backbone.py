@@ -152,7 +152,7 @@ def trained(rank: int, model: Any, ranks: int = 2, way: Callable[[Any, Any], tor
 
 
 def largest_error(model: Any, ranks: int = 2, *args: Any, **options: Any) -> float:
-    """Of all ranks, against one process."""
+    """The largest error of any rank against one process."""
     return max(off(found, model) for found in run_ranks(partial(trained, **options), ranks, model, ranks, *args))
 
 
@@ -526,7 +526,8 @@ MADE_IN_THE_LOOP = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@sampled(1, reentrant=[None, True, False], makes=list(RIGHT))
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("makes", RIGHT)
 def test_positions_between_the_blocks(makes: str, reentrant: bool | None):
     """Made once, in front of the loop, they are cut for each block. Hidden states go from block to block."""
 

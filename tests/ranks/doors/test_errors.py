@@ -406,6 +406,8 @@ ODD = {
     "nested": (lambda x: torch.nested.nested_tensor([x[0]]), r"nested tensor: pack the documents .*SequenceScope"),
     "sparse": (lambda x: x.to_sparse(), r"has the layout torch.sparse_coo: pass query.to_dense\(\)"),
     "int16": (lambda x: x.to(torch.int16), "must share one floating-point dtype .*torch.int16"),
+}
+ODD_QUERY = {
     "another dtype": (lambda x: x.double(), "query, key and value must share one floating-point dtype"),
     "another device": (lambda x: x.to("meta"), "and one device, got"),
 }
@@ -416,14 +418,19 @@ NO_TENSOR = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("odd", "name"), [*product(ODD, DOORS), *product(NO_TENSOR, ("function", "style"))])
+@pytest.mark.parametrize(
+    ("odd", "name"), [*product(ODD | ODD_QUERY, DOORS), *product(NO_TENSOR, ("function", "style"))]
+)
 def test_one_rank_has_a_query_that_no_attention_takes(odd: str, name: str):
-    change, words = (ODD | NO_TENSOR)[odd]
+    """Key and value are as odd for the rows of ODD, and right for further ones."""
+    change, words = (ODD | ODD_QUERY | NO_TENSOR)[odd]
 
     def on(rank: int):
         attend = door(name, cp_mesh(2), **copy.deepcopy(DOORS[name]))
-        query, key, value = torch.zeros(3, 1, 2, 4, 8)
-        attend(change(query) if rank else query, key, value)
+        query, *others = torch.zeros(3, 1, 2, 4, 8)
+        if rank == 1:
+            query, others = change(query), [change(x) if odd in ODD else x for x in others]
+        attend(query, *others)
 
     other, own = run_ranks(on, 2, return_errors=True)
     assert re.search(words, str(own)), own

@@ -647,7 +647,7 @@ def test_the_flight_recorder_is_read_as_the_page_says():
 def test_every_example_is_run():
     code = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     marked = re.findall(r"<!-- example: (.*?) -->\n```python", SHOWN)
-    assert [each for each in marked if not re.search(rf'examples?\([^)]*"(example: )?{each}"', code)] == []
+    assert [each for each in marked if not re.search(rf'example[^)\n]*\([^)]*"{re.escape(each)}"', code)] == []
     # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; the
     # switch to FlashAttention 3, which needs its package and a GPU.
     assert SHOWN.count("```python") == len(marked) + 3

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -33,10 +34,20 @@ from cp_styles.styles import (
     SequenceParallel,
 )
 from cp_styles.testing import run_ranks
+from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, on_every_rank
 from tests.ranks.composition import (
+    LAYOUTS,
+    Training,
+    alone,
+    batch_of,
+    cp_of,
+    cp_plan,
     new_model,
+    one_cp,
+    shard,
+    training,
 )
 from tests.ranks.leak_scene import refusals
 from tutorials.llama import parallel_plan
@@ -51,12 +62,18 @@ LENGTHS = {
 }
 
 
+def cp_and_tp() -> tuple[DeviceMesh, Training]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    plan = parallel_plan(AttentionContextParallel(layout=LAYOUTS[2]))
+    model = parallelize_module(new_model(), mesh, plan)
+    return mesh, training(model, mesh, cp_of, sum_over=cp_of)
+
+
 @on_every_rank(4)
 def test_the_keys_are_those_of_the_plain_model():
     plain = new_model().state_dict()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model = parallelize_module(new_model(), mesh, parallel_plan(AttentionContextParallel()))
-    assert list(model.state_dict()) == list(plain)
+    mesh, run = cp_and_tp()
+    assert list(run.model.state_dict()) == list(plain)
     for style in (AttentionContextParallel(), ModuleContextParallel()):
         where = "layers.*.attention.core" if isinstance(style, AttentionContextParallel) else "layers.*"
         model = parallelize_module(new_model(), mesh["cp"], {where: style})
@@ -64,6 +81,59 @@ def test_the_keys_are_those_of_the_plain_model():
         assert list(state) == list(plain)
         assert all(torch.equal(state[name], plain[name]) for name in plain)
         model.load_state_dict(plain)
+
+
+# -- checkpoints --
+
+
+def advance(run: Training, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(run.backward(batch_of(step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def by_sum_gradients_over_cp() -> Training:
+    cp = one_cp()
+    return training(parallelize_module(new_model(), cp, cp_plan(4)), cp, cp_of, sum_over=cp_of)
+
+
+def by_fsdp_over_cp() -> Training:
+    cp = one_cp()
+    model = shard(parallelize_module(new_model(), cp, cp_plan(4)), cp)
+    return training(model, cp, cp_of, averaged_over=DeviceMesh.size)
+
+
+@pytest.mark.parametrize("then", [by_fsdp_over_cp, *at_night(by_sum_gradients_over_cp)])
+def test_a_checkpoint_of_cp_2_tp_2_goes_on_under_cp_4_tp_1(tmp_path, then: Callable[[], Training]):
+    """Parameters and AdamW's moments; the four losses are those of one process that never stopped."""
+
+    def before(rank: int) -> list[float]:
+        _, run = cp_and_tp()
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
+        losses = advance(run, optimizer, range(2))
+        model_state, optimizer_state = get_state_dict(run.model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
+        return losses
+
+    def after(rank: int) -> list[float]:
+        run = then()
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.zero_()  # what is right afterwards was loaded
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
+        model_state, optimizer_state = get_state_dict(run.model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
+        set_state_dict(run.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        return advance(run, optimizer, range(2, 4))
+
+    wanted = alone(4).losses
+    for losses in run_ranks(before, 4):
+        assert losses == pytest.approx(wanted[:2], abs=1e-11)
+    for losses in run_ranks(after, 4):
+        assert losses == pytest.approx(wanted[2:], abs=1e-11)
 
 
 @pytest.mark.parametrize("layout", LENGTHS.values(), ids=LENGTHS)

@@ -51,10 +51,11 @@ def test_a_timeout_that_is_expected():
     assert run_ranks(Waits(), 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
 
 
-@pytest.mark.parametrize(("before", "waited"), [(0.0, True), (0.5, False)])
-def test_a_wait_that_a_busy_machine_sees_late(before: float, waited: bool):
-    """Seen from 0.6 to 3.0: it may have begun at 0, or not before 0.5."""
-    look = testing._Look((0, test_a_wait_that_a_busy_machine_sees_late.__code__, 0), "line", before, 0.6, 3.0)
+@pytest.mark.parametrize(("before", "first", "waited"), [(0.0, 0.6, True), (0.5, 0.6, False), (0.0, 1.0, False)])
+def test_a_wait_that_a_busy_machine_sees_late(before: float, first: float, waited: bool):
+    """It may have begun at 0; it has not begun before 0.5; too little of it was seen."""
+    code = test_a_wait_that_a_busy_machine_sees_late.__code__
+    look = testing._Look((0, code, 0), "line", before, first, last=3.0)
     assert look.waited(3.0, now=3.1) == waited
 
 
